@@ -16,6 +16,7 @@ each host included; at links as fast as memory the cores here would be the limit
 
 import argparse
 import json
+import math
 import multiprocessing
 import shutil
 import statistics
@@ -36,7 +37,7 @@ from safetensors.numpy import save_file
 
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
-from dora.relay.link import Link, chain_s, least_broadcast_s, piece_chunks
+from dora.relay.link import Link, broadcast_s, chain_s, piece_chunks
 from dora.relay.orders import Arrived, Order, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.weights.files import CHUNK_BYTES, hash_file
@@ -49,6 +50,14 @@ WAIT_S: Final = 300.0
 EPOCH: Final = 1
 QUIET_S: Final = 3.0  # of decoding without a broadcast, before and after each with one
 START_S: Final = 1e-3  # assumed of a link, for the size of the pieces; what was measured is shown
+
+
+def least_broadcast_s(link: Link, hosts: int, body_bytes: int) -> float:
+    """T*(p): the least of ``broadcast_s`` where pieces may have any size: the bound that a chain is compared with."""
+    whole_s, hops = body_bytes / link.bytes_per_s, hosts - 2
+    if hops * whole_s <= link.start_s:  # one piece
+        return broadcast_s(link, hosts, body_bytes, 1)
+    return whole_s + hops * link.start_s + 2 * math.sqrt(hops * whole_s * link.start_s)
 
 
 @dataclass(frozen=True)

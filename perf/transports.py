@@ -200,7 +200,7 @@ def serve(parent: Connection, folder: str, size_bytes: int) -> None:
             if order[0] == "expect":
                 _, epoch, most_bytes, arrived = order
                 if arrived:
-                    plane.take_parts(arrived)
+                    plane.take_rounds(arrived)
                 plane.expect("r", epoch, most_bytes)
                 parent.send("ready")
             elif order[0] == "cpu":

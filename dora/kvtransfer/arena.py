@@ -111,12 +111,6 @@ class Arena:
             self._collect()
             return self.most_bytes - sum(size for _, size in self._free)
 
-    def largest_bytes(self) -> int:
-        """Of the largest free place."""
-        with self._lock:
-            self._collect()
-            return max((size for _, size in self._free), default=0)
-
     def move(self, folder: Path, owner: str) -> None:
         """Its file is another owner's from now on, with all that lies in it; who has it mapped keeps it. Raises
         InvalidValue where it cannot be moved there, or is gone."""

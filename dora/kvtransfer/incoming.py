@@ -23,7 +23,6 @@ from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 
 log = logging.getLogger("dora.worker")
 
-GREETING_S: Final = 10.0
 VOID_MAX: Final = 16
 PENDING_MAX: Final = 4  # chunks that are on their way while another is checked
 

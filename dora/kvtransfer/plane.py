@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from dora.errors import InvalidValue
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
@@ -156,22 +154,13 @@ class DataPlane:
         known = opening if isinstance(opening, Opening) else None
         return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds), opening=known)
 
-    def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
-        """The head of what has arrived, and after it a body for each round that is kept here. Raises NotFound."""
-        head, rounds = self.take_rounds(key)
-        return head, *(each.body for each in rounds if not each.ahead_bytes)
-
     def take_rounds(self, key: str) -> tuple[bytes, list[Arrival]]:
-        """The same with the checksums of each round, for who sends it on. Raises NotFound."""
+        """The head of a snapshot that has arrived, and its rounds with their checksums. Raises NotFound."""
         return self._arrivals.take(key)
 
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""
         self._arrivals.forget(ticket)
-
-    def arriving(self, epoch: int) -> list[str]:
-        """Keys of what this epoch of a worker has begun to send and not completed."""
-        return self._arrivals.arriving(epoch)
 
     def held_bytes(self) -> tuple[int, int]:
         """Memory in use for what is sent by shared memory, and for what was received."""

@@ -195,9 +195,6 @@ class Stream:
         with contextlib.suppress(OSError):  # a network that knows no classes carries it all the same
             self._socket.setsockopt(*option, _LOWER_EFFORT)
 
-    def peer_host(self) -> str:
-        return str(self._socket.getpeername()[0])
-
     def own_host(self) -> str:
         return str(self._socket.getsockname()[0])
 

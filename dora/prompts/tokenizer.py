@@ -27,11 +27,6 @@ class ChatTokenizer:
         self._exported = exported(folder, default_cache() if cache is None else cache)
         self._tokenizer = self._exported.tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids that have a token, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     @cached_property
     def largest_id(self) -> int:
         """The largest token id that has a token: some vocabularies have gaps."""

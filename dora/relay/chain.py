@@ -64,11 +64,6 @@ class Chain:
         self._site(host)
         return self._upstream.get(host, "")
 
-    def followers(self, host: str) -> tuple[str, ...]:
-        """Who takes from a host. Raises NotFound."""
-        self._site(host)
-        return tuple(self._followers[host])
-
     def upstreams(self, host: str, most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
         """Whom a host is to ask, one after the other: its upstream, those before that one, and at last the head."""
         found: list[str] = []
@@ -79,14 +74,6 @@ class Chain:
         if at:
             found.append(self.head)
         return tuple(found)
-
-    def length(self, host: str) -> int:
-        """Hosts from the head to this one, both included."""
-        count = 1
-        while host in self._upstream:
-            host = self._upstream[host]
-            count += 1
-        return count
 
     def add(self, site: Site) -> str:
         """A host that comes late, or once more, goes to the end of its place's chain. Returns its upstream.

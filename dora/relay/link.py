@@ -48,14 +48,6 @@ def broadcast_s(link: Link, hosts: int, body_bytes: int, pieces: int) -> float:
     return (hosts + pieces - 2) * (body_bytes / pieces / link.bytes_per_s + link.start_s)
 
 
-def least_broadcast_s(link: Link, hosts: int, body_bytes: int) -> float:
-    """T*(p): the least of ``broadcast_s`` where pieces may have any size: the bound that a chain is compared with."""
-    whole_s, hops = body_bytes / link.bytes_per_s, hosts - 2
-    if hops * whole_s <= link.start_s:  # one piece
-        return broadcast_s(link, hosts, body_bytes, 1)
-    return whole_s + hops * link.start_s + 2 * math.sqrt(hops * whole_s * link.start_s)
-
-
 def chain_s(link: Link, hosts: int, body_bytes: int, piece_bytes: int) -> float:
     """When the last of ``hosts`` has a body in pieces of ``piece_bytes``, of which the last may be shorter."""
     pieces = max(1, -(-body_bytes // piece_bytes))

@@ -85,11 +85,6 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
     )
 
 
-def unpacked(report: pb.WorkerReport) -> list[TokenSpan]:
-    """The tokens of a report one by one, for people and tools. Raises as :func:`columns_from_wire`."""
-    return list(columns_from_wire(report.tokens))
-
-
 def _begins(counts: Column) -> tuple[Column, int]:
     """Where each of so many begins, and the last one ends."""
     reached = np.cumsum(counts)

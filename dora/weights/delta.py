@@ -20,7 +20,6 @@ from typing import Any, Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.weights.manifest import Manifest
 from dora.weights.reference import DTYPE_BYTES, TensorHeader
 
 Bytes = bytes | bytearray | memoryview
@@ -37,7 +36,7 @@ _ELEMENTS: Final = (1, 2, 4, 8)
 def encode(content: Bytes, base: Bytes | None, element_bytes: int) -> bytes:
     """One piece as it travels. ``base``: the base's bytes at the same place, None where it has none.
 
-    ``element_bytes``: of what the piece mostly holds (:func:`element_bytes_at`); it decides the size, not the content.
+    ``element_bytes``: of what the piece mostly holds (:func:`element_bytes_of`); it decides the size, not the content.
     """
     if element_bytes not in _ELEMENTS:
         raise InvalidValue("element_bytes", element_bytes, f"one of {', '.join(map(str, _ELEMENTS))}")
@@ -67,13 +66,6 @@ def decode(encoded: Bytes, base: Bytes | None, length: int) -> bytes:
     if element_bytes not in _ELEMENTS or length % element_bytes or changed > length // element_bytes:
         raise InvalidValue("delta: elements", (element_bytes, changed), f"of a piece of {length} bytes")
     return _decoded(view[_HEAD.size :], base, element_bytes, changed)
-
-
-def element_bytes_at(manifest: Manifest, file: str, offset: int) -> int:
-    """Of the tensor that lies at ``offset`` of a file, or of the next one after it."""
-    found = [each for each in manifest.tensors if each.file == file and each.header.content_bytes]
-    after = [each for each in found if each.offset + each.header.content_bytes > offset]
-    return element_bytes_of(min(after, key=lambda each: each.offset).header) if after else 1
 
 
 def element_bytes_of(tensor: TensorHeader) -> int:

@@ -89,10 +89,6 @@ class Receiving:
         """Chunks that have not come, in the order of the files."""
         return [(name, index) for name, there in self._there.items() for index, found in enumerate(there) if not found]
 
-    @property
-    def missing_chunks(self) -> int:
-        return self._missing
-
     def take_from(self, base: Path, base_manifest: Manifest) -> int:
         """Copies what a version that is held here has alike, chunk by chunk; returns how many chunks that were.
 

@@ -44,7 +44,7 @@ class MortalStore(WeightStore):
             die()
         receiving = super().receive(found)
         if phase == "chunk":
-            most, placed = share * receiving.missing_chunks, receiving.placed
+            most, placed = share * len(receiving.missing()), receiving.placed
 
             def counted(file: str, index: int) -> bool:
                 done = placed(file, index)

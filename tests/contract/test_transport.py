@@ -60,11 +60,17 @@ def sent(source: End, target: Peer | End, ticket: str, parts: list[np.ndarray], 
     return source.plane.send_parts(peer, ticket, [part.data for part in parts], head)
 
 
+def arrived(target: End, key: str) -> tuple[bytes, np.ndarray]:
+    """The head and the body of a snapshot that came in one round."""
+    head, rounds = target.plane.take_rounds(key)
+    return head, rounds[0].body
+
+
 def moved(source: End, target: End, ticket: str, parts: list[np.ndarray], head: bytes = b"head") -> Sent:
     """Sends these bytes to a target that expects them, and sees that they are there."""
     target.plane.expect(ticket, source.identity.epoch, sum(part.nbytes for part in parts))
     done = sent(source, target, ticket, parts, head).done.result(WAIT_S)
-    found_head, body = target.plane.take_parts(done.key)
+    found_head, body = arrived(target, done.key)
     assert found_head == head and not body.flags.writeable
     assert np.array_equal(body, np.concatenate(parts))
     return done
@@ -115,7 +121,7 @@ def test_one_pair_carries_many_requests_at_once(ends: tuple[End, End], transport
     for transfers, end in ((there, target), (back, source)):
         for ticket, transfer in transfers.items():
             done = transfer.done.result(WAIT_S)
-            head, body = end.plane.take_parts(done.key)
+            head, body = arrived(end, done.key)
             assert (head, done.transport) == (ticket.encode(), transport)
             assert np.array_equal(body, np.concatenate(bodies[ticket]))
 
@@ -125,7 +131,7 @@ def test_memory_comes_back_when_the_last_view_of_it_is_gone(ends: tuple[End, End
     for _ in range(3):  # again and again the same memory
         target.plane.expect("r", 1, 1 << 20)
         done = sent(source, target, "r", made([1 << 20])).done.result(WAIT_S)
-        _, body = target.plane.take_parts(done.key)
+        _, body = arrived(target, done.key)
         view = body[5:9].reshape(2, 2)
         del body
         assert sum(source.plane.held_bytes()) + sum(target.plane.held_bytes()) >= 1 << 20
@@ -140,7 +146,7 @@ def test_what_has_arrived_outlives_its_source(tmp_path: Path, transport: str) ->
             target.plane.expect("r", 1, 1 << 20)
             parts = made([1 << 20])
             key = sent(source, target, "r", parts).done.result(WAIT_S).key
-        _, body = target.plane.take_parts(key)
+        _, body = arrived(target, key)
         assert np.array_equal(body, parts[0])
         with pytest.raises(NotFound, match=key):
             target.plane.take_parts(key)
@@ -415,7 +421,7 @@ def test_what_a_killed_source_leaves_is_swept_and_what_it_sent_stays(tmp_path: P
         child.join()
         sweep(tmp_path)
         assert {folder.name for folder in tmp_path.iterdir()} == {"2"}
-        _, body = target.plane.take_parts(key)
+        _, body = arrived(target, key)
         assert np.array_equal(body, made([1 << 20])[0])
 
 

@@ -11,7 +11,7 @@ from dora.data.types import FinishReason
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Transfer
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.columns import unpacked
+from dora.rpc.columns import columns_from_wire
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop, Versions
@@ -158,7 +158,7 @@ class Worker:
         if message.HasField("copy_began"):
             assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
             self.began.add(message.copy_began.command_id)
-        for span in unpacked(message.report):
+        for span in columns_from_wire(message.report.tokens):
             request_id = self._names[span.row]
             known = self.tokens.setdefault(request_id, [])
             assert span.first_token == len(known), "each token is told once"

@@ -71,7 +71,7 @@ def agent() -> None:
 
 
 def is_half_here(receiving: Any, *_: Any) -> bool:
-    return bool(2 * receiving.missing_chunks <= sum(file.chunks for file in receiving.manifest.files))
+    return bool(2 * len(receiving.missing()) <= sum(file.chunks for file in receiving.manifest.files))
 
 
 def relay() -> None:

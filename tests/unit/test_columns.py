@@ -13,7 +13,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.rollout.streams import Sessions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.columns import columns_from_wire, columns_to_wire, unpacked
+from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.gathering import Gathering
 from dora.worker.loop import EngineLoop
@@ -39,7 +39,7 @@ def spans(seed: int) -> list[TokenSpan]:
 @pytest.mark.parametrize("seed", range(20))
 def test_columns_unpack_to_what_was_packed(seed: int) -> None:
     packed = pb.WorkerReport(tokens=columns_to_wire(spans(seed)))
-    assert unpacked(pb.WorkerReport.FromString(packed.SerializeToString())) == spans(seed)
+    assert list(columns_from_wire(pb.WorkerReport.FromString(packed.SerializeToString()).tokens)) == spans(seed)
 
 
 def test_columns_are_little_endian_arrays_that_show_the_message() -> None:
@@ -127,7 +127,7 @@ class Line:
             self.loop.turn()
             self.now_s += turn_s
         reports = [message.report for message in self.said if message.HasField("report")]
-        return [unpacked(report) for report in reports if report.tokens.rows]
+        return [list(columns_from_wire(report.tokens)) for report in reports if report.tokens.rows]
 
 
 def test_tokens_are_reported_once_a_period_and_an_end_within_a_twentieth_of_a_second(tiny_dense: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_ends_last_is_reported_at_once(tiny_dense: Path) -> None:
     line.start(3, 4)
     line.turns(4, 0.001)
     (message,) = [each for each in line.said if each.report.tokens.rows]
-    assert unpacked(message.report)[0].finish_reason == "length"
+    assert list(columns_from_wire(message.report.tokens))[0].finish_reason == "length"
 
 
 def test_many_workers_are_asked_to_report_less_often() -> None:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.relay.chain import Chain, Site, planned, ranked
-from dora.relay.link import ASSUMED, PIECE_BYTES_MAX, Link, broadcast_s, chain_s, least_broadcast_s, piece_chunks
+from dora.relay.link import ASSUMED, PIECE_BYTES_MAX, Link, broadcast_s, chain_s, piece_chunks
+from perf.relays import least_broadcast_s
 
 PLACES = ("", "east", "west")
 
@@ -21,7 +22,6 @@ def check(chain: Chain) -> None:
     assert hosts[0] == chain.head and len(set(hosts)) == len(hosts) == len(chain)
     assert chain.upstream(chain.head) == ""
     for host in hosts:
-        assert all(chain.upstream(each) == host for each in chain.followers(host))
         upstreams = chain.upstreams(host)
         assert len(set(upstreams)) == len(upstreams) and host not in upstreams
         assert host == chain.head or (upstreams[0] == chain.upstream(host) and upstreams[-1] == chain.head)
@@ -37,7 +37,6 @@ def test_hosts_follow_one_another() -> None:
     assert [chain.upstream(host) for host in chain.hosts] == ["", "head", "h0", "h1", "h2"]
     assert chain.upstreams("h3") == ("h2", "h1", "h0", "head") and chain.upstreams("h0") == ("head",)
     assert chain.upstreams("h3", most=2) == ("h2", "head")
-    assert chain.length("h3") == 5
 
 
 def test_slow_links_come_last() -> None:
@@ -86,7 +85,7 @@ def test_refusals() -> None:
         chain.cut("head")
     with pytest.raises(Conflict, match="in the chain already"):
         chain.add(Site("h1"))
-    for act in (chain.cut, chain.upstream, chain.followers, chain.replace_head):
+    for act in (chain.cut, chain.upstream, chain.replace_head):
         with pytest.raises(NotFound, match="nobody"):
             act("nobody")
 
@@ -108,7 +107,7 @@ def test_any_order_of_losses_and_returns_leaves_one_tree_and_changes_little(data
             chain.add(by_name[host])
             changed: tuple[str, ...] = (host,)
         elif host != chain.head:
-            followers = chain.followers(host)
+            followers = tuple(each for each in chain.hosts if chain.upstream(each) == host)
             changed = chain.cut(host)
             assert changed == followers
         elif len(chain) > 1:

@@ -16,7 +16,6 @@ from dora.errors import MISSING, Conflict
 from dora.trainers.megatron.part import Part
 from dora.weights.files import header_of, write_weights
 
-_LAYOUT: Final = "layout"
 _VALUE: Final = "value"
 
 
