@@ -1,32 +1,32 @@
-"""Many trials, on as many cores as are asked for: each in a process of its own that gets tokens and answers in JSON.
+"""Many trials, in a pool of processes."""
 
-a line in    3:dora:all:all:0:2                       the token of a trial
-a line out   null                                     every promise was kept
-             {"kind": "lost", "message": ..., ...}    a ``ledger.Failure``
-"""
-
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict
-from queue import SimpleQueue
-from typing import Final, TextIO
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from dora.errors import DoraError
 from dora.orchestrator.plugins import load_strategies
 from dora.sim.ledger import Failure
 from dora.sim.trial import Trial
+from dora.system.process_tree import die_with
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import SynchronizedArray
 
 TRIALS_A_PROCESS: Final = 40  # fewer take less time than a process takes to start
-COMMAND: Final = (sys.executable, "-m", "dora.sim.trial_processes")
+_INT64: Final = "q"
+_RUNNING: list["Running"] = []  # in a process of the pool: the array that it shares with its parent
+
+Running: TypeAlias = "SynchronizedArray[int]"  # two numbers a process: its id, and 1 + the index of its trial
 
 
 class TrialsEnded(DoraError):
-    """A process that tried seeds ended before it answered: killed, as for its memory, or Python itself crashed."""
+    """A process ended during a trial: the system killed it, as for its memory, or Python itself crashed."""
 
 
 def processes_for(trials: int) -> int:
@@ -35,72 +35,58 @@ def processes_for(trials: int) -> int:
     return max(1, min(cores, trials // TRIALS_A_PROCESS))
 
 
-def outcomes(trials: Sequence[Trial], jobs: int = 1, command: Sequence[str] = COMMAND) -> Iterator[Failure | None]:
-    """What became of each trial, in their order. ``jobs`` 1: tried in this process.
+def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]:
+    """The outcome of each trial, in their order. ``jobs`` 1: in this process.
 
-    Raises TrialsEnded where a process ends in the middle of a trial; what is tried elsewhere then is given up.
+    Raises TrialsEnded if a process ends during a trial; the other processes are then killed, as they are when the
+    caller stops early.
     """
     if jobs == 1:
         yield from (trial.run() for trial in trials)
         return
-    processes: list[TrialProcess] = []
-    idle: SimpleQueue[TrialProcess] = SimpleQueue()
-    threads = ThreadPoolExecutor(jobs)  # each waits for a process
-
-    def outcome(trial: Trial) -> Failure | None:
-        process = idle.get()
-        try:
-            return process.run(trial)
-        finally:
-            idle.put(process)
-
+    context = get_context("spawn")
+    running: Running = context.Array(_INT64, 2 * jobs)
+    others = set(active_children())
+    pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(), running))
+    processes: Mapping[int | None, BaseProcess] = {}
     try:
-        for _ in range(jobs):
-            processes.append(TrialProcess(command))
-            idle.put(processes[-1])
-        yield from threads.map(outcome, trials)
+        found = pool.map(_run, range(len(trials)), trials)
+        processes = {process.pid: process for process in active_children() if process not in others}
+        yield from found
+    except BrokenProcessPool as error:
+        pool.shutdown()
+        raise TrialsEnded(_ended(trials, running, processes)) from error
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
-        threads.shutdown(cancel_futures=True)
-        for process in processes:
-            process.close()
+        pool.shutdown(cancel_futures=True)
 
 
-class TrialProcess:
-    """A process that tries one seed at a time. Where this one ends, so does that: nothing is left to read."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        """After ``kill``, when nobody waits for an answer any more."""
-        self._process.communicate()
-
-    def run(self, trial: Trial) -> Failure | None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: the missing answer tells
-            print(trial.token, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer.endswith("\n"):
-            code = self._process.wait()
-            raise TrialsEnded(f"the process of `dora simulate sweep --replay '{trial.token}'` ended with code {code}")
-        found = json.loads(answer)
-        return None if found is None else Failure(**found)
+def _begin(parent: int, running: Running) -> None:
+    """Prepares a process of the pool."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    load_strategies()
+    _RUNNING.append(running)
 
 
-def serve(tokens: TextIO, answers: TextIO) -> None:
-    """Runs the trial of each line, to the last."""
-    for line in tokens:
-        failure = Trial.of(line.strip()).run()
-        print(json.dumps(None if failure is None else asdict(failure)), file=answers, flush=True)
+def _run(index: int, trial: Trial) -> Failure | None:
+    (running,) = _RUNNING
+    with running.get_lock():
+        numbers = running[:]
+        place = next(place for place in range(0, len(numbers), 2) if numbers[place] in (0, os.getpid()))
+        running[place : place + 2] = os.getpid(), 1 + index
+    return trial.run()
 
 
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):  # Ctrl-C is told by the process that started this one
-        load_strategies()
-        serve(sys.stdin, sys.stdout)
+def _ended(trials: Sequence[Trial], running: Running, processes: Mapping[int | None, BaseProcess]) -> str:
+    """Names the trial of the process that ended. The pool ended the other processes by SIGTERM."""
+    numbers = running[:]
+    tried = {pid: number - 1 for pid, number in zip(numbers[::2], numbers[1::2], strict=True) if pid}
+    codes = {pid: process.exitcode for pid, process in processes.items()}
+    first = [pid for pid, code in codes.items() if code != -signal.SIGTERM] or list(codes)
+    for pid in first:
+        if pid in tried:
+            token = trials[tried[pid]].token
+            return f"the process of `dora simulate sweep --replay '{token}'` ended with code {codes[pid]}"
+    return f"a process ended with code {codes[first[0]] if first else None} before its first trial"

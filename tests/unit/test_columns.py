@@ -149,7 +149,7 @@ def test_what_ends_last_is_reported_at_once(tiny_dense: Path) -> None:
     line.start(3, 4)
     line.turns(4, 0.001)
     (message,) = [each for each in line.said if each.report.tokens.rows]
-    assert list(columns_from_wire(message.report.tokens))[0].finish_reason == "length"
+    assert next(iter(columns_from_wire(message.report.tokens))).finish_reason == "length"
 
 
 def test_many_workers_are_asked_to_report_less_often() -> None:
