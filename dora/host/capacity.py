@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from dora.errors import InvalidValue
 from dora.host.launcher import number_of
 from dora.rpc import dora_pb2 as pb
 
-_MEMORY: Final = Path("/proc/meminfo")
 _GPUS: Final = Path("/proc/driver/nvidia/gpus")
 _DEVICE: Final = re.compile(r"cpu|cuda(:\d+(,\d+)*)?")
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -32,17 +33,16 @@ class Capacity:
 def capacity_of(folder: Path) -> Capacity:
     """``folder``: where versions are kept. Its file system may be the memory itself. Nothing is free in one that
     is gone."""
-    memory = _memory()
-    free_bytes = memory.get("MemAvailable", 0)
+    memory = psutil.virtual_memory()
     try:
         room = os.statvfs(folder)
-        store_free_bytes = min(room.f_bavail * room.f_frsize, free_bytes)
+        store_free_bytes = min(room.f_bavail * room.f_frsize, memory.available)
     except OSError:
         store_free_bytes = 0
     return Capacity(
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory.get("MemTotal", 0),
-        memory_free_bytes=free_bytes,
+        memory_bytes=memory.total,
+        memory_free_bytes=memory.available,
         store_free_bytes=store_free_bytes,
         gpus=gpus(),
     )
@@ -82,15 +82,6 @@ def visible_gpus(device: str, count: int, prefix: str, worker_id: str, ranks: in
     numbers = given.split(",") if given else [str(number) for number in range(count)]
     first = number_of(prefix, worker_id) * ranks
     return {VISIBLE: ",".join(numbers[(first + rank) % len(numbers)] for rank in range(ranks))}
-
-
-def _memory() -> dict[str, int]:
-    """The kernel's figures, in bytes."""
-    try:
-        lines = _MEMORY.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def capacity_to_wire(folder: Path) -> pb.HostCapacity:

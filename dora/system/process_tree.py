@@ -9,12 +9,12 @@ import ctypes
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Final
+
+import psutil
 
 _SET_PDEATHSIG: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
-_PROC: Final = Path("/proc")
 
 
 def adopt_orphans() -> None:
@@ -44,40 +44,37 @@ def reap(wait: bool = False) -> dict[int, int]:
 def end_descendants() -> None:
     """Kills all descendants of this process, a subreaper, and waits for their end.
 
-    Each is stopped first: while some are killed, no other may start new ones. What escapes one look, since it was just
-    being started, is found by the next.
+    Each is stopped first: while some are killed, no other may start new ones. A process that has just been started may
+    escape one search. The kernel says whether there is another: a subreaper without children has no descendants.
     """
     reap()
-    while living := descendants():
+    while _has_children():
+        living = descendants()
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process_id in living:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process_id, number)
-        reap(wait=True)
+        reap(wait=bool(living))
 
 
 def descendants(ended_too: bool = False) -> list[int]:
     """Ids of the processes below this one; ``ended_too``: with those whose exit code nobody has asked for yet."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir(_PROC) if _PROC.is_dir() else ():
-        if entry.isdecimal() and (parent := _parent(entry, ended_too)) is not None:
-            children.setdefault(parent, []).append(int(entry))
-    found, open_ = [], [os.getpid()]
-    while open_:
-        below = children.get(open_.pop(), [])
-        found += below
-        open_ += below
-    return found
+    return [process.pid for process in psutil.Process().children(recursive=True) if ended_too or _runs(process)]
 
 
-def _parent(process_id: str, ended_too: bool) -> int | None:
-    """Its parent's id; None for a process that is gone."""
+def _has_children() -> bool:
     try:
-        stat = (_PROC / process_id / "stat").read_bytes()
-    except OSError:
-        return None
-    state, parent = stat.rpartition(b")")[2].split()[:2]  # before it stands the name, which may contain anything
-    return int(parent) if ended_too or state not in (b"Z", b"X") else None
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _prctl(option: int, value: int) -> None:
