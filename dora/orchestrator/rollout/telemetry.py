@@ -3,18 +3,25 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Histogram
 
 from dora.core.forecast.adjustment import groups_to_add
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
 
-BLACKOUTS_KEPT = 4096  # and as many stays in a pool
 STEPS_KEPT = 512
 METRICS_KEPT = 8192  # of all steps together, the latest ones: a status has them all
 RATE_WINDOW_S = 5.0
 ADVICE_STEPS = 8  # whose times say how many workers to add
+# Six bounds a decade from a millisecond to 1,000 s: a quantile is read to within a fifth of its value.
+LATENCY_BOUNDS_S: Final = (
+    *(round(factor * 10.0**decade, 6) for decade in range(-3, 3) for factor in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
+    1000.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,10 @@ class Rate:
 
 
 class Telemetry:
+    """The figures of one service. ``registry`` has its latencies, for a Prometheus exporter."""
+
     def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self.tokens_delivered = 0
         self.tokens_reprefilled = 0
         self.tier_tokens_found = 0
@@ -74,12 +84,15 @@ class Telemetry:
         self.kv_fallbacks = 0
         self.pool_spilled = 0
         self.pool_dropped = 0
-        self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
-        self.parked_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
+        self._blackouts = self._latency("dora_blackout_seconds", "Time without a token of a request that moved.")
+        self._parked = self._latency("dora_parked_seconds", "Time without a token of a request that was in a pool.")
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
+
+    def _latency(self, name: str, meaning: str) -> Histogram:
+        return Histogram(name, meaning, registry=self.registry, buckets=LATENCY_BOUNDS_S)
 
     def tokens(self, count: int, at: float) -> None:
         if count:
@@ -90,9 +103,9 @@ class Telemetry:
     def arrived(self, arrival: Arrival | None, without_token_ms: float) -> None:
         """A request got its next token, and how it came to its worker if that is the first one there."""
         if arrival == "migrated":
-            self.blackouts_ms.append(without_token_ms)
+            self._blackouts.observe(without_token_ms / 1000)
         elif arrival == "parked":
-            self.parked_ms.append(without_token_ms)
+            self._parked.observe(without_token_ms / 1000)
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
         """What a worker had of the shared tier when it last reported, and has now."""
@@ -172,12 +185,22 @@ class Telemetry:
             "tier_losses": self.tier_losses,
             "pool_spilled": self.pool_spilled,
             "pool_dropped": self.pool_dropped,
-            **_percentiles("blackout_ms", self.blackouts_ms),
-            **_percentiles("parked_ms", self.parked_ms),
+            "blackout_ms_p50": 1000 * quantile(self._blackouts, 0.5),
+            "blackout_ms_p99": 1000 * quantile(self._blackouts, 0.99),
+            "parked_ms_p50": 1000 * quantile(self._parked, 0.5),
+            "parked_ms_p99": 1000 * quantile(self._parked, 0.99),
         }
 
 
-def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile of values named so; 0 where there are none."""
-    known = np.asarray(values) if values else np.zeros(1)
-    return {f"{name}_p{percent}": float(np.percentile(known, percent)) for percent in (50, 99)}
+def quantile(histogram: Histogram, share: float) -> float:
+    """The value that ``share`` of the observations do not exceed, linear within its bucket, as PromQL computes it.
+
+    0 without observations; at most the highest finite bound.
+    """
+    samples = [sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket")]
+    buckets = [(0.0, 0.0), *((float(sample.labels["le"]), sample.value) for sample in samples)]
+    rank = share * buckets[-1][1]
+    for (low_s, below), (high_s, up_to) in pairwise(buckets[:-1]):
+        if below < up_to and rank <= up_to:
+            return low_s + (high_s - low_s) * (rank - below) / (up_to - below)
+    return buckets[-2][0] if rank else 0.0
