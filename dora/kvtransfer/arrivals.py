@@ -252,6 +252,11 @@ class Arrivals:
         with self._lock:
             self._drop(lambda arrival: arrival.key == key)
 
+    def arriving(self, epoch: int) -> list[str]:
+        """Keys of what has begun and is not whole."""
+        with self._lock:
+            return [key for key, arrival in self._here.items() if arrival.epoch == epoch and not arrival.is_whole]
+
     def _drop(self, condition: Callable[[Arrival], bool]) -> None:
         for key in [key for key, arrival in self._here.items() if condition(arrival)]:
             del self._here[key]

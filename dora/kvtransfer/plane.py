@@ -162,6 +162,10 @@ class DataPlane:
         """Expects nothing under this ticket any more, and drops what has come."""
         self._arrivals.forget(ticket)
 
+    def arriving(self, epoch: int) -> list[str]:
+        """Keys of what this epoch of a worker has begun to send and not completed."""
+        return self._arrivals.arriving(epoch)
+
     def held_bytes(self) -> tuple[int, int]:
         """Memory in use for what is sent by shared memory, and for what was received."""
         return self._segments.lent_bytes(), self._memory.lent_bytes()

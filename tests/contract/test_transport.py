@@ -149,7 +149,7 @@ def test_what_has_arrived_outlives_its_source(tmp_path: Path, transport: str) ->
         _, body = arrived(target, key)
         assert np.array_equal(body, parts[0])
         with pytest.raises(NotFound, match=key):
-            target.plane.take_parts(key)
+            arrived(target, key)
 
 
 # What is refused. The source keeps the request, the target has nothing of it left.
@@ -179,11 +179,11 @@ def test_a_full_target_refuses_and_takes_again_when_there_is_room(tmp_path: Path
         parts = made([2 << 20])
         for ticket in ("a", "b"):
             target.plane.expect(ticket, 1, 2 << 20)
-        held = target.plane.take_parts(sent(source, target, "a", parts).done.result(WAIT_S).key)
+        held = arrived(target, sent(source, target, "a", parts).done.result(WAIT_S).key)
         assert "in flight" in refusal(sent(source, target, "b", parts))
         del held
         gc.collect()
-        _, body = target.plane.take_parts(sent(source, target, "b", parts).done.result(WAIT_S).key)
+        _, body = arrived(target, sent(source, target, "b", parts).done.result(WAIT_S).key)
         assert np.array_equal(body, parts[0])
 
 
@@ -200,7 +200,7 @@ def test_a_cancelled_transfer_leaves_nothing(ends: tuple[End, End], transport: s
         small = made([5])
         target.plane.expect("s", 3, 5)
         done = sent(slow, target, "s", small).done.result(WAIT_S)  # on the same stream
-        assert np.array_equal(target.plane.take_parts(done.key)[1], small[0])
+        assert np.array_equal(arrived(target, done.key)[1], small[0])
 
 
 def test_a_target_that_expects_it_no_longer_ends_the_copy(ends: tuple[End, End], transport: str) -> None:
@@ -368,7 +368,7 @@ def test_a_transport_that_fails_is_left_for_the_next_and_says_so(tmp_path: Path)
         assert done.transport == "tcp"
         (reason,) = done.fallbacks
         assert reason.startswith("shm: ") and "No such file" in reason
-        assert np.array_equal(target.plane.take_parts(done.key)[1], parts[0])
+        assert np.array_equal(arrived(target, done.key)[1], parts[0])
         assert moved(source, target, "s", parts).fallbacks == (), "one event, not one for each snapshot"
 
 

@@ -36,7 +36,7 @@ def test_two_workers_of_one_gpu_fall_back(tmp_path: Path) -> None:
         target.plane.expect("r", 1, BODY.nbytes)
         sent = source.plane.send_parts(target.peer, "r", [BODY.data], b"head").done.result(WAIT_S)
         assert sent.transport == "tcp" and sent.fallbacks[0].startswith("nccl: ")
-        assert np.array_equal(target.plane.take_parts(sent.key)[1], BODY)
+        assert np.array_equal(target.plane.take_rounds(sent.key)[1][0].body, BODY)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
@@ -64,6 +64,6 @@ def _target(parent: Connection, folder: str) -> None:
         end.plane.expect("r", 1, BODY.nbytes)
         parent.send(end.address)
         while key := parent.recv():
-            _, body = end.plane.take_parts(key)
+            body = end.plane.take_rounds(key)[1][0].body
             end.plane.expect("r", 1, BODY.nbytes)
             parent.send(hashlib.sha256(body).digest())
