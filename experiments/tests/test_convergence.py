@@ -13,6 +13,7 @@ from experiments.convergence.plan import Run, Store, chosen_rate, rate_runs, row
 from experiments.convergence.report import Runs, built, end_reward, step_seconds, steps_to, versions_to, waited_share
 from experiments.convergence.rows import LIMITS, MODES, RATE_SEEDS, RATES, SYNC
 from experiments.convergence.trial import reduced
+from tests.refusals import refused
 
 STEPS = 40
 SYNC_ROW = next(row for row in MODES if row.name == SYNC)
@@ -163,7 +164,7 @@ def test_the_page_keeps_what_is_around_its_results() -> None:
     text = markdown(report())
     assert with_results(page, text) == f"before\n{BEGIN}\n\n{text}\n\n{END}\nafter\n"
     assert "| window 2 (3) |" in text and "| partial rollout |" in text
-    with pytest.raises(InvalidValue, match="a page with the lines"):
+    with refused(InvalidValue, field="--page", value="no marks"):
         with_results("no marks", text)
 
 

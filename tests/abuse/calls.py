@@ -41,7 +41,7 @@ class Rpc:
 
 RPCS: Final = (
     Rpc("Trainer/Attach", pb.AttachRequest),
-    Rpc("Trainer/Stay", pb.KeepAliveRequest, waits=True),
+    Rpc("Trainer/KeepAlive", pb.KeepAliveRequest, waits=True),
     Rpc("Trainer/StreamStep", pb.StreamStepRequest, waits=True),
     Rpc("Trainer/UploadWeights", pb.WeightChunk, streams=True),
     Rpc("Trainer/CommitStep", pb.CommitStepRequest),

@@ -54,7 +54,7 @@ class Recorded:
 
 
 def stands(known: Known) -> Stands:
-    return known.newest, known.place, tuple(sorted(known.steps.items()))
+    return known.newest, known.position, tuple(sorted(known.steps.items()))
 
 
 async def recorded(folder: Path, seed: int) -> Recorded:

@@ -22,6 +22,7 @@ from dora.orchestrator.rollout.response_buffer import sampling_of
 from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
+from tests.refusals import data_words, refused
 from tests.service import configured, running
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)
@@ -36,7 +37,7 @@ def test_a_sampling_parameter_is_a_whole_number_or_refused(name: str, value: Any
     message = pb.Prompt(prompt_id="p", token_ids=IDS, sampling_json=json.dumps({name: value}))
     with pytest.raises(InvalidValue, match=r"prompt p: sampling"):
         CHECK.from_wire(message)
-    with pytest.raises(InvalidValue, match=rf"prompt p: sampling\.{name} = "):
+    with refused(InvalidValue, names=(name,)):
         CHECK.checked(Prompt("p", "", (1,), sampling={name: value}))
 
 
@@ -84,7 +85,7 @@ def test_a_sampling_parameter_is_a_whole_number_or_refused(name: str, value: Any
     ],
 )
 def test_what_a_message_brings_is_checked_when_it_comes(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidValue, match=reason):
+    with refused(InvalidValue, names=data_words(reason)):
         CHECK.from_wire(pb.Prompt(**{"prompt_id": "p", "token_ids": IDS, **fields}))
 
 
@@ -103,7 +104,7 @@ def test_what_a_message_brings_is_checked_when_it_comes(fields: dict[str, Any], 
 )
 def test_a_chat_that_no_template_could_take_is_refused(messages: str, reason: str, tokenizer: ChatTokenizer) -> None:
     check = PromptCheck(validated({"prompts": "none"}), tokenizer=tokenizer, vocab_size=64)
-    with pytest.raises(InvalidValue, match=reason):
+    with refused(InvalidValue, field="prompt p: messages_json", names=data_words(reason)):
         check.from_wire(pb.Prompt(prompt_id="p", messages_json=messages))
 
 
@@ -119,7 +120,7 @@ def test_a_prompt_is_measured_before_it_is_decoded() -> None:
     message = pb.Prompt(prompt_id="p", token_ids=bytes(60_000_000))
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidValue, match="tokens = 15000000"):
+        with refused(InvalidValue, field="prompt p: tokens", value=15000000):
             CHECK.from_wire(message)
         assert tracemalloc.get_traced_memory()[1] < 70_000_000  # the message's own bytes, and no copy of them
     finally:
@@ -167,7 +168,7 @@ async def test_the_queue_is_bounded_in_bytes_too() -> None:
     text = "x" * (4 << 20)
     fit = QUEUED_BYTES_MAX // (4 * len(text) + 1000)
     feed.submit([Prompt(f"p{number}", "", (1,), text=text) for number in range(fit)])
-    with pytest.raises(LimitExceeded, match="prompts: bytes in memory"):
+    with refused(LimitExceeded, field="prompts: bytes in memory", value=33554516):
         feed.submit([Prompt(f"q{number}", "", (1,), text=text) for number in range(2)])
     assert len((await feed.take(1))[0]) == 1
     assert feed.submit([Prompt("q0", "", (1,), text=text)]) == (1 << 20) - fit
@@ -253,7 +254,7 @@ async def test_a_service_refuses_what_is_wrong_and_takes_texts_chats_and_mapping
         for each in wrong:
             with pytest.raises(InvalidValue):
                 await prompts.submit([{"prompt": "DIGITS"}, each])  # type: ignore[list-item]
-        with pytest.raises(InvalidValue, match="a list of prompts"):
+        with refused(InvalidValue, field="prompts", value="EARLY"):
             await prompts.submit("EARLY")
         good = [
             "EARLY",

@@ -27,6 +27,7 @@ from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict
 from dora.rpc import dora_pb2 as pb
 from dora.system.process_tree import descendants
 from tests.abuse import hostile_rewards
+from tests.refusals import data_words, refused
 from tests.service import check_promises, configured, running, train
 
 FUNCTIONS = "tests.abuse.hostile_rewards"
@@ -260,7 +261,7 @@ async def test_half_a_character_in_a_prompt_reaches_the_function(start: Start) -
     ],
 )  # fmt: skip
 async def test_a_function_that_no_call_can_reach_is_refused_at_the_start(function: str, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message) as caught:
+    with refused(InvalidValue, field="--reward", names=data_words(message)) as caught:
         await RewardRunner.start(f"{FUNCTIONS}:{function}", workers=2)
     assert str(caught.value).isprintable() and caught.value.field == "--reward"
 
@@ -271,13 +272,15 @@ async def test_a_module_that_cannot_be_imported_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "broken_rewards.py").write_text(statement)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    with pytest.raises(InvalidValue, match=r"cannot be imported|exit code 3") as caught:
+    with refused(InvalidValue, field="--reward", value="broken_rewards:score") as caught:
         await RewardRunner.start("broken_rewards:score")
     assert str(caught.value).isprintable()
 
 
 async def test_a_filter_of_the_wrong_arity_is_refused_at_the_start() -> None:
-    with pytest.raises(InvalidValue, match=r"selection\.filter.*a function of \(prompt_text, rewards, verifier\)"):
+    with refused(
+        InvalidValue, field="selection.filter", value="tests.abuse.hostile_rewards:forks", names=("prompt_text",)
+    ):
         await FilterRunner.start(f"{FUNCTIONS}:forks")
 
 

@@ -22,6 +22,7 @@ from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import CALLER, Caller, Role, Tokens
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.callers import METHODS, answer
+from tests.refusals import refused
 from tests.service import configured, running, until
 from tests.unit.test_runtime import Shell
 
@@ -88,13 +89,20 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     for caller, name, allowed in ((Caller(Role.WORKER), "w7", "not given"), (w7, "w8", "w7")):
         CALLER.set(caller)
         hello.hello.worker_id = name
-        with pytest.raises(PermissionDenied, match=f"worker_id = '{name}' .*{allowed}"):
+        with refused(
+            PermissionDenied,
+            field="worker_id",
+            names=(
+                name,
+                allowed,
+            ),
+        ):
             service._open(hello)
     CALLER.set(w7)
     hello.hello.worker_id, hello.hello.fingerprint = "w7", "f" * 64
-    with pytest.raises(InvalidValue) as refused:
+    with pytest.raises(InvalidValue) as caught:
         service._open(hello)
-    assert "fingerprint = '(not shown)'" in str(refused.value) and "f" * 64 not in str(refused.value)
+    assert "fingerprint = '(not shown)'" in str(caught.value) and "f" * 64 not in str(caught.value)
     hello.hello.fingerprint = shell.session.capability.fingerprint
     assert service._open(hello).worker_id == "w7"
     await shell.runtime.close()
@@ -130,7 +138,7 @@ async def test_a_submitter_can_submit_and_nothing_else(handle: ServiceHandle) ->
     async with Prompts(handle.address, handle.tokens[Role.SUBMITTER]) as prompts:
         assert (await prompts.submit([{"prompt_token_ids": [3, 4]}])).accepted == 1
     async with Operator(handle.address, handle.tokens[Role.SUBMITTER]) as operator:
-        with pytest.raises(PermissionDenied) as refused:
+        with pytest.raises(PermissionDenied) as caught:
             await operator.status()
-        error: DoraError = refused.value
+        error: DoraError = caught.value
         assert re.search(r"the submitter's.*operator token, or its owner's", str(error))

@@ -18,6 +18,7 @@ from dora.errors import InvalidValue
 from dora.prompts import ChatTokenizer
 from dora.prompts.export import KEPT_MAX, _without_transformers
 from tests.abuse.templates import CHATS, TEMPLATES
+from tests.refusals import refused
 
 CORPUS = [chat["content"] for chats in CHATS for chat in chats] * 3 + ["<|im_start|>user assistant model [INST] first"]
 BYTE_LEVEL, METASPACE = "byte-level", "metaspace"
@@ -141,7 +142,7 @@ def test_a_template_may_stand_in_any_of_the_places_that_transformers_reads(tmp_p
 
 def test_a_tokenizer_that_transformers_refuses_is_refused_with_its_reason(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidValue, match="a tokenizer that transformers loads"):
+    with refused(InvalidValue, field="tokenizer"):
         ChatTokenizer(tmp_path, cache)
 
 
@@ -175,5 +176,5 @@ def test_a_template_that_fails_is_a_refusal(template: str, tmp_path: Path) -> No
     folder = write_folder(tmp_path / "model", make_tokenizer(BYTE_LEVEL, around=False))
     tokenizer = ChatTokenizer.__new__(ChatTokenizer)
     tokenizer.folder, tokenizer._exported = folder, replace(_without_transformers(folder), chat_template=template)
-    with pytest.raises(InvalidValue, match="what the chat template takes"):
+    with refused(InvalidValue, field="messages"):
         tokenizer.render(CHATS[0])

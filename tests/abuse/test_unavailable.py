@@ -27,6 +27,7 @@ from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Tokens
 from dora.weights.files import hash_file
+from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 from tests.unit.test_runtime import CAPABILITY, Shell, ended
 
@@ -63,7 +64,7 @@ async def test_a_version_whose_weights_vanish_is_published_anew(
                     await step.commit(weights=tensors, wait=True)
                 except VersionRejected as rejected:
                     told.append(rejected)
-                    with pytest.raises(Conflict, match="byte for byte: there are responses"):
+                    with refused(Conflict, field="version", value="v1-52a31bcf7a041641da36f471ceecba86"):
                         await trainer.republish(other, version=rejected.version)
                     await trainer.republish(tensors, version=rejected.version)
             steps.append(taken)
@@ -282,7 +283,7 @@ async def test_what_is_brought_after_it_was_found_is_not_needed_and_no_mistake(l
     reply = await shell.trainer.RepublishVersion(losing.weights(times), None)
     assert reply.next_step == 1 and losing.hosts.name_of(1) == losing.name
     assert shell.store.versions() in ((0,), (0, 1))
-    with pytest.raises(Conflict, match="version = 0 is not rejected"):
+    with refused(Conflict, field="version", value=0):
         await shell.trainer.RepublishVersion(pb.RepublishVersionRequest(trainer_epoch=1), None)
 
 

@@ -17,6 +17,7 @@ from dora.host.launcher import Launcher, WorkerStartError
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.rpc import dora_pb2 as pb
 from tests.e2e.agents import agent
+from tests.refusals import refused
 from tests.service import configured, running, until
 
 NAMES = {"local": "", "remote": "far-"}  # with what the ids of workers begin
@@ -107,7 +108,7 @@ async def test_a_launcher_starts_scales_stops_and_starts_again(
         await on.seen(lambda workers: set(workers) == {on.name(0)})
         assert set(launcher.workers) == {on.name(0)}
         launcher.stop("another")  # not its own
-        with pytest.raises(InvalidValue, match=r"workers = 257 .*0 to 256"):
+        with refused(InvalidValue, field="workers", value=257, names=("0", "256")):
             launcher.scale(257)
         change = launcher.scale(2)  # a name that was left is taken again
         assert change.started == (on.name(1),)

@@ -25,6 +25,7 @@ from tests.contract.driver import (
     mixed_requests,
     run,
 )
+from tests.refusals import refused
 
 REQUESTS = mixed_requests(4)
 PROMPT = make_request(7, GREEDY, 100)
@@ -126,7 +127,7 @@ def test_an_engine_that_routes_otherwise_than_its_config_says_is_refused() -> No
     shape = RoutingShape(layers=3, top_k=2, experts=8)
     nowhere = RankKv(1, -1, 0, (), frozenset())
     check_routing([RankRouting(nowhere, ((2, 8),)), RankRouting(nowhere, ((2, 8), (2, 8)))], shape)
-    with pytest.raises(InvalidValue, match=r"workers.router_replay = True .*routes in 2 layers.*RoutingShape"):
+    with refused(InvalidValue, field="workers.router_replay", value=True, names=("2",)):
         check_routing([RankRouting(nowhere, ((2, 8),)), RankRouting(nowhere, ((2, 8),))], shape)
     with pytest.raises(InvalidValue, match="no hook"):
         check_routing([RankRouting(nowhere, (), "no hook")], shape)

@@ -16,6 +16,7 @@ from dora.client import Evaluation, Operator
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 
 GROUPS = 4
@@ -66,11 +67,11 @@ async def test_nothing_is_trained_meanwhile(tiny_dense: Path) -> None:
         ):
             with pytest.raises(error, match=words):
                 await prompts.evaluate(asked, **wrong).whole()  # type: ignore[arg-type]
-        with pytest.raises(Conflict, match="'p1' is given twice"):
+        with refused(Conflict, names=("p1",)):
             await prompts.evaluate([prompt(1), prompt(1)]).whole()
-        with pytest.raises(InvalidValue, match="prompts = 0"):
+        with refused(InvalidValue, field="prompts", value=0):
             await prompts.evaluate([]).whole()
-        with pytest.raises(InvalidValue, match=r"200,000 responses.* 1 to 65,536"):
+        with refused(InvalidValue, names=("200", "000", "1", "65", "536")):
             await prompts.evaluate([prompt(n, prompt_id=f"{n}", group_size=4000) for n in range(1, 51)]).whole()
         endless = {"group_size": 64, "sampling": {"max_tokens": 200, "ignore_eos": True}}
         large = prompt(21, **{**endless, "group_size": 4000}, verifier={"characters": "a", "more": "x" * 100_000})

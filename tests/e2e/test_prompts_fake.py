@@ -18,6 +18,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
+from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 
 GROUPS = 4
@@ -79,7 +80,7 @@ async def test_the_highest_priority_goes_first_and_nothing_else_changes(tiny_den
     order = {"low": -5, "first": 0, "second": 0, "high": 7, "third": 0, "higher": 8, "fourth": 0, "fifth": 0}
     async with running(config) as handle, dora.Prompts(handle.address, handle.token) as prompts:
         await prompts.submit([{"text": "ab", "prompt_id": name, "priority": each} for name, each in order.items()])
-        with pytest.raises(InvalidValue, match=r"priority = 1001 .*-1000 to 1000"):
+        with refused(InvalidValue, field="priority", value=1001, names=("-1000", "1000")):
             await prompts.submit([{"text": "ab", "priority": 1001}])
         await prompts.end()
         steps = await train_to_the_end(handle)
@@ -125,7 +126,7 @@ async def test_what_is_cancelled_is_queued_or_admitted_and_never_taken(tiny_dens
             assert [state for state, _ in await cancel(by_group, by_prompt)] == ["before"] * 2
             with pytest.raises(InvalidValue, match="reason"):
                 await prompts.cancel(["p1"], "two\nlines")
-            with pytest.raises(InvalidValue, match="at most 4096"):
+            with refused(InvalidValue, names=("4096",)):
                 await prompts.cancel(["p1"] * 5000)
             await prompts.end()
             taken = [first.prompt_id, *[group.prompt_id async for group in step]]

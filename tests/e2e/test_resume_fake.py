@@ -78,26 +78,26 @@ async def train(trainer: dora.Trainer, model: Path, finished: asyncio.Event) -> 
 
 
 def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
-    """Compares the core, and the book, with what a service would begin with that starts now."""
+    """Compares the core, and the buffer, with what a service would begin with that starts now."""
     expected = durable(runtime.machine.state)
     shutil.copytree(state / "log", copy / "log")
     found = find(copy)
     assert found.said == [] and found.requests.damaged == []
-    book = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
+    buffer = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
-    leased = resume.restore_buffer(book, groups, found.requests, found.ledger.values["next_number"])
-    told = resume.restored(book, found, groups, runtime.config.window.least, time.time(), runtime.life)
+    leased = resume.restore_buffer(buffer, groups, found.requests, found.ledger.values["next_number"])
+    told = resume.restored(buffer, found, groups, runtime.config.window.least, time.time(), runtime.incarnation)
     found.ledger.close()
     machine = Machine(runtime.config)
     machine.handle(told, time.monotonic())
     assert comparable(durable(machine.state)) == comparable(expected)
     assert [each.group_id for each in leased] == list(expected.leased)
     for group in leased:
-        (delivered,) = [each for each in runtime.book.leased() if each.group_id == group.group_id]
+        (delivered,) = [each for each in runtime.buffer.leased() if each.group_id == group.group_id]
         for ours, theirs in zip(group.trajectories, delivered.trajectories, strict=True):
             assert ours.to_json_dict() == theirs.to_json_dict()
-    for name, entries in book.groups():
-        others = dict(runtime.book.groups())[name]
+    for name, entries in buffer.groups():
+        others = dict(runtime.buffer.groups())[name]
         for ours, theirs in zip(entries, others, strict=True):
             assert ours.delivered == theirs.delivered and ours.stays == theirs.stays
             assert (ours.row, ours.sampling, ours.number) == (theirs.row, theirs.sampling, theirs.number)

@@ -5,8 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 import dora
 from dora.client import Operator
 from dora.data.trajectory import Trajectory, TrajectoryGroup
@@ -16,6 +14,7 @@ from dora.models import routing
 from dora.verify.check import read_trajectories
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import run
+from tests.refusals import refused
 from tests.service import ask_move, check_promises, configured, during, running
 
 GROUPS = 4
@@ -114,6 +113,6 @@ async def test_rows_are_those_of_the_first_sampling_whatever_befalls_a_request(t
 
 
 async def test_a_dense_model_is_refused_before_anything_starts(tiny_dense: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"workers.router_replay = True .*no mixture of experts"):
+    with refused(InvalidValue, field="workers.router_replay", value=True):
         async with running(configured(tiny_dense, **LONG)):
             pass

@@ -45,6 +45,7 @@ from dora.rpc.errors import (
 )
 from dora.rpc.roles import Tokens
 from tests.contract.trainer_service import make_group, make_trajectory
+from tests.refusals import data_words, refused
 
 SAMPLING = SamplingParams(
     temperature=0.7,
@@ -124,14 +125,14 @@ def test_requests_prompts_canaries_and_capabilities_round_trip() -> None:
     ],
 )
 def test_malformed_messages_are_refused(message: Any, from_wire: Any, complaint: str) -> None:
-    with pytest.raises(InvalidValue, match=complaint):
+    with refused(InvalidValue, names=data_words(complaint)):
         from_wire(message)
 
 
 def test_an_unknown_arrival_is_refused() -> None:
     message = trajectory_to_wire(make_trajectory(0, 0, 0))
     message.worker_history[0].arrival = "teleported"
-    with pytest.raises(InvalidValue, match="arrival = 'teleported'"):
+    with refused(InvalidValue, field="worker_history: arrival", value="teleported"):
         trajectory_from_wire(message)
 
 
@@ -141,7 +142,7 @@ def test_batches_hold_whole_groups_and_about_the_asked_size() -> None:
     batches = list(trajectory_batches(0, groups, batch_bytes=3 * one_bytes + one_bytes // 2))
     assert [group.group_id for batch in batches for group in batch.groups] == [group.group_id for group in groups]
     assert [len(batch.groups) for batch in batches[:-1]] == [3] * (len(batches) - 1)
-    with pytest.raises(LimitExceeded, match="group s0-g0: message bytes"):
+    with refused(LimitExceeded, field="group s0-g0: message bytes", value=191):
         list(trajectory_batches(0, groups, max_message_bytes=100))
 
 
@@ -242,10 +243,10 @@ async def test_an_error_without_a_field_is_internal_and_long_ones_are_shortened(
 
 
 def test_tokens_and_addresses_that_cannot_work_are_refused() -> None:
-    with pytest.raises(InvalidValue, match="token"):
+    with refused(InvalidValue, field="token", value="(not shown)"):
         bearer("new\nline")
-    with pytest.raises(InvalidValue, match="token"):
+    with refused(InvalidValue, field="token", value="(not shown)"):
         Tokens("new\nline")
     for address in ("nowhere", "host:", ":7070", "host:99999", "host:http"):
-        with pytest.raises(InvalidValue, match="address"):
+        with refused(InvalidValue, field="address"):
             open_channel(address)

@@ -12,6 +12,7 @@ from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
+from tests.refusals import data_words, refused
 
 ROWS = [{"question": f"q{number}", "answer": str(number), "level": number % 3} for number in range(300)]
 QUESTIONS = {"columns": {"prompt": "question"}, "other_columns": "ignore"}
@@ -119,7 +120,7 @@ def test_a_wrong_cell_is_named_by_file_row_and_column(
     if row["question"] == 3:
         rows = [{"question": 3}]
     file = write_parquet(arrow, tmp_path / "a.parquet", rows)
-    with pytest.raises(InvalidValue, match=reason) as caught:
+    with refused(InvalidValue, names=data_words(reason)) as caught:
         read(file, tokenizer, columns={"prompt": "question"})
     assert caught.value.field.startswith(f"{file}:{len(rows)}: {column}")
 
@@ -130,11 +131,11 @@ def test_a_column_that_is_not_there_is_told_at_once_with_those_that_are(
     file = write_parquet(arrow, tmp_path / "a.parquet", ROWS)
     with pytest.raises(InvalidValue, match=r"a\.parquet: problem .*prompts\.columns\.prompt.*question, answer, level"):
         read(file, tokenizer, columns={"prompt": "problem"})
-    with pytest.raises(InvalidValue, match=r"a\.parquet:1: level = 0 .*prompts\.other_columns"):
+    with refused(InvalidValue, value=0, names=("1", "prompts.other_columns")):
         read(file, tokenizer, columns={"prompt": "question"})
     lines = tmp_path / "b.jsonl"
     lines.write_text('{"problem": "a"}\n{"text": "b"}\n')
-    with pytest.raises(InvalidValue, match=r"b\.jsonl:2: problem .*a column of every row"):
+    with refused(InvalidValue, names=("2",)):
         read(lines, tokenizer, columns={"prompt": "problem"})
 
 
@@ -150,7 +151,7 @@ def test_a_folder_of_a_hub_repository_is_read_by_split(arrow: Any, tokenizer: Ch
     ]
     assert len(read(tmp_path, tokenizer, split="test", **QUESTIONS)) == 5
     for split in ("", "validation"):
-        with pytest.raises(InvalidValue, match=r"prompts\.split = .*one of test, train"):
+        with refused(InvalidValue, field="prompts.split"):
             read(tmp_path, tokenizer, split=split, **QUESTIONS)
 
 
@@ -160,9 +161,9 @@ def test_a_saved_dictionary_of_splits(arrow: Any, tokenizer: ChatTokenizer, tmp_
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "held_out"]}')
     assert len(read(tmp_path / "d", tokenizer, split="train", **QUESTIONS)) == 300
     assert answers(read(tmp_path / "d", tokenizer, split="held_out", **QUESTIONS)) == ["0", "1", "2", "3"]
-    with pytest.raises(InvalidValue, match=r"prompts\.split = '' .*held_out, train"):
+    with refused(InvalidValue, field="prompts.split", value="", names=("held_out",)):
         read(tmp_path / "d", tokenizer, **QUESTIONS)
-    with pytest.raises(InvalidValue, match=r"prompts\.split = 'train' .*one split"):
+    with refused(InvalidValue, field="prompts.split", value="train"):
         read(tmp_path / "d" / "train", tokenizer, split="train", **QUESTIONS)
 
 
@@ -196,7 +197,7 @@ def test_a_folder_that_is_no_dataset_is_refused(names: list[str], reason: str, t
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    with pytest.raises(InvalidValue, match=reason):
+    with refused(InvalidValue, field="--prompts", names=data_words(reason)):
         dataset_files(tmp_path, "")
 
 
@@ -205,5 +206,5 @@ def test_without_pyarrow_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(InvalidValue, match=r"a\.parquet.*pip install 'dora-rollout\[data\]'"):
+    with refused(InvalidValue, field="--prompts"):
         read(tmp_path / "a.parquet", tokenizer)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dora.errors import InvalidValue
 from dora.weights.delta import decode, encode
+from tests.refusals import refused
 
 ELEMENTS = 1 << 16
 
@@ -68,7 +69,7 @@ def test_another_base_gives_other_bytes_or_none() -> None:
     encoded = encode(after, before, 2)
     assert decode(encoded, bytes(len(before)), len(before)) != after
     for base in (None, before[:-2]):
-        with pytest.raises(InvalidValue, match="delta: base"):
+        with refused(InvalidValue, field="delta: base"):
             decode(encoded, base, len(after))
 
 

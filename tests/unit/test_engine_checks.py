@@ -7,6 +7,7 @@ import pytest
 from dora.data.types import Canary
 from dora.errors import CanaryMismatch
 from dora.worker.engine_checks import CanaryBound, check_reproduced
+from tests.refusals import refused
 
 TOKENS = tuple(range(41))
 PUBLISHED = Canary(TOKENS, (-2.0,) * 40)
@@ -19,13 +20,13 @@ def off_by(*differences: float) -> Canary:
 
 def test_every_logprob_counts_unless_a_share_is_given() -> None:
     check_reproduced(3, off_by(*(0.2,) * 40), PUBLISHED, CanaryBound(0.25))
-    with pytest.raises(CanaryMismatch, match=r"version 3: logprobs differ from the canary by 0\.72, allowed is 0\.25"):
+    with refused(CanaryMismatch, names=("3", "0.72", "0.25")):
         check_reproduced(3, off_by(0.72), PUBLISHED, CanaryBound(0.25))
 
 
 def test_a_token_in_ten_may_have_gone_to_another_expert() -> None:
     check_reproduced(3, off_by(0.72, -3.0, 0.5, -0.6), PUBLISHED, MOST)
-    with pytest.raises(CanaryMismatch, match=r"more than 1/10 of the logprobs .* by 0\.3,"):
+    with refused(CanaryMismatch, names=("1/10", "0.3")):
         check_reproduced(3, off_by(0.72, -3.0, 0.5, -0.6, 0.3), PUBLISHED, MOST)
 
 

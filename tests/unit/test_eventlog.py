@@ -18,6 +18,7 @@ from dora.journal import frames, records
 from dora.orchestrator.recording.event_fields import EVENT_KINDS, event_from_fields, event_to_fields
 from dora.orchestrator.recording.eventlog import read_log
 from tests.eventlogs import FileWriter, FolderWriter, framed
+from tests.refusals import data_words, refused
 
 PREAMBLE_BYTES = 10
 CONFIG = validated({"window": {"size": 3}, "service": {"token": "correct-horse"}})
@@ -145,7 +146,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[at] ^= 1 << at % 8
         (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises(InvalidValue, match=r"damaged: record [123] at byte \d+ = .* the file was damaged"):
+        with refused(InvalidValue, names=("123",)):
             list(read_log(tmp_path / "damaged"))
 
 
@@ -156,9 +157,7 @@ def test_damage_is_told_with_its_place_and_what_came_before_can_be_read(tmp_path
     (tmp_path / "log").write_bytes(whole)
     records = iter(read_log(tmp_path / "log"))
     assert next(records).event == EVENTS[0]
-    with pytest.raises(
-        InvalidValue, match=rf"log: record 2 at byte {second} = '[0-9a-f]{{8}}' is not valid: it must be checksum"
-    ):
+    with refused(InvalidValue, value="d2107f27", names=(second,)):
         next(records)
 
 
@@ -170,7 +169,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     newer = bytearray(path.read_bytes())
     newer[8:10] = struct.pack("<H", 2)
     path.write_bytes(newer)
-    with pytest.raises(InvalidValue, match=r"format version = 2 is not valid: it must be 1; a newer DORA"):
+    with refused(InvalidValue, value=2, names=("1",)):
         read_log(path)
 
 
@@ -197,7 +196,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_this_version_does_not_know_is_told(tmp_path: Path, body: object, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message):
+    with refused(InvalidValue, names=data_words(message)):
         list(read_log(append(write(tmp_path / "log"), body)))
 
 
@@ -216,19 +215,19 @@ def test_what_this_version_does_not_know_is_told(tmp_path: Path, body: object, m
 def test_a_header_that_cannot_be_read_is_told(tmp_path: Path, header: object, message: str) -> None:
     path = write(tmp_path / "log")
     path.write_bytes(path.read_bytes()[:PREAMBLE_BYTES] + framed(msgpack.packb(header)))
-    with pytest.raises(InvalidValue, match=message):
+    with refused(InvalidValue, names=data_words(message)):
         read_log(path)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"trajectory_id": "g0.0"}\n', b"PK\x03\x04 something else"])
 def test_other_files_are_no_logs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(InvalidValue, match=r"LOG = '.*file' is not valid: it must be a state folder"):
+    with refused(InvalidValue, field="LOG"):
         read_log(tmp_path / "file")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"LOG = '.*nothing' .*No such file"):
+    with refused(InvalidValue, field="LOG"):
         read_log(tmp_path / "nothing")
 
 
@@ -258,9 +257,9 @@ def test_a_state_folder_is_a_log(tmp_path: Path) -> None:
 
 
 def test_a_state_folder_without_events_is_none(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"LOG = .* must be a state folder .* service.keep_events"):
+    with refused(InvalidValue, field="LOG", names=("service.keep_events",)):
         read_log(kept(tmp_path))
-    with pytest.raises(InvalidValue, match=r"LOG = "):
+    with refused(InvalidValue, field="LOG"):
         read_log(tmp_path / "log")
 
 
@@ -303,11 +302,11 @@ def test_damage_of_a_state_folder_is_told_with_its_place(tmp_path: Path) -> None
         damaged = bytearray(whole)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        with pytest.raises(InvalidValue, match=r"seg = 'byte \d+' is not valid: it must be whole"):
+        with refused(InvalidValue, field="seg", value="byte d+"):
             list(read_log(tmp_path))
 
 
 def test_the_setting_of_before_is_refused_with_what_is_in_its_place() -> None:
-    with pytest.raises(InvalidValue, match=r"service.event_log = 'x' is no setting any more: .*service.keep_events"):
+    with refused(InvalidValue, field="service.event_log", value="x", names=("service.keep_events",)):
         validated({"service": {"event_log": "x"}})
     assert upgraded({"service": {"event_log": "x", "tick_s": 1.0}}) == {"service": {"tick_s": 1.0}}

@@ -7,6 +7,7 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.rewards import EqualRewards, FilterRunner
+from tests.refusals import refused
 
 FUNCTIONS = "tests.unit.reward_functions"
 
@@ -44,5 +45,5 @@ async def test_one_that_fails_lets_nothing_go(
 
 
 async def test_one_that_is_not_there_is_refused_with_the_setting_s_name() -> None:
-    with pytest.raises(InvalidValue, match=r"selection\.filter"):
+    with refused(InvalidValue, field="selection.filter", value="tests.unit.reward_functions:nothing_of_the_kind"):
         await FilterRunner.start(f"{FUNCTIONS}:nothing_of_the_kind")

@@ -28,6 +28,7 @@ from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trainers.report import step_json, step_line
 from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, ScriptedService, make_group, make_trajectory, start_service
+from tests.refusals import data_words, refused
 
 
 def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob: float = -1.0) -> TrajectoryGroup:
@@ -160,7 +161,7 @@ def test_what_is_not_finite_is_not_taken(model_folder: Path, what: str) -> None:
     if what == "loss":
         learner._sums.loss = math.nan
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pytest.raises(InvalidValue, match=rf"^{what} = (nan|inf) is not valid: it must be finite; .* not committed"):
+    with refused(InvalidValue, names=(what,)):
         learner.finish_step()
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert learner.step == 0
@@ -168,15 +169,15 @@ def test_what_is_not_finite_is_not_taken(model_folder: Path, what: str) -> None:
 
 def test_what_cannot_be_trained_on_is_named(model_folder: Path) -> None:
     learner = Learner(load(model_folder), LearnerConfig())
-    with pytest.raises(InvalidValue, match=r"^trajectory s0-g0-0: logprobs = nan is not valid: it must be finite"):
+    with refused(InvalidValue, field="trajectory s0-g0-0: logprobs"):
         learner.add_group(responses([[5], [6]], [1.0, 0.0], logprob=math.nan))
-    with pytest.raises(InvalidValue, match=r"^trajectory s0-g0-1: response_token_ids = 64 .* must be 0 to 63, the tr"):
+    with refused(InvalidValue, field="trajectory s0-g0-1: response_token_ids", value=64, names=("63",)):
         learner.add_group(responses([[5], [6, 64, 65]], [1.0, 0.0]))
     kl = LearnerConfig(objective=objective("grpo", kl_coefficient=0.1))
-    with pytest.raises(Conflict, match=r"^reference is missing: it must be the reference version's model"):
+    with refused(Conflict, field="reference"):
         Learner(load(model_folder), kl)
     learner = Learner(load(model_folder), kl, reference=load(model_folder), reference_version=3)
-    with pytest.raises(Conflict, match=r"^trajectory s0-g0-0: reference_version = 0 is not the version .* must be 3"):
+    with refused(Conflict, field="trajectory s0-g0-0: reference_version", value=0, names=("3",)):
         learner.add_group(responses([[5], [6]], [1.0, 0.0]))
     masked = responses([[5, 6], [7]], [1.0, 0.0]).trajectories
     outside = replace(masked[0], logprobs=np.array([math.nan, -1.0]), loss_mask=np.array([0, 1]))
@@ -342,9 +343,7 @@ async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_f
     )
     assert [each.version for each in service.service.republished] == [1] and len(service.service.commits) == 2
     service.service.faults.rejections = {3: 2}
-    with pytest.raises(
-        VersionRejected, match=r"version = 3 was rejected by the workers: .* \(w0, w1: it differs, by far\)"
-    ):
+    with refused(VersionRejected, field="version", value=3, names=("w0", "w1")):
         await train(config)
     assert [each.version for each in service.service.republished] == [1, 3]
     await service.server.stop(None)
@@ -354,9 +353,9 @@ def test_arguments_and_limits() -> None:
     config, as_json = parse_arguments(["--token", "t", "--lr", "0.5", "--groups", "3", "--json"])
     assert (config.learner.learning_rate, config.groups, as_json) == (0.5, 3, True)
     for changes in ({"learning_rate": 0.0}, {"weight_decay": -1.0}, {"grad_norm_max": math.nan}):
-        with pytest.raises(InvalidValue, match=next(iter(changes))):
+        with refused(InvalidValue, names=data_words(next(iter(changes)))):
             LearnerConfig(**changes)
-    with pytest.raises(InvalidValue, match="threads = 0"):
+    with refused(InvalidValue, field="threads", value=0):
         GrpoConfig("127.0.0.1:1", "t", threads=0)
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from dora.core.handoff.table import LIVE, TABLE, Action, Handoff, Phase, Signal
 from dora.errors import IllegalTransition
+from tests.refusals import refused
 
 
 def handoff(phase: Phase = Phase.PLANNED) -> Handoff:
@@ -54,6 +55,12 @@ def test_illegal_pairs_change_nothing() -> None:
         for signal in Signal:
             if (phase, signal) not in TABLE:
                 made = handoff(phase)
-                with pytest.raises(IllegalTransition, match=f"{signal.name} in phase {phase.name}"):
+                with refused(
+                    IllegalTransition,
+                    names=(
+                        signal.name,
+                        phase.name,
+                    ),
+                ):
                     made.advance(signal)
                 assert made.phase is phase

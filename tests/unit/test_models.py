@@ -15,6 +15,7 @@ from dora.models.checkpoint_names import to_checkpoint
 from dora.models.prepared import prepare_once
 from dora.models.tiny import make_tiny
 from dora.models.tiny_vocabulary import CLASSES, VOCABULARY
+from tests.refusals import refused
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -47,7 +48,7 @@ def test_a_config_tells_a_mixture_of_experts(tiny_dense: Path, tiny_moe: Path, t
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert experts(tmp_path) == expected
     (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
-    with pytest.raises(InvalidValue, match=r"num_experts_per_tok = 0 .* 1 to the 8 experts"):
+    with refused(InvalidValue, value=0, names=("num_experts_per_tok", "1", "8")):
         experts(tmp_path)
 
 
@@ -56,7 +57,7 @@ def test_a_tiny_mixture_has_as_many_experts_as_asked_for(tmp_path: Path) -> None
         folder = make_tiny(kind, tmp_path / kind, experts=(16, 4))
         assert experts(folder) == (16, 4)
         load(folder)
-    with pytest.raises(InvalidValue, match="no mixture"):
+    with refused(InvalidValue, field="experts"):
         make_tiny("dense", tmp_path / "dense", experts=(16, 4))
 
 
@@ -83,7 +84,7 @@ def test_mixtral_keeps_the_names_of_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_fused_experts_of_an_unknown_family_are_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"model_type = 'new_moe'.*qwen3_moe"):
+    with refused(InvalidValue, field="model_type", value="new_moe", names=("qwen3_moe",)):
         to_checkpoint({"model.layers.0.mlp.experts.down_proj": torch.zeros(2, 4, 4)}, {"model_type": "new_moe"})
 
 
@@ -128,7 +129,7 @@ def test_a_prepared_folder_is_reused_and_never_overwritten(tmp_path: Path) -> No
     for _ in range(2):
         assert prepare_once(folder, {"recipe": 1}, make) == folder
     assert len(calls) == 1 and (folder / "file").read_text() == "content"
-    with pytest.raises(Conflict, match=r"recipe\.json"):
+    with refused(Conflict, field="folder"):
         prepare_once(folder, {"recipe": 2}, make)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
@@ -160,7 +161,7 @@ def test_named_models_are_kept_in_the_cache(tmp_path: Path) -> None:
 def test_a_folder_that_no_engine_could_load_is_refused(missing: str, tmp_path: Path) -> None:
     folder = make_tiny("dense", tmp_path / "model")
     (folder / missing).unlink()
-    with pytest.raises(InvalidValue, match="--model") as caught:
+    with refused(InvalidValue, field="--model") as caught:
         resolve_model(str(folder), tmp_path)
     assert caught.value.value == str(folder)
 
@@ -196,9 +197,9 @@ def test_ranks_that_do_not_divide_a_model_are_refused_with_what_does(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(config))
     for tensor, pipeline in ((1, 1), (2, 3), (4, 2), (12, 1)):
         check_parallel(tmp_path, tensor, pipeline)
-    with pytest.raises(InvalidValue, match=r"workers\.tensor_parallel = 5.* a divisor of the model's 12 heads"):
+    with refused(InvalidValue, field="workers.tensor_parallel", value=5, names=("12",)):
         check_parallel(tmp_path, 5, 1)
-    with pytest.raises(InvalidValue, match=r"workers\.tensor_parallel = 6.* multiple of the model's 4 KV heads"):
+    with refused(InvalidValue, field="workers.tensor_parallel", value=6, names=("4",)):
         check_parallel(tmp_path, 6, 1)
-    with pytest.raises(InvalidValue, match=r"workers\.pipeline_parallel = 4.* at most the model's 3 layers"):
+    with refused(InvalidValue, field="workers.pipeline_parallel", value=4, names=("3",)):
         check_parallel(tmp_path, 1, 4)

@@ -17,6 +17,7 @@ from dora.trainers.objectives.batch import Row, TokenBatch
 from dora.trainers.objectives.correction import correction_weights, kl_terms
 from dora.trainers.objectives.presets import OBJECTIVES, add_objective, objective, objective_of
 from tests.contract.trainer_service import make_trajectory
+from tests.refusals import refused
 
 F64 = torch.float64
 
@@ -159,7 +160,7 @@ def test_the_kl_term_by_hand() -> None:
     assert loss.item() == pytest.approx(0.1 * sum(expected) / 2)
     loss.backward()  # d/dlogp of e^d - d - 1 is 1 - e^d
     assert logprobs.grad.tolist() == pytest.approx([0.1 * (1 - 2) / 2, 0.1 * (1 - 0.5) / 2])
-    with pytest.raises(Conflict, match=r"batch\.reference is missing"):
+    with refused(Conflict, field="batch.reference"):
         loss_of("dapo", batch, kl_coefficient=0.1)
 
 
@@ -285,7 +286,7 @@ def test_overlong_responses() -> None:
 def test_the_soft_punishment_by_hand() -> None:
     lengths, limits = np.array([80, 81, 90, 100, 130]), np.full(5, 100)
     assert soft_overlong_punishment(lengths, limits, 0.2).tolist() == pytest.approx([0.0, -0.05, -0.5, -1.0, -1.0])
-    with pytest.raises(InvalidValue, match="buffer = 0"):
+    with refused(InvalidValue, field="buffer", value=0.0):
         soft_overlong_punishment(lengths, limits, 0.0)
 
 
@@ -331,5 +332,5 @@ def test_objectives_are_chosen_by_name_and_settings() -> None:
 def test_settings_that_make_no_objective_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         objective("dapo", **settings)
-    with pytest.raises(InvalidValue, match=r"objective = 'grop' is not valid: did you mean grpo\?"):
+    with refused(InvalidValue, field="objective", value="grop"):
         objective("grop")

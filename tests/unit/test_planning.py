@@ -22,6 +22,7 @@ from dora.planning.models import MODELS
 from dora.planning.plan import ANCHOR, Question, default_training, make_plan
 from dora.planning.workload import Lognormal, StepWorkload, lognormal_of_mean, step_workload
 from dora.sim.scenario import Scenario
+from tests.refusals import refused
 
 CLUSTER = Scenario().cluster
 DORA_LENGTHS = Lognormal(7.0881, 1.2, 30_000)
@@ -78,7 +79,7 @@ def test_points_that_scale_too_well_are_not_extrapolated_below_zero() -> None:
     "points", [(), ((0, 1.0),), ((8, math.nan),), ((8, -1.0),), ((8, 1.0), (8, 1.0)), ((8, 1.0), (16, 2.0))]
 )
 def test_impossible_training_points_are_refused(points: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(InvalidValue, match="train_s_at"):
+    with refused(InvalidValue, field="train_s_at"):
         TrainingTime(points)
 
 
@@ -148,7 +149,7 @@ def test_budgets_without_an_engine_or_a_trainer_are_refused() -> None:
         with pytest.raises(InvalidValue, match="room for"):
             make_plan(question(**changes))
     for changes in ({}, {"gpus": 64, "rollout_gpus": 8, "train_gpus": 8}, {"rollout_gpus": 8}):
-        with pytest.raises(InvalidValue, match="either gpus, or both"):
+        with refused(InvalidValue, field="gpus, rollout_gpus, train_gpus"):
             make_plan(question(**changes))
 
 
@@ -164,13 +165,13 @@ def test_no_step_is_shorter_than_the_weights_are_on_the_link() -> None:
 @pytest.mark.parametrize("field", ["gpus", "rollout_gpus", "train_gpus"])
 def test_more_accelerators_than_can_be_searched_are_refused(field: str) -> None:
     apart = {} if field == "gpus" else {"rollout_gpus": 8, "train_gpus": 8}
-    with pytest.raises(InvalidValue, match=f"^{field} = 65537 .*at most 65536"):
+    with refused(InvalidValue, value=65537, names=(field,)):
         make_plan(question(**{**apart, field: 65_537}))
 
 
 def test_weights_over_the_papers_link() -> None:
     assert transfer_s(MODELS["qwen2.5-72b"].weights_bytes, 80e9) == pytest.approx(14.5, abs=0.1)
-    with pytest.raises(InvalidValue, match="link_gbps"):
+    with refused(InvalidValue, field="link_gbps"):
         transfer_s(1.0, math.nan)
 
 
@@ -186,9 +187,9 @@ def test_a_large_cluster_is_planned_at_once() -> None:
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
 def test_bad_coefficients_are_refused_by_name(field: str, value: float) -> None:
     cost = replace(OPTION.cost, **{field: value})
-    with pytest.raises(InvalidValue, match=rf"cost\.{field}"):
+    with refused(InvalidValue, names=(field,)):
         bound_s(cost, 256, 772_000, 1e6, 1e9, 1)
-    with pytest.raises(InvalidValue, match=rf"cost\.{field}"):
+    with refused(InvalidValue, names=(field,)):
         generation(replace(OPTION, cost=cost), 1, DORA_STEP, window=2)
 
 

@@ -12,6 +12,7 @@ from dora.core.forecast.prediction import PREDICTORS, Predictor, PromptTraits, R
 from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Workload
 from dora.sim.workload import SimPrompt, WorkloadStream
+from tests.refusals import refused
 
 
 def traits(prompt: SimPrompt, *, known: bool = False) -> PromptTraits:
@@ -152,9 +153,9 @@ def test_the_ranker_refuses_features_it_cannot_use(features: tuple[float, ...]) 
     predictor = PREDICTORS["ranker"]()
     predictor.observe(asked(features=(1.0, 2.0)), 10)
     before = predictor.predict(asked(features=(1.0, 2.0)))
-    with pytest.raises(InvalidValue, match="features"):
+    with refused(InvalidValue, field="features"):
         predictor.observe(asked(features=features), 10)
-    with pytest.raises(InvalidValue, match="features"):
+    with refused(InvalidValue, field="features"):
         predictor.predict(asked(features=features))
     assert predictor.predict(asked(features=(1.0, 2.0))) == before
 
@@ -180,7 +181,7 @@ def test_without_given_lengths_statistics_answer() -> None:
 
 @pytest.mark.parametrize("known", [(10, 20), (10, 20, 30, 0), (-1,)])
 def test_given_lengths_must_fit_the_group(known: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidValue, match="known_tokens"):
+    with refused(InvalidValue, field="known_tokens"):
         PREDICTORS["oracle"]().predict(asked(known=known))
 
 
@@ -220,7 +221,7 @@ def test_recall_looks_at_its_window_only() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.1, math.nan])
 def test_the_share_of_the_longest_is_a_share(share: float) -> None:
-    with pytest.raises(InvalidValue, match="share"):
+    with refused(InvalidValue, field="share"):
         Recall().longest(share)
-    with pytest.raises(InvalidValue, match="window"):
+    with refused(InvalidValue, field="window", value=0):
         Recall(0)

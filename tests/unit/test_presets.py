@@ -15,6 +15,7 @@ from dora.planning.generation import bound_s
 from dora.sim.presets import NAMES, composed, planned, preset, scenario_for
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
+from tests.refusals import data_words, refused
 
 
 def bound_min(scenario: Scenario) -> float:
@@ -54,7 +55,7 @@ def test_a_parameter_of_a_distribution_that_is_not_in_use_is_refused(tmp_path: P
     file.write_text('{"hist": {"100": 1, "200": 1}}')
     lengths = {"kind": "histogram", "file": str(file)}
     assert composed({"workload": {"lengths": lengths}}, "small").workload.lengths.kind == "histogram"
-    with pytest.raises(InvalidValue, match=r"workload\.lengths\.sigma = 0\.5 .*only lognormal has it"):
+    with refused(InvalidValue, field="workload.lengths.sigma", value=0.5):
         composed({"workload": {"lengths": {**lengths, "sigma": 0.5}}}, "small")
 
 
@@ -68,9 +69,9 @@ def test_policies_have_the_window_of_their_definition() -> None:
     assert scenario_for("dora-64", "dora", window=2).window.size == 2
     assert scenario_for("dora-64", "streamrl").window.size == 2
     assert scenario_for("dora-64", "streamrl", window=1).window.size == 1
-    with pytest.raises(InvalidValue, match=r"window.size = 3 .* 1, by the definition of sync"):
+    with refused(InvalidValue, field="window.size", value=3, names=("1",)):
         scenario_for("dora-64", "sync", window=3)
-    with pytest.raises(InvalidValue, match=r"window.size = 3 .* 1 to 2, by the definition of streamrl"):
+    with refused(InvalidValue, field="window.size", value=3, names=("1", "2")):
         composed({"balance": {"policy": "streamrl"}, "window": {"size": 3}})
 
 
@@ -79,7 +80,7 @@ def test_laminar_checks_for_idle_replicas_as_often_as_its_paper() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
-    with pytest.raises(InvalidValue, match="did you mean dora-64"):
+    with refused(InvalidValue, field="--preset", value="dora64", names=("dora-64",)):
         preset("dora64")
 
 
@@ -99,7 +100,7 @@ def test_fields_are_overridden_and_checked() -> None:
         ("balance=3", "a section with policy, predictor"),
         ("window.groups_per_step=3", "0, or the 512 of trainer.groups_per_step"),
     ):
-        with pytest.raises(InvalidValue, match=message):
+        with refused(InvalidValue, names=data_words(message)):
             composed(settings_tree(None, [override]), "dora-64")
 
 
@@ -134,7 +135,7 @@ def test_sections_are_merged_field_by_field() -> None:
         "a": {"b": 1, "c": 4},
         "d": {"e": 5},
     }
-    with pytest.raises(InvalidValue, match="one of name, window"):
+    with refused(InvalidValue, field="nonsense", value=1):
         validated_as(Scenario, {"nonsense": 1})
 
 
@@ -144,17 +145,17 @@ def test_the_plan_splits_for_the_shortest_step() -> None:
     assert plan.trainer.step_s == pytest.approx(own.trainer.step_s * own.cluster.train_gpus / plan.cluster.train_gpus)
     longest = max(bound_min(own), own.trainer.step_s / 60)
     assert max(bound_min(plan), plan.trainer.step_s / 60) < longest
-    with pytest.raises(InvalidValue, match="colocated"):
+    with refused(InvalidValue, field="--split", value="plan"):
         planned(scenario_for("dora-64", "sync"))
 
 
 @pytest.mark.parametrize("field", ["window.size", "balance.period_s", "filter_fraction"])
 def test_a_truth_value_is_no_number_of_a_scenario(field: str) -> None:
-    with pytest.raises(InvalidValue, match=f"{field} = True is not valid: it must be a (whole )?number"):
+    with refused(InvalidValue, value=True, names=(field,)):
         composed(tree_of(field, True), "small")
 
 
 def test_without_a_preset_the_cluster_has_to_hold_its_model_too() -> None:
-    with pytest.raises(InvalidValue, match=r"cluster.gpus_per_engine = 4 .*at least 12503, with 80 GB each"):
+    with refused(InvalidValue, field="cluster.gpus_per_engine", value=4, names=("12503", "80")):
         composed({"cluster": {"weights_bytes": 1e15}})
     assert composed({"cluster": {"weights_bytes": 1e15, "gpu_memory_bytes": 0.0}}).cluster.engines

@@ -14,6 +14,7 @@ from dora.journal.ledger import Ledger
 from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
 from tests.contract.relays import publish
+from tests.refusals import refused
 from tests.service import configured
 from tests.unit.test_expected_hosts import DIGEST, Incarnation
 
@@ -36,7 +37,7 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
         monkeypatch.setattr(agent, "capacity_to_wire", lambda _: pb.HostCapacity(store_free_bytes=free_bytes))
         return joining._hello()
 
-    with pytest.raises(LimitExceeded, match="store_free_bytes"):
+    with refused(LimitExceeded, names=("store_free_bytes",)):
         life.hosts.join(free(model_bytes // 2), DIGEST)
     life.hosts.join(free(model_bytes), DIGEST)  # for the version that is on its way in
 

@@ -8,6 +8,7 @@ from dora.errors import Conflict, InvalidValue, NotFound
 from dora.relay.chain import Chain, Site, planned, ranked
 from dora.relay.link import ASSUMED, PIECE_BYTES_MAX, Link, broadcast_s, chain_s, piece_chunks
 from perf.relays import least_broadcast_s
+from tests.refusals import refused
 
 PLACES = ("", "east", "west")
 
@@ -169,9 +170,9 @@ def test_more_hosts_cost_little() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_link_is_finite_and_positive(bad: float) -> None:
-    with pytest.raises(InvalidValue, match="finite and above 0"):
+    with refused(InvalidValue, names=("0",)):
         Link(bad, 1e-3)
-    with pytest.raises(InvalidValue, match="finite and above 0"):
+    with refused(InvalidValue, names=("0",)):
         Link(1e9, bad)
 
 

@@ -14,6 +14,7 @@ from dora.errors import InvalidValue
 from dora.models.tiny_vocabulary import VOCABULARY, write_tokenizer
 from dora.rewards import RewardRunner, answer, counting, tiny
 from dora.rewards.verdict import verdict as checked
+from tests.refusals import data_words, refused
 
 FUNCTIONS = "tests.unit.reward_functions"
 Start = Callable[..., Awaitable[RewardRunner]]
@@ -166,14 +167,14 @@ async def test_closing_ends_calls_that_wait(start: Start) -> None:
     ],
 )
 async def test_a_function_that_cannot_be_loaded_is_refused_at_start(spec: str, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message) as caught:
+    with refused(InvalidValue, field="--reward", names=data_words(message)) as caught:
         await RewardRunner.start(spec, workers=2)
     assert caught.value.field == "--reward" and caught.value.value == spec
 
 
 @pytest.mark.parametrize("option", ["workers", "timeout_s", "queue_max"])
 async def test_options_out_of_range_are_refused(option: str) -> None:
-    with pytest.raises(InvalidValue, match=option):
+    with refused(InvalidValue, value=0, names=data_words(option)):
         await RewardRunner.start(f"{FUNCTIONS}:echo", **{option: 0})
 
 

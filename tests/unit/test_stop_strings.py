@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import InvalidValue
 from dora.worker.stop_strings import StopStrings
+from tests.refusals import refused
 
 TEXT = "Ünïcödé 😀😀 wird 中文字 geschnitten. </answer>\n\nEND of it, 終わり。 \u200d👩‍👩‍👧 "
 
@@ -82,5 +83,5 @@ def test_a_special_token_is_text_too(tmp_path: Path) -> None:
 def test_without_stop_strings_no_tokenizer_is_needed(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         assert StopStrings(folder).watch(request(())) is None
-        with pytest.raises(InvalidValue, match=r"sampling\.stop .*no tokenizer\.json"):
+        with refused(InvalidValue, field="sampling.stop"):
             StopStrings(folder).watch(request(("END",)))

@@ -22,6 +22,7 @@ from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
 from dora.verify import verify
 from tests.contract.trainer_service import make_trajectory
+from tests.refusals import refused
 
 Line = dict[str, Any]
 
@@ -178,10 +179,10 @@ def test_a_repeated_line_and_a_missing_version_are_found(record: Path) -> None:
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="readable file"):
+    with refused(InvalidValue, field="record"):
         verify(tmp_path)
     (tmp_path / "trajectories.jsonl").write_text("{\n")
-    with pytest.raises(InvalidValue, match="line 1"):
+    with refused(InvalidValue, field="trajectories.jsonl line 1"):
         verify(tmp_path)
-    with pytest.raises(InvalidValue, match="limit = 0"):
+    with refused(InvalidValue, field="limit", value=0):
         verify(tmp_path, limit=0)

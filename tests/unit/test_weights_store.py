@@ -20,6 +20,7 @@ from dora.weights.canary import canary_token_ids, check_canary, compute_canary
 from dora.weights.files import WeightFile, check_file_name, hash_file, header_of, write_weights
 from dora.weights.reference import TensorHeader, read_header, read_reference
 from dora.weights.store import WeightStore
+from tests.refusals import data_words, refused
 
 NAME = "model.norm.weight"
 
@@ -71,7 +72,7 @@ def test_repeating_an_admission_changes_nothing_and_other_content_conflicts(stor
     assert store.publish(1, 1, files, None) == folder
     assert store.publish(2, 1, published(store, 1, tensors, epoch=2), None) == folder
     other = published(store, 1, {**tensors, NAME: tensors[NAME] + 1}, epoch=3)
-    with pytest.raises(Conflict, match="version = 1"):
+    with refused(Conflict, field="version", value=1):
         store.publish(3, 1, other, None)
     store.retire(1)
     assert store.publish(3, 1, other, None) == folder
@@ -91,7 +92,7 @@ def test_repeating_an_admission_changes_nothing_and_other_content_conflicts(stor
 )
 def test_tensors_that_do_not_fit_are_named(store: WeightStore, change: Any, complaint: str) -> None:
     files = published(store, 1, change(load_file(store.folder(0) / "model.safetensors")))
-    with pytest.raises(InvalidValue, match=complaint):
+    with refused(InvalidValue, names=data_words(complaint)):
         store.publish(1, 1, files, None)
     assert store.versions() == (0,)
 
@@ -103,20 +104,24 @@ def test_what_differs_from_the_announcement_is_refused(store: WeightStore) -> No
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InvalidValue, match="blake3"):
+    with refused(
+        InvalidValue,
+        field="model.safetensors: blake3",
+        value="79c5e3377ee87cd1fec6895a13dc695d2b183c1964244283b1abe0fcf11ae618",
+    ):
         store.publish(1, 1, [file], None)
     path.write_bytes(content[:-4])
-    with pytest.raises(InvalidValue, match="bytes"):
+    with refused(InvalidValue, field="model.safetensors: bytes of tensors", value=1215996):
         store.publish(1, 1, [file], None)
-    with pytest.raises(InvalidValue, match=r"model\.safetensors: bytes of tensors"):
+    with refused(InvalidValue, field="model.safetensors: bytes of tensors", value=1215996):
         store.publish(1, 1, [hash_file(path)], None)
     path.write_bytes(b"\x02\0\0\0\0\0\0\0{]")
-    with pytest.raises(InvalidValue, match="in safetensors format"):
+    with refused(InvalidValue, field="model.safetensors: header"):
         store.publish(1, 1, [hash_file(path)], None)
     path.unlink()
-    with pytest.raises(InvalidValue, match="written or uploaded before the commit"):
+    with refused(InvalidValue, field="files", value="model.safetensors"):
         store.publish(1, 1, [file], None)
-    with pytest.raises(InvalidValue, match="files"):
+    with refused(InvalidValue, field="files"):
         store.publish(1, 1, [], None)
 
 
@@ -144,17 +149,17 @@ def test_uploads_are_bounded_and_whole(store: WeightStore) -> None:
         assert upload.finish() == len(content)
     store.publish(1, 1, [hash_file(file)], None)
     with store.upload(1, 2, "a.safetensors", 10) as upload:
-        with pytest.raises(InvalidValue, match="more than 10"):
+        with refused(InvalidValue, field="file_bytes", value="more than 10"):
             upload.append(b"x" * 11)
-        with pytest.raises(InvalidValue, match="file_bytes = 0"):
+        with refused(InvalidValue, field="file_bytes", value=0):
             upload.finish()
     assert not (store.begin(1, 2) / "a.safetensors").exists()
-    with pytest.raises(InvalidValue, match="file_bytes = 1099511627776"):
+    with refused(InvalidValue, field="file_bytes", value=1099511627776):
         store.upload(1, 2, "a.safetensors", 1 << 40)
     for name in ("../a.safetensors", "a/b.safetensors", ".safetensors", "a.bin", "..", "a\n.safetensors"):
-        with pytest.raises(InvalidValue, match="file name"):
+        with refused(InvalidValue, field="weights: file name"):
             store.upload(1, 2, name, 10)
-        with pytest.raises(InvalidValue, match="file name"):
+        with refused(InvalidValue, field="weights: file name"):
             check_file_name(name)
 
 
@@ -173,7 +178,7 @@ def test_an_upload_whose_base_has_vanished_may_be_brought_whole(store: WeightSto
     tensors = load_file(store.folder(0) / "model.safetensors")
     (announced,) = published(store, 1, tensors)
     (store.publish(1, 1, [announced], None) / announced.name).unlink()
-    with pytest.raises(NotFound, match="base_version = 1"):
+    with refused(NotFound, field="base_version", value=1):
         store.upload(1, 2, announced.name, announced.file_bytes, (1, announced.blake3), 1 << 20)
     with store.upload(1, 2, announced.name, announced.file_bytes):
         pass
@@ -199,7 +204,7 @@ def test_a_fenced_trainers_files_are_discarded_and_versions_retired(store: Weigh
     assert not old.exists() and new.exists()
     store.retire(0)
     store.retire(99)
-    with pytest.raises(NotFound, match="version = 0"):
+    with refused(NotFound, field="version", value=0):
         store.folder(0)
 
 
@@ -233,7 +238,7 @@ def test_a_canary_that_is_none_is_refused(store: WeightStore) -> None:
         (Canary((1, 2), (0.5,)), "not above 0"),
         (Canary((1, 2, 3), (-0.5,)), "canary.logprobs = 1"),
     ):
-        with pytest.raises(InvalidValue, match=complaint):
+        with refused(InvalidValue, names=data_words(complaint)):
             check_canary(canary, store.reference.vocab_size)
 
 
@@ -285,18 +290,18 @@ def test_writing_agrees_with_the_safetensors_library(tmp_path: Path) -> None:
     assert written == hash_file(file)
     again = load_file(file)
     assert {name: tensor.tolist() for name, tensor in again.items()} == {k: v.tolist() for k, v in tensors.items()}
-    with pytest.raises(InvalidValue, match="use torch"):
+    with refused(InvalidValue, field="weights: odd: dtype", value="uint8"):
         write_weights(file, tensors, {**headers, "odd": TensorHeader("odd", "BF16", (3,))})
-    with pytest.raises(InvalidValue, match="weights: odd = 'list'"):
+    with refused(InvalidValue, field="weights: odd", value="list"):
         header_of("odd", [1])
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    with pytest.raises(InvalidValue, match="safetensors files"):
+    with refused(InvalidValue, field="model"):
         read_reference(tmp_path)
     shutil.copy(models["dense"] / "model.safetensors", tmp_path)
-    with pytest.raises(InvalidValue, match=r"config\.json"):
+    with refused(InvalidValue, field="model"):
         read_reference(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(InvalidValue, match="JSON object"):
+    with refused(InvalidValue, field="model"):
         read_reference(tmp_path)

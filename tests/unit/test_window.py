@@ -12,7 +12,7 @@ from dora.errors import IllegalTransition
 SIZES = st.integers(1, 5)
 GROUPS = st.integers(1, 6)
 OFTEN = ["admit", "take", "cancel", "publish"]
-WISHES = [*OFTEN, *OFTEN, "withhold", "reject", "release", "resize"]
+WISHES = [*OFTEN, *OFTEN, "quarantine", "reject", "release", "resize"]
 CHOICES = st.lists(st.tuples(st.sampled_from(WISHES), st.integers(0, 4)), max_size=200)
 MOST = 5
 
@@ -44,7 +44,7 @@ def apply(window: Window, groups: list[Group], what: str, pick: int) -> None:
             rejected = bool(window.rejected)
             window.publish()
             assert not rejected, "published past a rejected version"
-        elif what in ("withhold", "reject", "release"):
+        elif what in ("quarantine", "reject", "release"):
             counts = dict(window.open_by_deadline)
             getattr(window, what)(version)
             assert before == (window.step, window.left, window.newest, window.slack()) and counts == dict(
@@ -104,7 +104,7 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
 def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step.
 
-    What is withheld or rejected has to be released first: a version proves good, or is published anew.
+    What is quarantined or rejected has to be released first: a version proves good, or is published anew.
     """
     window, is_open = Window(size, groups), []
     for what, pick in choices:
@@ -210,7 +210,7 @@ def test_a_rejection_is_as_if_it_had_not_been(
 def test_only_what_a_trainer_published_is_withheld() -> None:
     window = Window(2, 1)
     for version in (0, 1):
-        with pytest.raises(IllegalTransition, match="cannot be withheld"):
+        with pytest.raises(IllegalTransition, match="cannot be quarantined"):
             window.reject(version)
 
 

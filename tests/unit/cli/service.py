@@ -78,7 +78,7 @@ class CannedOperator(OperatorServicer):
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext) -> pb.CheckpointReply:
         size = {"log_bytes": 3 << 20, "live_bytes": 1 << 20, "segments": 2}
-        return pb.CheckpointReply(folder="/out/state", life=1, step=3, groups=9, groups_leased=4, **size)
+        return pb.CheckpointReply(folder="/out/state", incarnation=1, step=3, groups=9, groups_leased=4, **size)
 
 
 class CannedPrompts(PromptsServicer):

@@ -21,6 +21,7 @@ from dora.journal.finding import LEDGER_FILE, find
 from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from tests.abuse.full import files_up_to
+from tests.refusals import refused
 from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
 
 
@@ -302,7 +303,7 @@ async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Pa
     first = segments(tmp_path)[-1]
     content = first.read_bytes()
     flip(first, at=content.find(b"\xd0\x0a\xa7\x1e", len(content) // 4) + 30)
-    with pytest.raises(InvalidValue, match=r"service.state = .* cannot be carried on \(.*seg: \d+ bytes at byte \d+"):
+    with refused(InvalidValue, field="service.state"):
         find(tmp_path)
 
 
@@ -323,7 +324,7 @@ async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_ha
         path.unlink()
     forget_ledger(tmp_path)
     for _ in range(2):
-        with pytest.raises(InvalidValue, match=r"cannot be carried on \(.*seg: its header is damaged"):
+        with refused(InvalidValue, field="service.state"):
             find(tmp_path)
     assert last.read_bytes() == content
 
@@ -348,13 +349,13 @@ async def test_what_is_no_segment_and_a_newer_one_are_refused(tmp_path: Path) ->
     newer[8] = frames.SCHEMA_VERSION + 1
     newer[-4:] = crc(newer[:-4])
     newest.write_bytes(newer + content[frames.HEADER_BYTES :])
-    with pytest.raises(InvalidValue, match=r"schema version = 4 .* at most 3; a newer DORA"):
+    with refused(InvalidValue, value=4, names=("3",)):
         find(tmp_path)
     other = bytearray(frames.header(9, 0))
     other[:8] = b"SOMEBODY"
     other[-4:] = crc(other[:-4])
     newest.write_bytes(other)
-    with pytest.raises(InvalidValue, match=r"a segment, as service\.state keeps them"):
+    with refused(InvalidValue, field="log"):
         find(tmp_path)
 
 
@@ -369,7 +370,7 @@ def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
     upgrades = {1: lambda values: [*values, "b"], 2: lambda values: [values[0], "c", *values[1:]]}
     assert upgraded([0, "a"], 1, upgrades, to=3) == [0, "c", "a", "b"]
     assert upgraded([0, "a"], 3, upgrades, to=3) == [0, "a"]
-    with pytest.raises(InvalidValue, match="schema version = 0"):
+    with refused(InvalidValue, field="log: schema version", value=0):
         upgraded([0], 0, upgrades, to=3)
 
 
@@ -410,10 +411,10 @@ async def test_what_a_ledger_keeps_is_read_under_the_schema_that_it_came_in(tmp_
         assert found.said == [] and found.ledger.values["schema"] == frames.SCHEMA_VERSION
         check(found, told)
         found.ledger.values["schema"] = 0
-        with pytest.raises(InvalidValue, match="schema version = 0"):
+        with refused(InvalidValue, field="log: schema version", value=0):
             found.ledger.upgrade()
         found.ledger.values["schema"] = 9
-        with pytest.raises(InvalidValue, match=r"schema version = 9 .* at most 3; a newer DORA"):
+        with refused(InvalidValue, field="ledger: schema version", value=9, names=("3",)):
             found.ledger.upgrade()
         found.ledger.close()
 

@@ -1,0 +1,35 @@
+"""Assertions on refusals: on an error's data, never on its wording, which tests/unit/test_error_catalogue.py shows."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+DATA_WORD = re.compile(r"[\w./<>-]*[\d_][\w./<>-]*")  # a number, an id, the name of a setting
+
+
+@contextmanager
+def refused(kind: type[BaseException], /, *, names: Sequence[object] = (), **data: Any) -> Iterator[Any]:
+    """The block raises an error of exactly this type.
+
+    ``data``: attributes that the error must have, such as ``field`` and ``value``. ``names``: what its message must
+    name: numbers, ids, settings.
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    error = caught.value
+    assert type(error) is kind, f"{type(error).__name__}: {error}"
+    found = {name: getattr(error, name) for name in data}
+    assert found == data, str(error)
+    missing = [str(name) for name in names if str(name) not in str(error)]
+    assert not missing, f"{missing} not named in: {error}"
+
+
+def data_words(text: str) -> list[str]:
+    """The numbers, ids and names of settings in a description of a refusal."""
+    plain = text.replace("\\", "").strip("^$")
+    return [
+        word.strip(".") for word in DATA_WORD.findall(re.sub(r"\.[*+]|[(){}\[\]|?]", " ", plain)) if word.strip(".")
+    ]
