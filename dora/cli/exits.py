@@ -44,7 +44,19 @@ MEANINGS = {
 
 # The commands that ask a service: elsewhere what is not found, or does not fit, was given by the user.
 ASKING = frozenset(
-    {"status", "versions", "groups", "pools", "trajectories", "cancel", "migrate", "drain", "rebalance", "watch"}
+    {
+        "status",
+        "versions",
+        "workers",
+        "groups",
+        "pools",
+        "trajectories",
+        "cancel",
+        "migrate",
+        "drain",
+        "rebalance",
+        "watch",
+    }
     | {"checkpoint", "eval", "hosts", "scale"}
 )
 

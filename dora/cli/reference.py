@@ -89,7 +89,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
-    yield "Workers: `dora groups`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
+    yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)

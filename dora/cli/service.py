@@ -43,20 +43,39 @@ def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
     print_result(plain(answer), status_table(answer), as_json)
 
 
-def versions(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+def versions(
+    workers: Annotated[
+        bool, typer.Option("--workers", help="List the workers of each version: its DP groups.")
+    ] = False,
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the live policy versions: deadline, workers, prompt groups and requests."""
     from dora.view.service import versions_table
 
+    if workers:
+        return groups(address, token, as_json)
     answer = ask(address, token, lambda operator: operator.status())
     print_result({"versions": [plain(row) for row in answer.versions]}, versions_table(answer), as_json)
 
 
 def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the workers by the version they host: state, requests, KV use, tokens/s. (A worker is one DP group.)"""
+    """List the workers by the version they host, as `dora versions --workers` does. (A worker is one DP group.)"""
     from dora.view.service import by_version, workers_table
 
     answer = ask(address, token, lambda operator: operator.status())
-    print_result({"groups": [plain(worker) for worker in by_version(answer.workers)]}, workers_table(answer), as_json)
+    rows = by_version(answer.workers)
+    print_result({"groups": [plain(worker) for worker in rows]}, workers_table(rows), as_json)
+
+
+def workers(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the workers by name: version, state, requests, KV use, tokens/s."""
+    from dora.view.service import by_name, workers_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    rows = by_name(answer.workers)
+    print_result({"workers": [plain(worker) for worker in rows]}, workers_table(rows), as_json)
 
 
 def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
@@ -126,7 +145,7 @@ def drain(
         typer.Argument(
             metavar="WORKER|HOST",
             autocompletion=completion.drained,
-            help="A worker id of `dora groups`, or a host of `dora hosts`.",
+            help="A worker id of `dora workers`, or a host of `dora hosts`.",
         ),
     ],
     address: AddressOption = DEFAULT_ADDRESS,
@@ -228,7 +247,8 @@ def watch(
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (status, "dora status --address 127.0.0.1:7070"),
     "versions": (versions, "dora versions --json"),
-    "groups": (groups, "dora groups --address 127.0.0.1:7070"),
+    "workers": (workers, "dora workers --address 127.0.0.1:7070"),
+    "groups": (groups, "dora groups --json"),
     "pools": (pools, "dora pools --json"),
     "hosts": (hosts, "dora hosts --json"),
     "trajectories": (trajectories, "dora trajectories --state running --limit 20"),

@@ -221,10 +221,10 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
     return Sheet(VERSION_COLUMNS, rows, "live versions", notes=[line.plain for line in refusals(status)])
 
 
-def workers_table(status: Status) -> Sheet[WorkerStatus]:
-    """The workers, by the version they host; below them why some are lost."""
-    more = [RANKS] if any(map(ranks, status.workers)) else []
-    return Sheet([*WORKER_COLUMNS, *more], by_version(status.workers), "workers", notes=_reasons(status.workers))
+def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
+    """Workers in the given order; below them the reasons for losses."""
+    more = [RANKS] if any(map(ranks, workers)) else []
+    return Sheet([*WORKER_COLUMNS, *more], workers, "workers", notes=_reasons(workers))
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
@@ -279,6 +279,10 @@ def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - WORKERS_NAMED
     return ", ".join(names[:WORKERS_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def by_name(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
+    return sorted(workers, key=lambda worker: worker.worker_id)
 
 
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:

@@ -62,5 +62,5 @@ def one_of_workers(workers: Iterable[str], name: str) -> str:
     """What is allowed instead of the id of no worker: the nearest, then all; of many, some."""
     known = sorted(workers)
     return (
-        one_of(name, known, cutoff=0.6, listed_by="dora groups") if known else "the id of a worker, and there is none"
+        one_of(name, known, cutoff=0.6, listed_by="dora workers") if known else "the id of a worker, and there is none"
     )

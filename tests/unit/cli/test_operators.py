@@ -30,11 +30,15 @@ def test_versions_prints_the_newest_first_and_json(address: str) -> None:
     assert [(row["version"], row["deadline_step"], row["newest"]) for row in rows] == [(2, 3, False), (3, 4, True)]
 
 
-def test_groups_prints_workers_by_version_and_json(address: str) -> None:
-    table = at(address, "groups").stdout
-    for words in ("w0", "w1", "v2  to  v3", "25%", "silent for 61 s"):
-        assert words in table
-    rows = json.loads(at(address, "groups", "--json").stdout)["groups"]
+def test_workers_are_printed_by_name_and_by_version_and_as_json(address: str) -> None:
+    for command in (("workers",), ("groups",), ("versions", "--workers")):
+        table = at(address, *command).stdout
+        for words in ("w0", "w1", "v2  to  v3", "25%", "silent for 61 s"):
+            assert words in table
+    by_version = json.loads(at(address, "groups", "--json").stdout)
+    assert by_version == json.loads(at(address, "versions", "--workers", "--json").stdout)
+    rows = json.loads(at(address, "workers", "--json").stdout)["workers"]
+    assert sorted(row["worker_id"] for row in by_version["groups"]) == [row["worker_id"] for row in rows]
     assert [row["worker_id"] for row in rows] == ["w0", "w1", "w2"]
     assert (rows[0]["pid"], rows[1]["target_version"], rows[2]["version"]) == (7, 3, -1)
 

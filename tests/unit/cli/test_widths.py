@@ -33,7 +33,7 @@ from dora.view.decisions import CONTINUED, block
 from dora.view.decisions import summary_table as replay_table
 from dora.view.live import service_view
 from dora.view.profile import profile_table
-from dora.view.service import status_table, trajectories_table, versions_table, workers_table
+from dora.view.service import by_version, status_table, trajectories_table, versions_table, workers_table
 from dora.view.simulation import report_table
 from dora.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
 from tests.unit.cli.service import STATUS
@@ -128,8 +128,12 @@ def trajectories(count: int) -> list[pb.TrajectoryStatus]:
 STATUSES = {"realistic": STATUS, "extreme": extreme()}
 
 
+def table_of_workers(status: pb.Status) -> Any:
+    return workers_table(by_version(status.workers))
+
+
 @pytest.mark.parametrize("name", STATUSES)
-@pytest.mark.parametrize("table", [status_table, workers_table, versions_table])
+@pytest.mark.parametrize("table", [status_table, table_of_workers, versions_table])
 def test_tables_of_a_service_fit(name: str, table: Callable[[pb.Status], Any]) -> None:
     check(table(STATUSES[name]))
 
@@ -150,7 +154,7 @@ def test_the_trajectories_fit() -> None:
 
 
 def test_the_least_important_columns_go_first_and_a_wide_terminal_shows_all() -> None:
-    table = workers_table(STATUS)
+    table = workers_table(by_version(STATUS.workers))
     assert "pid" in printed(table, 120) and "A wider terminal" not in printed(table, 120)
     headings = [" ".join(printed(table, width).split()).partition("A wider")[0] for width in (90, 76, 70, 60, 52)]
     shown = [{name for name in ("pid", "slots", "waiting", "use", "tokens/s") if name in text} for text in headings]
@@ -165,15 +169,15 @@ def test_ranks_are_shown_where_a_worker_has_several() -> None:
         status.workers.add(worker_id="w0", state="ready", tensor_parallel=tensor_parallel, pipeline_parallel=1)
         status.workers.add(worker_id="w1", state="ready", tensor_parallel=1, pipeline_parallel=1)
         status.workers.add(worker_id="w2", state="lost")
-    lines = [line.strip("┃│ ").split() for line in check(workers_table(two)).splitlines()]
+    lines = [line.strip("┃│ ").split() for line in check(workers_table(by_version(two.workers))).splitlines()]
     shown = {line[0]: line[-1] for line in lines if line}
     assert (shown["worker"], shown["w0"], shown["w1"], shown["w2"]) == ("ranks", "2x1", "1x1", "-")
     assert "w0 ready (2x1 ranks), w1 ready, w2 lost" in printed(status_table(two), 120)
-    assert "ranks" not in printed(workers_table(one), 120) + printed(status_table(one), 120)
+    assert "ranks" not in printed(workers_table(by_version(one.workers)), 120) + printed(status_table(one), 120)
 
 
 def test_the_reasons_of_lost_workers_stand_below_the_table_once_each() -> None:
-    text = printed(workers_table(extreme()), WIDTH)
+    text = printed(workers_table(by_version(extreme().workers)), WIDTH)
     assert text.count("it is silent") == printed(Note("it is silent for 61 s " * 9), WIDTH).count("it is silent")
     assert "and 333 more:" in text
 
