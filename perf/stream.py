@@ -193,7 +193,7 @@ class StepService(stubs.TrainerServicer):
             prompt = Prompt(f"p{group}", "task", tuple(range(3, 67)), group_size=GROUP_SIZE)
             self._buffer.admit(f"g{group}", prompt, 0, rows, time.time())
             columns = finished(np.array(list(rows.values())), tokens, rng)
-            self._buffer.append("w0", columns, time.time())
+            self._buffer.accept("w0", 0, columns, time.time())
             for request_id in rows:
                 self._buffer[request_id].reward = Reward(1.0)
 

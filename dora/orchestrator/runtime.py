@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +131,9 @@ class Runtime:
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
-        self._ended: deque[tuple[int, WorkerSession, list[str]]] = deque()  # not settled: by the journal's count then
+        self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
+            deque()
+        )  # not settled: by the journal's count then
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
 
@@ -245,7 +247,7 @@ class Runtime:
         self.post_soon(lost(session.worker_id, session.epoch, reason))
         self.hosts.worker_lost(session)
 
-    def _note_ended(self, session: WorkerSession, request_ids: list[str]) -> None:
+    def _note_ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
         """Workers that would outlive this service keep these responses until they are durable."""
         if self.orphan_timeout_s:
             self._ended.append((self.journal.told, session, request_ids))

@@ -35,7 +35,6 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import worker_message
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
-from dora.orchestrator.rollout.worker_checks import check_against_buffer
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
@@ -179,16 +178,11 @@ class Service:
             del event.tokens[name]
             event.finished.pop(name, None)
         columns = self._columns(event, mine, rows[owned])
-        if (self.buffer.column("version", columns.rows) != event.version).any():
-            return  # C1: the core counts such a token, and evicts the worker
-        check_against_buffer(self.buffer, columns)
-        held = self.buffer.column("held", columns.rows)
-        self.buffer.append(event.worker_id, columns, self._world.now_s)
-        self.journal.report(self.buffer, columns, held, self._world.now_s)
+        self.journal.report(self.buffer.accept(event.worker_id, event.version, columns, self._world.now_s))
 
     def _columns(self, event: on.Progress, names: list[str], rows: Column) -> TokenColumns:
         """Some tokens of what is held already come once more, as from a worker that has begun a request again."""
-        held = self.buffer.column("held", rows)
+        held = self.buffer.held(rows)
         reached = np.array([event.tokens[name] for name in names], np.int64)
         firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MAX)
         counts = reached - firsts

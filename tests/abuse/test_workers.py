@@ -269,7 +269,7 @@ async def test_tokens_after_an_end_and_tokens_that_were_others_are_refused(shell
 async def test_a_report_that_mixes_versions_ends_nothing(shell: Shell) -> None:
     """The core hears of the violation; the book takes nothing of the report, else the two would not agree."""
     first, second = await shell.admit(2)
-    shell.runtime.buffer._columns["version"][shell.row(first)] = 3  # as if it had been admitted under another version
+    shell.runtime.buffer._columns.version[shell.row(first)] = 3  # as if it had been admitted under another version
     shell.report(ended(second), ended(first))
     assert not len(shell.runtime.buffer[second]) and not shell.runtime.failed.done()
 

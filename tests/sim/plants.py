@@ -34,9 +34,9 @@ from dora.core.rules import (
     selection,
 )
 from dora.core.state import LEASED, State
-from dora.data.token_spans import TokenColumns
+from dora.data.token_spans import Column, TokenColumns
 from dora.orchestrator.recovery import recovery_state
-from dora.orchestrator.rollout import journal
+from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import TOKEN
 from dora.sim import crash
@@ -113,23 +113,25 @@ def trainer_is_told_before_the_journal(patch: Patch) -> None:
 
 def repeated_tokens_are_taken_twice(patch: Patch) -> None:
     """A worker that repeats some of what the book holds adds them to it once more."""
-    append = ResponseBuffer.append
+    append = ResponseBuffer._append
 
-    def all_of_them(self: ResponseBuffer, worker_id: str, columns: TokenColumns, at: float) -> Any:
-        return append(self, worker_id, replace(columns, first_tokens=self.column("held", columns.rows)), at)
+    def all_of_them(
+        self: ResponseBuffer, worker_id: str, version: int, columns: TokenColumns, held: Column, at: float
+    ) -> Any:
+        return append(self, worker_id, version, replace(columns, first_tokens=held), held, at)
 
-    patch.setattr(ResponseBuffer, "append", all_of_them)
+    patch.setattr(ResponseBuffer, "_append", all_of_them)
 
 
 def journal_mixes_up_tokens(patch: Patch) -> None:
     """What is restored has the tokens of a report in another order."""
-    tokens_of = journal._tokens_of
+    record = Accepted.record
 
-    def backwards(*arguments: Any) -> Any:
-        tokens = tokens_of(*arguments)
-        return replace(tokens, token_ids=tokens.token_ids[::-1])
+    def backwards(self: Accepted) -> Any:
+        tokens = record(self)
+        return tokens and replace(tokens, token_ids=tokens.token_ids[::-1])
 
-    patch.setattr(journal, "_tokens_of", backwards)
+    patch.setattr(Accepted, "record", backwards)
 
 
 def restored_book_lacks_its_last_tokens(patch: Patch) -> None:

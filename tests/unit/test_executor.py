@@ -148,7 +148,7 @@ class Parts:
         await self.admit()
         for row, request_id in enumerate(("g0.0", "g0.1")):
             columns = columns_from_wire(columns_to_wire([TokenSpan(row, 0, (3, 2), (-0.5, -0.25), "stop")]))
-            self.buffer.append("w0", columns, 1.0)
+            self.buffer.accept("w0", 0, columns, 1.0)
             await self.carry_out(do.ScoreRequest(request_id))
 
     async def orders(self) -> list[Any]:

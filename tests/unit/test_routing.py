@@ -17,7 +17,6 @@ from dora.models.experts import routing_of
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ReportError, ResponseState
-from dora.orchestrator.rollout.worker_checks import check_against_buffer
 from dora.orchestrator.setup import routing_wanted
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
@@ -100,10 +99,9 @@ def test_router_replay_is_refused_of_a_dense_model_and_off_by_default(tiny_dense
 def test_the_book_keeps_rows_as_they_were_first_told(buffer: ResponseBuffer, entry: ResponseState) -> None:
     """What is told again after a re-prefill is skipped, with whatever other experts it names."""
     for told in (delta(0, 10, 11), delta(2, 12), delta(1, 11, 12, 13)):
-        check_against_buffer(buffer, told)
-        buffer.append("w0", told, 1.0)
+        buffer.accept("w0", 0, told, 1.0)
     again = delta(0, 10, 11, 12, 13, 14, routed=rows(1, 8) + rows(7, 8), end=True)
-    buffer.append("w1", again, 1.0)
+    buffer.accept("w1", 0, again, 1.0)
     entry.reward = Reward(1.0)
     trajectory = entry.trajectory(0, 0)
     assert trajectory.response_token_ids.tolist() == [10, 11, 12, 13, 14]
@@ -124,14 +122,14 @@ def test_the_book_keeps_rows_as_they_were_first_told(buffer: ResponseBuffer, ent
 )
 def test_rows_that_cannot_be_are_refused(buffer: ResponseBuffer, told: TokenColumns, reason: str) -> None:
     with refused(ReportError, names=data_words(reason)):
-        check_against_buffer(buffer, told)
+        buffer.accept("w0", 0, told, 1.0)
 
 
 def test_rows_that_nobody_asked_for_are_refused() -> None:
     buffer = ResponseBuffer(RolloutConfig())
     buffer.admit("g", PROMPT, 0, {"r": 0}, 0.0)
     with refused(ReportError, field="r: routed_experts bytes", value=24):
-        check_against_buffer(buffer, delta(0, 10))
+        buffer.accept("w0", 0, delta(0, 10), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

@@ -1,18 +1,15 @@
 """What the shell tells the journal of what it did. A service without a state folder tells it to nobody."""
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from dora.core import events as on
 from dora.core.state import State
-from dora.data.token_spans import Column, TokenColumns
 from dora.data.types import Prompt
 from dora.journal import records
 from dora.journal.log import Log
 from dora.orchestrator.recording.event_fields import event_to_fields
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState, SegmentStart
+from dora.orchestrator.rollout.accepted import Accepted
+from dora.orchestrator.rollout.response_state import ResponseState
 
 Origin = tuple[int, int]  # of a prompt: its place in the source, or -1 and its arrival
 
@@ -111,61 +108,13 @@ class Journal:
                 )
             )
 
-    def report(self, buffer: ResponseBuffer, columns: TokenColumns, held: Column, at: float) -> None:
-        """What a worker has reported and the book has just taken over. ``held``: tokens of its requests before that."""
-        segment_starts, buffer.segments_begun = buffer.segments_begun, {}
-        if self.writes:
-            tokens = _tokens_of(buffer, columns, held, segment_starts, at)
-            if len(tokens.numbers):
-                self.note(tokens)
+    def report(self, accepted: Accepted) -> None:
+        """Writes the new tokens and ends of a report."""
+        if self.writes and (record := accepted.record()) is not None:
+            self.note(record)
 
     def verdict(self, entry: ResponseState, at: float) -> None:
         reward = entry.reward
         if self.writes and reward is not None and entry.number >= 0:
             components = {name: float(value) for name, value in reward.components.items()}
             self.note(records.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components))
-
-
-def _tokens_of(
-    buffer: ResponseBuffer, columns: TokenColumns, held: Column, segment_starts: Mapping[int, SegmentStart], at: float
-) -> records.Tokens:
-    """The tokens that are new, of requests of groups: evaluations end with the service."""
-    numbers, counts, firsts = buffer.column("number", columns.rows), columns.counts, columns.first_tokens
-    repeated = np.clip(held - firsts, 0, counts)
-    routed_bytes, routed = columns.routed_bytes[:0], b""
-    if buffer.routing is not None and len(columns.routed_experts):
-        routed_bytes, routed = _new_routed(buffer, columns, firsts + repeated)
-    begins, counts = columns.begins + repeated, counts - repeated
-    token_ids, logprobs = columns.token_ids, columns.logprobs
-    if int(counts.sum()) < len(token_ids):  # of others, or held already
-        cells = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        token_ids, logprobs = token_ids[cells], logprobs[cells]
-    positions = {row: index for index, row in enumerate(columns.rows.tolist())} if segment_starts else {}
-    tokens = records.Tokens(
-        at,
-        numbers,
-        np.where(counts > 0, firsts + repeated, held),
-        counts,
-        columns.ends if columns.ends.any() else columns.ends[:0],
-        token_ids,
-        logprobs,
-        [
-            [positions[row], segment_start.worker_id, segment_start.first_token, segment_start.arrival]
-            for row, segment_start in segment_starts.items()
-        ],
-        [[index, stop] for index, stop in columns.stops.items()],
-        routed_bytes,
-        routed,
-    )
-    new = (numbers >= 0) & ((counts > 0) | (columns.ends > 0))
-    return tokens if new.all() else records.only(tokens, new)
-
-
-def _new_routed(buffer: ResponseBuffer, columns: TokenColumns, reached: Column) -> tuple[Column, bytes]:
-    """Of the routed experts that came, those of tokens that are new: which are from ``reached`` on."""
-    assert buffer.routing is not None
-    prompts = buffer.column("prompt_tokens", columns.rows) - 1
-    rows = [np.where(tokens > 0, prompts + tokens, 0) for tokens in (columns.first_tokens, reached)]
-    skipped = np.minimum((rows[1] - rows[0]) * buffer.routing.token_bytes, columns.routed_bytes)
-    parts = [bytes(columns.routed(index, skip)) for index, skip in enumerate(skipped.tolist())]
-    return columns.routed_bytes - skipped, b"".join(parts)

@@ -2,17 +2,14 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.data.token_spans import TokenColumns
 from dora.data.types import Canary
 from dora.errors import InvalidValue, NotFound
 from dora.kvtransfer.arrivals import check_key
@@ -48,7 +45,7 @@ class WorkerReports:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         missing: Callable[[str, int], None],
         lacks: Callable[[str, int], Awaitable[bool]],
-        ended: Callable[[WorkerSession, list[str]], None] = lambda session, request_ids: None,
+        ended: Callable[[WorkerSession, Sequence[str]], None] = lambda session, request_ids: None,
     ) -> None:
         """``missing`` is told which worker has not found which version on its host. ``lacks`` looks whether what was
         published is no more on its host, and ``spawn`` runs what waits for that, in the background. ``ended`` is told
@@ -66,22 +63,27 @@ class WorkerReports:
         self._ended = ended
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
-        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
+        """Accepts the tokens of requests that this worker owns; tokens of others belong to an older handoff.
 
-        Raises InvalidValue (ReportError) for a report that is wrong anywhere: nothing of it is taken over.
+        Raises InvalidValue (ReportError) if anything in the report is wrong. Nothing of it is accepted then. If a token
+        is of another version than its request (C1), the core counts the violation and evicts the worker.
         """
         now, at = time.monotonic(), time.time()
-        state = self._machine.state
-        kv_tokens, vocab_size = session.capability.kv_tokens, self._vocab_size(session)
-        columns = checks.checked_tokens(report, kv_tokens, vocab_size, state.requests.capacity)
+        state, capability = self._machine.state, session.capability
+        columns = checks.checked_tokens(
+            report, capability.kv_tokens, self._vocab_size(session), state.requests.capacity
+        )
         columns = columns.only(self._machine.owned(session.worker_id, session.epoch, columns.rows))
-        # C1: the core counts such a token, and evicts the worker; nothing else of the report is taken over either
-        of_another_version = self._buffer.column("version", columns.rows) != report.version
-        is_mixed = bool(of_another_version.any())
-        if is_mixed:
-            columns = columns.only(of_another_version)
-        else:
-            checks.check_against_buffer(self._buffer, columns)
+        accepted = self._buffer.accept(session.worker_id, report.version, columns, at)
+        self._note_load(session, report, now)
+        self._telemetry.accepted(accepted)
+        self._journal.report(accepted)
+        if accepted.ended:
+            self._ended(session, accepted.ended)
+        self._post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
+
+    def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float) -> None:
+        """Enters the figures of a report that are not about one request. ``now``: on the monotonic clock."""
         session.heard_s = now
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
@@ -90,23 +92,6 @@ class WorkerReports:
             tier = convert.tier_from_wire(report.kv_tier)
             self._telemetry.tier(session.tier, tier)
             session.tier = tier
-        if not is_mixed:
-            self._append(session.worker_id, columns, at)
-            if columns.ends.any():
-                rows = columns.rows[columns.ends > 0].tolist()
-                self._ended(session, [self._buffer.at(row).request_id for row in rows])
-        self._post(
-            on.TokensReported(
-                session.worker_id,
-                session.epoch,
-                report.version,
-                columns.rows.astype(np.int32),
-                self._buffer.column("held", columns.rows).astype(np.int32),
-                columns.ends,
-                report.waiting,
-                report.kv_used_tokens,
-            )
-        )
 
     def pool(self, session: PoolSession, report: pb.PoolReport) -> None:
         """Takes note of what a pool holds, and tells the core what it has dropped. Raises InvalidValue."""
@@ -195,13 +180,6 @@ class WorkerReports:
     def _vocab_size(self, session: WorkerSession) -> int:
         """The model's; the engine's, where the model's config does not say."""
         return self._store.reference.vocab_size or session.capability.vocab_size
-
-    def _append(self, worker_id: str, columns: TokenColumns, at: float) -> None:
-        before, held = self._buffer.tokens, self._buffer.column("held", columns.rows)
-        for arrival, without_token_s in self._buffer.append(worker_id, columns, at):
-            self._telemetry.arrived(arrival, without_token_s * 1000)
-        self._telemetry.tokens(self._buffer.tokens - before, at)
-        self._journal.report(self._buffer, columns, held, at)
 
     def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
         """One line for what did not go as it should have; numbers for the rest."""

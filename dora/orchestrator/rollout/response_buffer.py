@@ -19,18 +19,12 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
+from dora.orchestrator.rollout.accepted import Accepted, SegmentStart
 from dora.orchestrator.rollout.delivery import delivered
+from dora.orchestrator.rollout.response_columns import ResponseColumns
 from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart
+from dora.orchestrator.rollout.span_checks import check_spans
 
-COLUMNS: Final[Mapping[str, type[np.generic]]] = {  # of requests, by row
-    "held": np.int64,  # tokens
-    "version": np.int64,
-    "max_tokens": np.int64,
-    "prompt_tokens": np.int64,
-    "heard_at": np.float64,  # when its last tokens came
-    "arrives": np.bool_,  # its next tokens may be the first ones at a worker
-    "number": np.int64,  # in the journal; -1: of an evaluation
-}
 _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
 _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed") + 1 :])
 
@@ -47,10 +41,8 @@ class ResponseBuffer:
         self._entries: dict[str, ResponseState] = {}
         self._by_row: dict[int, ResponseState] = {}
         self._delivered_by_row: dict[int, bytearray] = {}
-        self._columns: dict[str, Column] = {name: np.zeros(1024, dtype) for name, dtype in COLUMNS.items()}
+        self._columns = ResponseColumns()
         self._groups: dict[str, tuple[ResponseState, ...]] = {}
-        self.tokens = 0  # taken over since the start
-        self.segments_begun: dict[int, SegmentStart] = {}  # with the last report, by rows
         self.next_number = 0
         self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as they were sent
 
@@ -85,7 +77,7 @@ class ResponseBuffer:
         """From ``first`` on."""
         for number, entry in enumerate(entries, start=first):
             entry.number = number
-            self._columns["number"][entry.row] = number
+            self._columns.number(entry.row, number)
         self.next_number = max(self.next_number, first + len(entries))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
@@ -106,10 +98,9 @@ class ResponseBuffer:
             verdict = found.verdicts.get(position)
             if verdict is not None:
                 entry.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid)
-        positions = np.array(group.rows)
         span = slice(first, first + len(entries))
-        self._columns["held"][positions] = found.counts[span]
-        self._columns["heard_at"][positions] = np.maximum(found.heard_at[span], group.at)
+        heard_at = np.maximum(found.heard_at[span], group.at)
+        self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
@@ -120,13 +111,10 @@ class ResponseBuffer:
             for index, ((request_id, row), sampling) in enumerate(zip(rows.items(), self._seeded(prompt), strict=False))
         )
         self._entries.update((entry.request_id, entry) for entry in entries)
-        self._reach(max(rows.values()) + 1)
         for entry in entries:
             self._by_row[entry.row], self._delivered_by_row[entry.row] = entry, entry.delivered
-        values = (0, version, entries[0].sampling.max_tokens, len(prompt.token_ids), at, True, -1)
-        positions = np.array([entry.row for entry in entries])
-        for name, value in zip(COLUMNS, values, strict=True):
-            self._columns[name][positions] = value
+        max_tokens = entries[0].sampling.max_tokens
+        self._columns.begin(np.array(list(rows.values())), version, max_tokens, len(prompt.token_ids), at)
         return entries
 
     def end(self, entries: tuple[ResponseState, ...]) -> None:
@@ -143,16 +131,16 @@ class ResponseBuffer:
         """The request that the core names so."""
         return self._by_row[row]
 
-    def column(self, name: str, rows: Column) -> Column:
-        """Of the requests in these rows. ``name``: of COLUMNS."""
-        found: Column = self._columns[name][rows]
+    def held(self, rows: Column) -> Column:
+        """How many tokens each of these rows' responses has."""
+        found: Column = self._columns.held[rows]
         return found
 
     def arrives(self, request_id: str, worker_id: str, arrival: Arrival) -> ResponseState:
         """The request is on its way to this worker."""
         entry = self._entries[request_id]
         entry.arrivals[worker_id] = arrival
-        self._columns["arrives"][entry.row] = True
+        self._columns.expect(entry.row, True)
         return entry
 
     def goes_on(self, row: int, worker_id: str) -> None:
@@ -164,61 +152,80 @@ class ResponseBuffer:
         entry.arrivals.clear()
         if entry.segment_starts and entry.segment_starts[-1].worker_id != worker_id:
             entry.arrivals[worker_id] = "migrated"
-        self._columns["arrives"][row] = bool(entry.arrivals) or not entry.segment_starts
+        self._columns.expect(row, bool(entry.arrivals) or not entry.segment_starts)
 
-    def append(self, worker_id: str, columns: TokenColumns, at: float) -> list[tuple[Arrival, float]]:
-        """Takes the stretches of a report over, which were checked before.
+    def accept(self, worker_id: str, version: int, columns: TokenColumns, at: float) -> Accepted:
+        """Checks the token spans of a report and appends what is new. Tokens that a re-prefill repeats are skipped.
 
-        Tokens already held (repeated after a re-prefill) are skipped. Returns, of the requests that have had tokens
-        before and whose first ones at this worker these are, how they came there, and how long they were without.
+        ``columns``: of live requests that the worker owns. ``version``: the weights that sampled the tokens; if a span
+        is of a request of another version (C1), nothing is appended (``Accepted.is_mixed``).
+        Raises ReportError if a span does not continue its response; nothing is appended.
         """
-        rows, held_column = columns.rows, self._columns["held"]
-        held, reached = held_column[rows], columns.first_tokens + columns.counts
-        new = reached > held
-        arrived = self._arrived(worker_id, rows[new & self._columns["arrives"][rows]], at)
+        of_another_version = self._columns.version[columns.rows] != version
+        if of_another_version.any():
+            columns = columns.only(of_another_version)
+            rows = columns.rows
+            held, numbers, skips = self._columns.held[rows], self._columns.numbers[rows], np.zeros(len(rows), np.int64)
+            return Accepted(worker_id, version, at, columns, numbers, held, held, skips, is_mixed=True)
+        held = self._columns.held[columns.rows]
+        check_spans(columns, held, self._columns, self._by_row, self.routing)
+        return self._append(worker_id, version, columns, held, at)
+
+    def _append(self, worker_id: str, version: int, columns: TokenColumns, held: Column, at: float) -> Accepted:
+        """``held``: tokens of each span's response before. Nothing here is done token by token."""
+        rows = columns.rows
+        repeated = np.minimum(held - columns.first_tokens, columns.counts)
+        after = held + columns.counts - repeated
+        is_new = after > held
+        segments = self._segments_begun(worker_id, rows, is_new & self._columns.arrives[rows], at)
         tokens = np.empty(len(columns.token_ids), TOKEN)
         tokens["token_id"], tokens["logprob"] = columns.token_ids, columns.logprobs
         content = tokens.tobytes()
-        begins = (columns.begins + (held - columns.first_tokens)) * TOKEN.itemsize
+        begins = (columns.begins + repeated) * TOKEN.itemsize
         ends = (columns.begins + columns.counts) * TOKEN.itemsize
-        positions = map(self._delivered_by_row.__getitem__, rows.tolist())
-        for held_bytes, begin, end in zip(positions, begins.tolist(), ends.tolist(), strict=True):
+        delivered = map(self._delivered_by_row.__getitem__, rows.tolist())
+        for held_bytes, begin, end in zip(delivered, begins.tolist(), ends.tolist(), strict=True):
             held_bytes += content[begin:end]
+        skips = self._routed_skips(columns, held)
         if self.routing is not None:
-            for index, before in enumerate(held.tolist()):
-                entry = self._by_row[int(rows[index])]
-                entry.routed += columns.routed(index, entry.routed_bytes(int(columns.first_tokens[index]), before))
-        held_column[rows] = np.maximum(held, reached)
-        self._columns["heard_at"][rows[new]] = at
-        self.tokens += int((reached - held)[new].sum())
-        for index in np.flatnonzero(columns.ends).tolist():
-            entry = self._by_row[int(rows[index])]
-            entry.finish_reason, entry.finished_at = FINISH_REASONS[int(columns.ends[index])], at
-            entry.stop = columns.stops.get(index, "")
-        return arrived
+            for index, skip in enumerate(skips.tolist()):
+                self._by_row[int(rows[index])].routed += columns.routed(index, skip)
+        self._columns.extend(rows[is_new], after[is_new], at)
+        ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
+        numbers = self._columns.numbers[rows]
+        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended)
 
-    def _arrived(self, worker_id: str, rows: Column, at: float) -> list[tuple[Arrival, float]]:
-        """Of the requests in these rows, which have new tokens from this worker, those that have just come there."""
-        arrived: list[tuple[Arrival, float]] = []
-        for row in rows.tolist():
+    def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
+        """Enters the end that the span at ``index`` reports. Returns the request's id."""
+        entry = self._by_row[int(columns.rows[index])]
+        entry.finish_reason, entry.finished_at = FINISH_REASONS[int(columns.ends[index])], at
+        entry.stop = columns.stops.get(index, "")
+        return entry.request_id
+
+    def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[SegmentStart, ...]:
+        """Begins the segments of the responses that have their first tokens on this worker. ``chosen``: bool, those
+        of ``rows`` that have new tokens and may begin a segment."""
+        begun: list[SegmentStart] = []
+        for index in np.flatnonzero(chosen).tolist():
+            row = int(rows[index])
             entry = self._by_row[row]
             arrival = entry.arrivals.pop(worker_id, None)
-            if arrival is not None and entry.delivered:
-                arrived.append((arrival, at - float(self._columns["heard_at"][row])))
             if arrival is not None or not entry.segment_starts:
-                segment_start = self.segments_begun[row] = SegmentStart(worker_id, len(entry), arrival or "new")
-                entry.segment_starts.append(segment_start)
-            self._columns["arrives"][row] = bool(entry.arrivals)
-        return arrived
+                has_waited = arrival is not None and entry.delivered
+                without_s = at - float(self._columns.heard_at[row]) if has_waited else None
+                begun.append(SegmentStart(index, len(entry), arrival or "new", without_s))
+                entry.segment_starts.append(SegmentStart(worker_id, len(entry), arrival or "new"))
+            self._columns.expect(row, bool(entry.arrivals))
+        return tuple(begun)
 
-    def _reach(self, rows: int) -> None:
-        """Columns for so many rows."""
-        lacking = rows - len(self._columns["held"])
-        if lacking > 0:
-            more = np.zeros(max(lacking, rows), np.int64)
-            self._columns = {
-                name: np.concatenate([column, more.astype(column.dtype)]) for name, column in self._columns.items()
-            }
+    def _routed_skips(self, columns: TokenColumns, held: Column) -> Column:
+        """How many bytes of each span's routed experts belong to tokens that its response has already."""
+        if self.routing is None:
+            return np.zeros(len(columns), np.int64)
+        prompts = self._columns.prompt_tokens[columns.rows] - 1
+        first, reached = (np.where(tokens > 0, prompts + tokens, 0) for tokens in (columns.first_tokens, held))
+        skips: Column = np.minimum((reached - first) * self.routing.token_bytes, columns.routed_bytes)
+        return skips
 
     def deliver(self, group_id: str, step: int) -> tuple[TrajectoryGroup, bool]:
         """The finished group as the trainer gets it; True where this is its first delivery."""

@@ -78,14 +78,6 @@ class ResponseState:
             tuple(self.logprobs.tolist()),
         )
 
-    def routed_bytes(self, first: int, end: int) -> int:
-        """Of the rows that come with the response's tokens ``first`` to ``end``."""
-        if self.routing is None:
-            return 0
-        prompt_tokens = len(self.prompt.token_ids)
-        rows = self.routing.rows(prompt_tokens, end) - self.routing.rows(prompt_tokens, first)
-        return rows * self.routing.token_bytes
-
     def worker_history(self) -> tuple[Segment, ...]:
         """Which worker sampled which tokens."""
         ends = [*(segment_start.first_token for segment_start in self.segment_starts[1:]), len(self)]

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from dora.core.forecast.adjustment import groups_to_add
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
+from dora.orchestrator.rollout.accepted import Accepted
 
 STEPS_KEPT = 512
 METRICS_KEPT = 8192  # of all steps together, the latest ones: a status has them all
@@ -94,14 +95,17 @@ class Telemetry:
     def _latency(self, name: str, meaning: str) -> Histogram:
         return Histogram(name, meaning, registry=self.registry, buckets=LATENCY_BOUNDS_S)
 
-    def tokens(self, count: int, at: float) -> None:
-        if count:
-            self.first_token_at = self.first_token_at or at
-            self.last_token_at = at
+    def accepted(self, accepted: Accepted) -> None:
+        """Counts the new tokens of a report, and how long responses that changed their worker had none."""
+        if count := accepted.new_tokens:
+            self.first_token_at = self.first_token_at or accepted.at
+            self.last_token_at = accepted.at
             self.tokens_delivered += count
+        for arrival, without_token_ms in accepted.blackouts_ms():
+            self.arrived(arrival, without_token_ms)
 
     def arrived(self, arrival: Arrival | None, without_token_ms: float) -> None:
-        """A request got its next token, and how it came to its worker if that is the first one there."""
+        """Enters how long a response had no token while it went to another worker."""
         if arrival == "migrated":
             self._blackouts.observe(without_token_ms / 1000)
         elif arrival == "parked":

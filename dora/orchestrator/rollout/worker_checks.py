@@ -11,12 +11,10 @@ import numpy as np
 
 from dora.config import Config
 from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
-from dora.data.token_spans import STOP, TokenColumns
-from dora.data.types import EngineCapability, PoolCapability, RoutingShape
+from dora.data.token_spans import TokenColumns
+from dora.data.types import EngineCapability, PoolCapability
 from dora.errors import MISSING, InvalidValue
 from dora.kvtransfer.transport import NAMES
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ReportError, ResponseState
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire
@@ -105,7 +103,7 @@ def _check_transports(names: Sequence[str]) -> None:
 
 
 def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
-    """The tokens of a report, each possible in itself; whether they continue the book is for the other check to say.
+    """Checks the tokens of a report by themselves. ``ResponseBuffer.accept`` checks that they continue their responses.
 
     ``kv_tokens``: what fits the worker's KV-cache, as it said itself. ``rows_most``: no request has a higher row.
     """
@@ -133,70 +131,6 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
         if wrong.any():
             raise InvalidValue(name, column[wrong][0].item(), allowed)
     return columns
-
-
-def check_against_buffer(buffer: ResponseBuffer, columns: TokenColumns) -> None:
-    """Raises ReportError unless the stretches, all of requests that the worker owns, can join the book."""
-    rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
-    held, max_tokens = buffer.column("held", rows), buffer.column("max_tokens", rows)
-    reached = np.maximum(held, firsts + counts)
-    for field, wrong, value, allowed in (
-        ("first token", firsts > held, firsts, "{} or before"),
-        ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
-        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one where it has ended"),
-    ):
-        if wrong.any():
-            index = int(wrong.argmax())
-            limit = held if field == "first token" else max_tokens
-            name = buffer.at(int(rows[index])).request_id
-            raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
-    for index in np.flatnonzero((firsts < held) & (counts > 0)).tolist():
-        _check_repeated(buffer.at(int(rows[index])), columns, index)
-    for index, stop in columns.stops.items():
-        entry = buffer.at(int(rows[index]))
-        if stop and (columns.ends[index] != STOP or stop not in entry.sampling.stop):
-            raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
-    if buffer.routing is not None or len(columns.routed_experts):
-        _check_routing(buffer, columns)
-
-
-def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> None:
-    """Tokens that are held already must be the same ones."""
-    first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
-    held = entry.tokens[first : first + count]
-    repeated = columns.token_ids[begin : begin + len(held)]
-    if not np.array_equal(repeated, held):
-        raise ReportError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
-
-
-def _check_routing(buffer: ResponseBuffer, columns: TokenColumns) -> None:
-    """There must be a row for each token that was fed to sample the stretch's tokens; none where none is kept."""
-    counts, given = columns.counts, columns.routed_bytes
-    if buffer.routing is None:
-        expected = np.zeros(len(columns), np.int64)
-    else:
-        prompts = buffer.column("prompt_tokens", columns.rows) - 1
-        fed = counts + np.where((columns.first_tokens == 0) & (counts > 0), prompts, 0)
-        expected = fed * buffer.routing.token_bytes
-    wrong = given != expected
-    if wrong.any():
-        index = int(wrong.argmax())
-        name = buffer.at(int(columns.rows[index])).request_id
-        raise ReportError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
-    if buffer.routing is not None:
-        _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), buffer.routing)
-
-
-def _check_experts(raw: bytes, routing: RoutingShape) -> None:
-    """Raises ReportError where rows name experts that there are not, or the first two of a layer are the same one.
-
-    So would rows be that a kernel has left empty.
-    """
-    ids = np.frombuffer(raw, f"<u{routing.id_bytes}").reshape(-1, routing.top_k)
-    if ids.size and ids.max() >= routing.experts:
-        raise ReportError("routed_experts", int(ids.max()), f"0 to {routing.experts - 1}, the experts of a layer")
-    if routing.top_k > 1 and (ids[:, 0] == ids[:, 1]).any():
-        raise ReportError("routed_experts", "an expert twice", f"{routing.top_k} experts of a layer")
 
 
 def checked_outcome(outcome: pb.WorkerOutcome) -> None:
