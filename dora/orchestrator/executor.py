@@ -25,8 +25,9 @@ from dora.journal import records
 from dora.journal.versions import KeptVersions
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.rollout.evaluations import Evaluations
-from dora.orchestrator.rollout.journal import Journal, Origin
+from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
+from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
@@ -43,11 +44,9 @@ FILTERED: Final = "filtered: "  # a reason; the filter's name follows
 
 
 class Feed(Protocol):
-    """Where prompts come from (feed.py)."""
+    """Draws prompts in the ledger (feed.py)."""
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]: ...
-    def release(self, prompt_id: str) -> None: ...
-    def origin(self, prompt_id: str) -> Origin: ...
 
 
 class Verifier(Protocol):
@@ -85,6 +84,7 @@ class Executor:
         *,
         buffer: ResponseBuffer,
         feed: Feed,
+        prompts: PromptLedger,
         verifier: Verifier,
         group_filter: GroupFilter | None,
         store: Store,
@@ -105,6 +105,7 @@ class Executor:
     ) -> None:
         self._buffer = buffer
         self._feed = feed
+        self._prompts = prompts
         self._verifier = verifier
         self._group_filter = group_filter
         self._store = store
@@ -121,7 +122,6 @@ class Executor:
         self._now = now
         self._post = post
         self._spawn = spawn
-        self._drawn: dict[str, Prompt] = {}  # offered to the core, not admitted yet
         self._method_of: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw_prompts,
             do.AdmitGroup: self._admit_group,
@@ -157,20 +157,16 @@ class Executor:
 
     async def _draw(self, count: int) -> None:
         prompts, exhausted = await self._feed.take(count)
-        self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
         self._post(on.PromptsOffered(tuple(offer(self._buffer, prompt) for prompt in prompts), exhausted))
 
     def _admit_group(self, command: do.AdmitGroup) -> None:
-        prompt = self._drawn.pop(command.prompt_id)
+        prompt = self._prompts.drawn(command.prompt_id)
         rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
         entries = self._buffer.admit(command.group_id, prompt, command.version, rows, self._now())
-        deadline = command.version + self._buffer.window_versions - 1
-        self._journal.admitted(entries, self._feed.origin(command.prompt_id), deadline)
+        self._prompts.admit(entries, command.version + self._buffer.window_versions - 1)
 
     def _drop_prompt(self, command: do.DropPrompt) -> None:
-        del self._drawn[command.prompt_id]
-        self._journal.let_go([self._feed.origin(command.prompt_id)], [command.prompt_id])
-        self._feed.release(command.prompt_id)
+        self._prompts.drop(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
         self._spawn(self._score(self._buffer[command.request_id]))
@@ -224,16 +220,13 @@ class Executor:
         log.log(level, "group %s was cancelled: %s", command.group_id, command.reason)
         entries = self._buffer.forget(command.group_id)
         cancelled = _cancelled(entries, command, self._now())
-        line, names = json.dumps(asdict(cancelled), allow_nan=False), [command.group_id]
-        if command.reason.startswith(ON_REQUEST):
-            names.append(cancelled.prompt_id)
-        self._journal.note(records.Dropped(entries[0].number, names, line))
+        line, on_request = json.dumps(asdict(cancelled), allow_nan=False), command.reason.startswith(ON_REQUEST)
+        self._prompts.cancel_group(entries, line, on_request=on_request)
         self._recorder.cancelled(cancelled)
-        self._feed.release(entries[0].prompt.prompt_id)
 
     def _forget_group(self, command: do.ForgetGroup) -> None:
         entries = self._buffer.forget(command.group_id)
-        self._feed.release(entries[0].prompt.prompt_id)
+        self._prompts.finish(entries[0].prompt.prompt_id)
 
     # -------------------------------------------------------------------------------------------------------- trainer
 

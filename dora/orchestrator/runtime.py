@@ -108,6 +108,7 @@ class Runtime:
         self.executor = Executor(
             buffer=self.buffer,
             feed=feed,
+            prompts=feed.ledger,
             verifier=verifier,
             group_filter=group_filter,
             store=store,
@@ -184,7 +185,7 @@ class Runtime:
         self.sessions.epochs = self.resumed["worker_epoch"]
         number = max([self.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
         leased = resume.restore_buffer(self.buffer, groups, found.requests, number)
-        resume.restore_feed(self.feed, found, groups)
+        resume.restore_prompts(self.feed.ledger, found, groups)
         restored = resume.restored(self.buffer, found, groups, self.config.window.least, time.time(), self.incarnation)
         self.buffer.window_versions = restored.window_versions
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)

@@ -33,6 +33,7 @@ from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.evaluations import Evaluations, EvaluationStream
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import worker_message
+from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.sim.ledger import Violation
@@ -136,11 +137,13 @@ class Service:
         self.journal = Journal(cast(Log, log))  # what a journal asks of one, Facts has
         self.buffer = ResponseBuffer(RolloutConfig(max_tokens=TOKENS_MAX), None, state.window.size)
         self.evaluations = Evaluations(self.buffer, state.evaluations.row_of, self._end_evaluation)
+        self.prompts = PromptLedger(self.journal, 0)
         self.executor = _Executor(
             world,
             log,
             buffer=self.buffer,
-            feed=_Feed(world),
+            feed=_Feed(world, self.prompts),
+            prompts=self.prompts,
             verifier=_Verifier(world),
             group_filter=_Filter(world) if world.scenario.filter_fraction else None,
             store=cast(Any, _Nothing()),
@@ -256,6 +259,7 @@ class Service:
 
     def restore(self, kept: Kept) -> None:
         """This life begins with what was kept."""
+        self.prompts.restore((group.prompt, group.position, group.arrival) for group in kept.groups)
         resume.restore_buffer(self.buffer, kept.groups, kept.requests, kept.next_number)
         self.buffer.window_versions = kept.restored.window_versions
 
@@ -302,18 +306,17 @@ class _Executor(Executor):
 
 
 class _Feed:
-    def __init__(self, world: Environment) -> None:
+    def __init__(self, world: Environment, ledger: PromptLedger) -> None:
         self._world = world
+        self._ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
+        """The world says which prompts come again after a crash, so they have no position in a source."""
         await _Delay(self._world.prompts_s())
-        drawn = self._world.drawn(count)
-        return [prompt_of(prompt) for prompt in drawn], not drawn
-
-    def release(self, prompt_id: str) -> None: ...
-
-    def origin(self, prompt_id: str) -> tuple[int, int]:
-        return -1, 0
+        prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
+        for prompt in prompts:
+            self._ledger.read(SUBMITTED, prompt)
+        return prompts, not prompts
 
 
 class _Verifier:

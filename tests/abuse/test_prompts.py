@@ -16,8 +16,9 @@ from dora.data.sampling import DOMAINS, PARAMETERS, check_sampling
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.feed import QUEUED_BYTES_MAX, PromptFeed
+from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompt_ledger import QUEUED_BYTES_MAX
 from dora.orchestrator.rollout.response_buffer import sampling_of
 from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb

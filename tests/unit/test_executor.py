@@ -19,6 +19,8 @@ from dora.errors import NotFound
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
@@ -31,17 +33,14 @@ PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.
 
 
 class Feed:
-    def __init__(self) -> None:
-        self.released: list[str] = []
+    def __init__(self, ledger: PromptLedger) -> None:
+        self._ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        return [PROMPT][:count], False
-
-    def release(self, prompt_id: str) -> None:
-        self.released.append(prompt_id)
-
-    def origin(self, prompt_id: str) -> tuple[int, int]:
-        return 0, 0
+        prompts = [PROMPT][:count]
+        for position, prompt in enumerate(prompts):
+            self._ledger.read(position, prompt)
+        return prompts, False
 
 
 class Verifier:
@@ -99,7 +98,8 @@ class Parts:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.buffer = ResponseBuffer(RolloutConfig())
-        self.feed, self.store, self.processes, self.hosts = Feed(), Store(), Processes(), Hosts()
+        self.prompts = PromptLedger(Journal(), queued_most=0)
+        self.store, self.processes, self.hosts = Store(), Processes(), Hosts()
         self.handoffs: dict[int, Handoff] = {}  # by the command of theirs
         self.lost: list[str] = []
         self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
@@ -112,7 +112,8 @@ class Parts:
         self.evaluations = Evaluations(self.buffer, {}, lambda evaluation_id, reason: None)
         self.executor = Executor(
             buffer=self.buffer,
-            feed=self.feed,
+            feed=Feed(self.prompts),
+            prompts=self.prompts,
             verifier=Verifier(),
             group_filter=None,
             store=self.store,
@@ -197,7 +198,7 @@ async def test_a_group_that_ends_leaves_the_book_and_frees_its_prompt(command: d
     parts = Parts(tmp_path)
     await parts.admit()
     await parts.carry_out(command)
-    assert parts.buffer.get("g0.0") is None and parts.feed.released == ["p0"]
+    assert parts.buffer.get("g0.0") is None and parts.prompts.state("p0") is PromptState.DONE
     reasons = [json.loads(line)["reason"] for line in (tmp_path / CANCELLED_FILE).read_text().splitlines()]
     assert reasons == (["asked for"] if isinstance(command, do.DropGroup) else [])
 

@@ -110,15 +110,15 @@ async def test_what_was_submitted_goes_by_priority_and_before_the_source() -> No
 async def test_a_queued_prompt_is_taken_back_and_its_place_is_free() -> None:
     feed = PromptFeed(validated({"prompts": "none", "service": {"prompts_queued_max": 3}}), None)
     feed.submit(prompts(3))
-    assert feed.take_back("p1") and not feed.take_back("p1") and not feed.take_back("nobody")
-    assert len(feed) == 2 and feed.taken_back == 1
+    assert feed.ledger.cancel("p1") and not feed.ledger.cancel("p1") and not feed.ledger.cancel("nobody")
+    assert len(feed) == 2 and feed.ledger.queued_cancelled == 1
     feed.submit([Prompt("p1", "again", (1, 2))])
     assert await taken(feed, 9) == ["p0", "p2", "p1"]
-    assert not feed.take_back("p0")  # it was drawn
+    assert not feed.ledger.cancel("p0")  # it was drawn
     for number in range(500):  # nothing piles up behind the queue
         feed.submit([Prompt(f"n{number}", "", (1,))])
-        assert feed.take_back(f"n{number}")
-    assert len(feed._queue._heap) < 100 and feed._queue.bytes == 0
+        assert feed.ledger.cancel(f"n{number}")
+    assert len(feed.ledger._heap) < 100 and feed.ledger.queued_bytes == 0
 
 
 async def test_after_its_source_a_feed_may_wait_until_it_is_said_that_no_more_will_come() -> None:

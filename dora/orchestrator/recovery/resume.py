@@ -1,4 +1,4 @@
-"""A service that carries on: what the journal has kept becomes book, feed and core again."""
+"""A service that carries on: what the journal has kept becomes book, prompt ledger and core again."""
 
 import json
 import logging
@@ -15,8 +15,8 @@ from dora.journal.finding import Found
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state
-from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 
 log = logging.getLogger("dora.service")
@@ -65,10 +65,17 @@ def restore_buffer(
     return [buffer.deliver(group.group_id, group.step)[0] for group in leased]
 
 
-def restore_feed(feed: PromptFeed, found: Found, groups: list[LiveGroup]) -> None:
-    values, ledger = found.ledger.values, found.ledger
-    feed.restore(ledger.queued(), values["next_arrival"], values["place"], ledger.positions(), values["prompts_ended"])
-    feed.restore_live((group.prompt.prompt_id for group in groups), ledger.cancelled())
+def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup]) -> None:
+    values = found.ledger.values
+    ledger.restore(
+        ((group.prompt, group.position, group.arrival) for group in groups),
+        found.ledger.queued(),
+        found.ledger.cancelled(),
+        next_arrival=values["next_arrival"],
+        next_position=values["place"],
+        passed=found.ledger.positions(),
+        ended=values["prompts_ended"],
+    )
 
 
 def restored(

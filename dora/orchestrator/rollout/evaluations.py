@@ -13,7 +13,7 @@ from dora.core import commands as do
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.orchestrator.rollout.feed import memory_bytes
+from dora.orchestrator.rollout.prompt_ledger import memory_bytes
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc.errors import LimitExceeded

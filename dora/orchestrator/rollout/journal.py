@@ -1,17 +1,12 @@
 """What the shell tells the journal of what it did. A service without a state folder tells it to nobody."""
 
-from collections.abc import Iterable, Sequence
-
 from dora.core import events as on
 from dora.core.state import State
-from dora.data.types import Prompt
 from dora.journal import records
 from dora.journal.log import Log
 from dora.orchestrator.recording.event_fields import event_to_fields
 from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.response_state import ResponseState
-
-Origin = tuple[int, int]  # of a prompt: its place in the source, or -1 and its arrival
 
 
 class Journal:
@@ -71,42 +66,6 @@ class Journal:
         if self.writes and stands != self._trainer:
             self.note(records.Attached(*stands))
             self._trainer = stands
-
-    # --------------------------------------------------------------------------------------------- prompts and groups
-
-    def submitted(self, arrivals: Sequence[int], prompts: Iterable[Prompt]) -> None:
-        if self.writes and arrivals:
-            self.note(records.Submitted(list(arrivals), [records.prompt_values(prompt) for prompt in prompts]))
-
-    def let_go(self, origins: Iterable[Origin], names: Sequence[str] = ()) -> None:
-        """These prompts will have no group. ``names``: what they were cancelled by."""
-        if not self.writes:
-            return
-        positions: list[int] = []
-        arrivals: list[int] = []
-        for position, arrival in origins:
-            (positions if position >= 0 else arrivals).append(position if position >= 0 else arrival)
-        if positions or arrivals or names:
-            self.note(records.LetGo(arrivals, positions, list(names)))
-
-    def admitted(self, entries: Sequence[ResponseState], origin: Origin, deadline: int) -> None:
-        if self.writes:
-            first = entries[0]
-            prompt, rows = records.prompt_values(first.prompt), [entry.row for entry in entries]
-            window_versions = first.window_versions
-            self.note(
-                records.Admitted(
-                    first.number,
-                    first.group_id,
-                    prompt,
-                    first.version,
-                    deadline,
-                    window_versions,
-                    first.started_at,
-                    rows,
-                    *origin,
-                )
-            )
 
     def report(self, accepted: Accepted) -> None:
         """Writes the new tokens and ends of a report."""

@@ -30,19 +30,15 @@ def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.Canc
 
 def _cancelled(runtime: Runtime, name: str, group_id: str, reason: str) -> pb.CancelOutcome:
     """``group_id``: of the prompt of this name, where it has a group; else the name itself."""
-    feed, state = runtime.feed, runtime.machine.state
-    if feed.take_back(name):
-        feed.remember_cancelled(name)
+    prompts, state = runtime.feed.ledger, runtime.machine.state
+    if prompts.cancel(name):
         return pb.CancelOutcome(id=name, state="dequeued")
     if state.backlog.find(name) is not None:
         runtime.post(on.PromptCancelled(name))
-        feed.remember_cancelled(name)
         return pb.CancelOutcome(id=name, state="dequeued")
     if (row := state.group_row.get(group_id)) is not None:
         if state.groups["status"][row] == GroupStatus.LEASED:
             return pb.CancelOutcome(id=name, state="taken", group_id=group_id)
         runtime.post(on.GroupCancelled(group_id, reason))
-        feed.remember_cancelled(group_id)
-        feed.remember_cancelled(name)
         return pb.CancelOutcome(id=name, state="cancelled", group_id=group_id)
-    return pb.CancelOutcome(id=name, state="before" if feed.was_cancelled(name) else "unknown")
+    return pb.CancelOutcome(id=name, state="before" if prompts.was_cancelled(name) else "unknown")

@@ -80,7 +80,7 @@ def counters(runtime: Runtime) -> dict[str, float]:
     return {
         **core,
         **runtime.telemetry.counters(),
-        "prompts_cancelled": core["prompts_cancelled"] + runtime.feed.taken_back,
+        "prompts_cancelled": core["prompts_cancelled"] + runtime.feed.ledger.queued_cancelled,
         "prompts_refused": runtime.feed.refused,
         "prompt_sources_failed": runtime.feed.sources_failed,
         "storage_faults": runtime.storage.faults_seen,
