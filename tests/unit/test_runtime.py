@@ -18,7 +18,7 @@ from dora.data.run_record import CANCELLED_FILE, Recorder
 from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Int32Array
 from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
-from dora.errors import InvalidValue
+from dora.errors import IllegalTransition, InvalidValue
 from dora.kvtransfer.segments import SegmentPool
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.response_state import ReportError
@@ -271,9 +271,9 @@ async def test_a_commit_goes_on_when_its_caller_hangs_up(shell: Shell) -> None:
 async def test_a_bug_in_the_midst_of_an_event_ends_the_service(shell: Shell) -> None:
     failed = shell.runtime.failed
     await shell.admit(2)
-    with pytest.raises(KeyError):  # the core admits what the shell has never drawn
+    with pytest.raises(IllegalTransition):  # the core admits what the shell has never drawn
         shell.runtime.post(on.PromptsOffered((on.OfferedPrompt("p9", "task", 2, 1, 64),)))
-    assert isinstance(failed.exception(), KeyError)
+    assert isinstance(failed.exception(), IllegalTransition)
 
 
 async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
