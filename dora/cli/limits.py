@@ -16,7 +16,8 @@ from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
 from dora.journal.log import BEHIND_BYTES
 from dora.orchestrator.hosts.hosts import HOSTS_MAX
 from dora.orchestrator.rollout.evaluations import PROMPT_BYTES_MAX, UNREAD_BYTES_MAX
-from dora.orchestrator.rollout.feed import QUEUED_BYTES_MAX, REFUSED_MAX
+from dora.orchestrator.rollout.feed import REFUSED_MAX
+from dora.orchestrator.rollout.prompt_ledger import QUEUED_BYTES_MAX
 from dora.orchestrator.rollout.streams import COMMANDS_QUEUED_MAX
 from dora.orchestrator.services.cancel import IDS_MAX
 from dora.orchestrator.services.operator import WATCHES_MAX

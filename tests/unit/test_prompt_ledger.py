@@ -13,7 +13,7 @@ from dora.journal.ledger import Ledger
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger, PromptState
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import Entry
+from dora.orchestrator.rollout.response_state import ResponseState
 from dora.sim.service import Facts
 
 PROMPT = Prompt("p", "task", (1, 2), group_size=2)
@@ -47,7 +47,7 @@ class Case:
         return found
 
 
-Way = Callable[[PromptLedger, tuple[Entry, ...]], Any]
+Way = Callable[[PromptLedger, tuple[ResponseState, ...]], Any]
 WAYS: dict[str, Way] = {
     "submit": lambda prompts, _: prompts.submit([PROMPT]),
     "read": lambda prompts, _: prompts.read(3, PROMPT),

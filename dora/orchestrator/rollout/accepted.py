@@ -14,7 +14,7 @@ from dora.journal import records
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentStart:
+class BegunSegment:
     """A response's first tokens on a worker."""
 
     index: int  # of the span that begins the segment
@@ -39,7 +39,7 @@ class Accepted:
     before: Column  # tokens that each response had
     after: Column  # tokens that it has now
     routed_skips: Column  # bytes of the span's routed experts that belong to tokens which the response had
-    segments: tuple[SegmentStart, ...] = ()
+    segments: tuple[BegunSegment, ...] = ()
     ended: tuple[str, ...] = ()  # ids of the requests that ended
     is_mixed: bool = False
 

@@ -19,7 +19,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
-from dora.orchestrator.rollout.accepted import Accepted, SegmentStart
+from dora.orchestrator.rollout.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.delivery import delivered
 from dora.orchestrator.rollout.response_columns import ResponseColumns
 from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart
@@ -202,10 +202,10 @@ class ResponseBuffer:
         entry.stop = columns.stops.get(index, "")
         return entry.request_id
 
-    def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[SegmentStart, ...]:
+    def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[BegunSegment, ...]:
         """Begins the segments of the responses that have their first tokens on this worker. ``chosen``: bool, those
         of ``rows`` that have new tokens and may begin a segment."""
-        begun: list[SegmentStart] = []
+        begun: list[BegunSegment] = []
         for index in np.flatnonzero(chosen).tolist():
             row = int(rows[index])
             entry = self._by_row[row]
@@ -213,7 +213,7 @@ class ResponseBuffer:
             if arrival is not None or not entry.segment_starts:
                 has_waited = arrival is not None and entry.delivered
                 without_s = at - float(self._columns.heard_at[row]) if has_waited else None
-                begun.append(SegmentStart(index, len(entry), arrival or "new", without_s))
+                begun.append(BegunSegment(index, len(entry), arrival or "new", without_s))
                 entry.segment_starts.append(SegmentStart(worker_id, len(entry), arrival or "new"))
             self._columns.expect(row, bool(entry.arrivals))
         return tuple(begun)
