@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 3# test processes, of which some wait; a file's tests stay in one of them, since they may share an engine
+JOBS ?= 3# test processes, of which some wait
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
@@ -12,7 +13,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-megatron experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo test test-all test-megatron experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,8 +25,13 @@ setup: ## create .venv from the lock (once)
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check ## everything that CI runs: lint, types, import rules, stubs, all tests
-	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: check ## lint, types, import rules, stubs, and the tests that CI runs
+	@$(PYTEST) -m "not gpu and not full" $(ARGS)
+
+test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+	@$(PYTHON) locks/install.py megatron
+	@.venv-megatron/bin/python -m pytest tests/megatron --all
+	@$(PYTEST) -m "not gpu" $(ARGS)
 
 test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
 	@$(PYTHON) locks/install.py megatron

@@ -43,6 +43,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.obj = _limited(item.obj, timeout_s - TIMEOUT_LEAD_S)
 
 
+@pytest.hookimpl(optionalhook=True)  # there is none without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay in one process, as they may share an engine; so does a marked group, whichever its files.
+
+    Each simulation is for itself.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if group == nodeid and not nodeid.startswith("tests/sim/") else group
+
+    return ByFile(config, log)
+
+
 def _limited(test: Callable[..., Any], most_s: float) -> Callable[..., Any]:
     @functools.wraps(test)
     async def limited(*arguments: Any, **named: Any) -> None:

@@ -1,6 +1,10 @@
-"""The engines that the contract suite runs on, and the models they serve. A process has one vLLM engine at a time."""
+"""The engines that the contract suite runs on, and the models they serve.
 
-from collections.abc import Iterator
+A process has one vLLM engine at a time, and each kind starts once in a run: its tests of all files form one group, one
+process runs a group, and the engine ends with the group's last test.
+"""
+
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +28,76 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     return VllmEngine(model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
 
 
+class Engines:
+    """The engine of the latest kind that was asked for, and the weights of each kind's versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kind = ""
+        self._engine: RolloutEngine | None = None
+
+    def version(self, kind: str, version: int) -> Path:
+        """The weights of a version of this kind's tiny model: another seed for each."""
+        return make_tiny("moe" if kind == "vllm-moe" else "dense", self._folder / kind / f"v{version}", seed=version)
+
+    def of(self, kind: str) -> RolloutEngine:
+        if self._engine is None or kind != self._kind:
+            self.close()
+            self._kind, self._engine = kind, make_engine(kind, self.version(kind, 1))
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+
+ENGINES = pytest.StashKey[Engines]()
+
+
+def group_of(item: pytest.Item | None) -> str:
+    """The kind of shared vLLM engine that a test runs on; empty: none."""
+    if not isinstance(item, pytest.Function) or "engines" not in item.fixturenames or not hasattr(item, "callspec"):
+        return ""
+    kind = str(item.callspec.params.get("kind", ""))
+    return kind if kind.startswith("vllm") else ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the group of each test that runs on a shared engine, and puts groups first, one after the other."""
+    for item in items:
+        if group := group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (not group_of(item), group_of(item)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    if group_of(item) != group_of(nextitem) and ENGINES in item.config.stash:
+        item.config.stash[ENGINES].close()
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Engines:
+    found = Engines(tmp_path_factory.mktemp("engines"))
+    pytestconfig.stash[ENGINES] = found
+    return found
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> VersionFolder:
-    """The weights of a version of this kind's tiny model: another seed for each."""
-    architecture = "moe" if kind == "vllm-moe" else "dense"
-    base = tmp_path_factory.mktemp(kind)
-    return lambda version: make_tiny(architecture, base / f"v{version}", seed=version)
+def version_folder(kind: str, engines: Engines) -> VersionFolder:
+    return lambda version: engines.version(kind, version)
 
 
 @pytest.fixture(scope="module")
-def started_engine(kind: str, version_folder: VersionFolder) -> Iterator[RolloutEngine]:
-    engine = make_engine(kind, version_folder(1))
-    yield engine
-    engine.close()
+def started_engine(kind: str, engines: Engines) -> RolloutEngine:
+    return engines.of(kind)
 
 
 @pytest.fixture
