@@ -18,9 +18,11 @@ from dora.sim.sweep import SweepReport, sweep
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.workload import FILTERED
+from tests.sim.seeds import seeds_of
 from tests.unit.test_machine import Bench
 
-SEEDS = 25  # for each policy; `dora simulate sweep` tries as many as one likes
+SEEDS = 25  # for each policy, of which `make test` tries FEW; `dora simulate sweep` tries as many as one likes
+FEW = 5
 MET = 40  # with all kinds, for what faults meet
 # What was drawn from when the seeds saved here were found: with another kind they would be other faults.
 KINDS_OF_THEN = (
@@ -46,9 +48,10 @@ def failures(report: SweepReport) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dora"])
-def test_promises_hold_under_faults(policy: str) -> None:
+@pytest.mark.parametrize("seeds", seeds_of(FEW, SEEDS))
+def test_promises_hold_under_faults(policy: str, seeds: range) -> None:
     """Seeds of the strategy dora, more of them, are those in which bugs are planted: tests/sim/test_planted_bugs.py."""
-    assert not failures(sweep(range(SEEDS), (policy,)))
+    assert not failures(sweep(seeds, (policy,)))
 
 
 def test_promises_hold_where_crash_follows_crash() -> None:
@@ -56,10 +59,11 @@ def test_promises_hold_where_crash_follows_crash() -> None:
     assert not failures(sweep(range(8), ("dora",), "crash"))
 
 
-def test_promises_hold_under_faults_while_the_window_changes() -> None:
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if allows_any(policy)])
+@pytest.mark.parametrize("seeds", seeds_of(FEW, SEEDS))
+def test_promises_hold_under_faults_while_the_window_changes(policy: str, seeds: range) -> None:
     """Each group's bound is that of its admission, and a size changes as often as the signals can make it."""
-    policies = [name for name in POLICIES if allows_any(name)]
-    assert not failures(sweep(range(SEEDS), policies, window="auto"))
+    assert not failures(sweep(seeds, (policy,), window="auto"))
 
 
 def test_an_adaptive_window_changes_both_ways_in_these_seeds() -> None:
@@ -90,8 +94,9 @@ def test_clusters_differ_in_all_that_the_promises_may_depend_on() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_promises_hold_under_each_kind_of_fault_alone(kind: str) -> None:
-    assert not failures(sweep(range(1000, 1006), ("dora",), kind))
+@pytest.mark.parametrize("seeds", seeds_of(2, 6, first=1000))
+def test_promises_hold_under_each_kind_of_fault_alone(kind: str, seeds: range) -> None:
+    assert not failures(sweep(seeds, ("dora",), kind))
 
 
 def test_a_dp_group_alone_takes_up_every_version() -> None:
@@ -146,12 +151,14 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, Signal]]:
     return taken
 
 
+@pytest.mark.full
 def test_whatever_befalls_a_stranded_handoff_is_tried(met: Counter[tuple[Phase, Signal]]) -> None:
     assert not failures(sweep(range(45), ("dora",), "strand"))
     leaves = [key for key in TABLE if key[0] is Phase.STRANDED]
     assert len(leaves) == 5 and {key: met[key] for key in leaves if met[key] < 5} == {}
 
 
+@pytest.mark.full
 def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> None:
     """Seeds that pass prove little where faults meet nothing: nearly every transition of a handoff must be taken.
 
@@ -192,6 +199,7 @@ def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> No
     assert all(totals[kind.__name__] >= 3 for kind in ASKED)
 
 
+@pytest.mark.full
 def test_whatever_befalls_a_pool_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most transitions of a handoff into a pool are taken, and most of one out of it, where no response can end."""
     taken: set[tuple[Kind, Phase, Signal]] = set()

@@ -10,7 +10,8 @@ from dora.sim.trial import DRAWN, Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.watch import Watch
 from tests.sim import plants
-from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug
+from tests.sim.seeds import seeds_of
+from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug, marked
 
 QUIET = 20  # seeds in which a watch has nothing to say
 
@@ -50,17 +51,14 @@ def watched(seed: int, kinds: str = "all", policy: str = "dora", window: str = D
 @pytest.mark.parametrize(
     ("policy", "window"), [("dora", DRAWN), ("laxity", DRAWN), ("staleflow", DRAWN), ("laxity", "auto")]
 )
-def test_a_watch_finds_nothing_where_nothing_is_wrong(policy: str, window: str) -> None:
-    found = ((seed, watched(seed, policy=policy, window=window)) for seed in range(QUIET))
+@pytest.mark.parametrize("seeds", seeds_of(5, QUIET))
+def test_a_watch_finds_nothing_where_nothing_is_wrong(policy: str, window: str, seeds: range) -> None:
+    found = ((seed, watched(seed, policy=policy, window=window)) for seed in seeds)
     failures = {seed: failure for seed, failure in found if failure}
     assert not failures
 
 
-@pytest.mark.parametrize(
-    "bug",
-    SEEN,
-    ids=lambda bug: bug.plant.__name__,
-)
+@pytest.mark.parametrize("bug", marked(SEEN))
 def test_a_watch_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant(monkeypatch)
     found = next((failure for seed in bug.seeds if (failure := watched(seed, bug.kinds, window=bug.window))), None)
