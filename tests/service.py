@@ -1,8 +1,11 @@
-"""A whole service for tests: real orchestrator, gRPC and worker processes, in one ``async with``."""
+"""A whole service for tests: real orchestrator, gRPC and workers, in one ``async with``."""
 
 import asyncio
+import contextlib
 import itertools
+import threading
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +14,15 @@ from dora.client import Operator, Trainer
 from dora.config import Config, load_config
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, NotFound
+from dora.host.command import Place, worker_argv
+from dora.host.launcher import worker_name
 from dora.orchestrator.main import ServiceHandle, serve
+from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.roles import Role
+from dora.worker import __main__ as worker_process
+from dora.worker import serving
 
 Result = TypeVar("Result")
 
@@ -41,8 +51,28 @@ def _toml(value: Any) -> str:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[ServiceHandle]:
-    """The service, ready; stopped and drained at the end. Raises what ``serve`` raises."""
+async def running(config: Config, *, processes: bool = False) -> AsyncIterator[ServiceHandle]:
+    """The service, ready; stopped and drained at the end. Raises what ``serve`` raises.
+
+    Workers with a fake engine run as threads of this process, over the same gRPC and data plane: a process takes longer
+    to start than most tests to run. ``processes``: they are processes all the same, which the test kills, say.
+    """
+    if processes or config.workers.engine != "fake" or not config.workers.count:
+        async with _served(config) as handle:
+            yield handle
+        return
+    alone = config.model_copy(update={"workers": config.workers.model_copy(update={"count": 0})})
+    threads = _WorkerThreads(config)
+    try:
+        async with _served(alone) as handle:
+            await threads.begin(handle)
+            yield handle
+    finally:
+        await threads.end()
+
+
+@asynccontextmanager
+async def _served(config: Config) -> AsyncIterator[ServiceHandle]:
     stop = asyncio.Event()
     ready: asyncio.Future[ServiceHandle] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop, progress=lambda _: None))
@@ -54,6 +84,36 @@ async def running(config: Config) -> AsyncIterator[ServiceHandle]:
     finally:
         stop.set()
         await task
+
+
+class _WorkerThreads:
+    """The workers of a service, each in a thread of this process. They end with the service, which lets them go."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stop = threading.Event()
+        self._running: list[asyncio.Future[None]] = []
+
+    async def begin(self, handle: ServiceHandle) -> None:
+        """Returns once each hosts a version."""
+        names = [worker_name("", index) for index in range(self._config.workers.count)]
+        pool, loop = ThreadPoolExecutor(len(names), "worker"), asyncio.get_running_loop()
+        self._running = [loop.run_in_executor(pool, self._serve, handle, name) for name in names]
+        pool.shutdown(wait=False)
+        async with Operator(handle.address, handle.token) as operator:
+            await until(operator, lambda status: sum(worker.version >= 0 for worker in status.workers) == len(names))
+
+    async def end(self) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._running)
+
+    def _serve(self, handle: ServiceHandle, name: str) -> None:
+        workers = with_context(self._config, handle.model).workers
+        _, _, *argv = worker_argv(workers, name, Place(handle.address, handle.model))
+        options = worker_process._parser().parse_args(argv)
+        address = serving.Address(handle.address, handle.tokens[Role.WORKER], name, host=options.host)
+        with contextlib.closing(worker_process.make_engine(options)) as engine, contextlib.suppress(ServiceUnavailable):
+            serving.serve(address, engine, self._stop)
 
 
 async def train(

@@ -110,7 +110,10 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
 
 async def test_a_worker_may_be_added_by_hand_under_a_name_of_its_own(tiny_dense: Path) -> None:
     config = configured(tiny_dense, workers__engine="fake", workers__count=1)
-    async with running(config) as handle, Operator(handle.address, handle.tokens[Role.OPERATOR]) as operator:
+    async with (
+        running(config, processes=True) as handle,
+        Operator(handle.address, handle.tokens[Role.OPERATOR]) as operator,
+    ):
         taken = await by_hand(handle, "w0", Role.WORKER)
         assert await taken.wait() == 3
         assert b"worker_id = 'w0' may not do this" in (await taken.communicate())[0]

@@ -63,7 +63,7 @@ async def ground(
     local = 1 if kind == "remote" else 0
     config = configured(model, workers__engine="fake", workers__count=local, workers__restarts=restarts)
     async with AsyncExitStack() as stack:
-        handle = await stack.enter_async_context(running(config))
+        handle = await stack.enter_async_context(running(config, processes=True))
         operator = await stack.enter_async_context(Operator(handle.address, handle.token))
         if kind == "remote":
             await stack.enter_async_context(agent(handle, "far", folder / "far.log", "--workers", "0"))

@@ -125,7 +125,7 @@ async def test_training_goes_on_as_if_there_were_none_and_a_worker_dies(tiny_den
     endless = [prompt(n, group_size=40, sampling={"max_tokens": 200, "ignore_eos": True}) for n in range(1, 21)]
     taken: list[list[TrajectoryGroup]] = []
     async with (
-        running(config_of(tiny_dense)) as handle,
+        running(config_of(tiny_dense), processes=True) as handle,
         dora.Prompts(handle.address, handle.token) as prompts,
         Operator(handle.address, handle.token) as operator,
     ):

@@ -39,7 +39,7 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
     kept = {"service__state": str(folder), "service__keep_events": True}
     config = configured(tiny_dense, window__size=2, service__token="correct-horse", **kept, **LONG)
     async with (
-        running(config) as handle,
+        running(config, processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):

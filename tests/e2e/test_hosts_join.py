@@ -30,8 +30,9 @@ LONG = {
 
 
 async def test_two_hosts_join_and_one_is_killed(tiny_dense: Path, tmp_path: Path) -> None:
+    config = configured(tiny_dense, window__size=2, **LONG)
     async with AsyncExitStack() as stack:
-        handle = await stack.enter_async_context(running(configured(tiny_dense, window__size=2, **LONG)))
+        handle = await stack.enter_async_context(running(config, processes=True))
         operator = await stack.enter_async_context(Operator(handle.address, handle.token))
         trainer = await stack.enter_async_context(dora.Trainer(handle.address, token=handle.token))
         h1 = await stack.enter_async_context(agent(handle, "h1", tmp_path / "h1.log", "--workers", "2"))
@@ -64,8 +65,9 @@ async def test_two_hosts_join_and_one_is_killed(tiny_dense: Path, tmp_path: Path
 
 
 async def test_hosts_are_scaled_drained_and_leave(tiny_dense: Path, tmp_path: Path) -> None:
+    config = configured(tiny_dense, window__size=2, **LONG)
     async with AsyncExitStack() as stack:
-        handle = await stack.enter_async_context(running(configured(tiny_dense, window__size=2, **LONG)))
+        handle = await stack.enter_async_context(running(config, processes=True))
         operator = await stack.enter_async_context(Operator(handle.address, handle.token))
         trainer = await stack.enter_async_context(dora.Trainer(handle.address, token=handle.token))
         h1 = await stack.enter_async_context(agent(handle, "h1", tmp_path / "h1.log"))
@@ -127,7 +129,7 @@ async def test_a_host_comes_back_under_a_new_epoch(tiny_dense: Path, tmp_path: P
     """An agent that is stopped for a while is lost; it ends its workers before it joins again, and keeps its folder."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2, **LONG)
     async with AsyncExitStack() as stack:
-        handle = await stack.enter_async_context(running(config))
+        handle = await stack.enter_async_context(running(config, processes=True))
         operator = await stack.enter_async_context(Operator(handle.address, handle.token))
         trainer = await stack.enter_async_context(dora.Trainer(handle.address, token=handle.token))
         folder = tmp_path / "h1"

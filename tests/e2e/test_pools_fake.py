@@ -80,7 +80,7 @@ async def test_a_killed_pool_costs_no_sample(tiny_dense: Path) -> None:
 
 async def test_parked_requests_outlive_their_worker(tiny_dense: Path) -> None:
     async with (
-        running(configured(tiny_dense, window__size=2, **LONG)) as handle,
+        running(configured(tiny_dense, window__size=2, **LONG), processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):

@@ -156,7 +156,7 @@ async def test_a_stop_text_ends_a_response_also_where_its_worker_died(tiny_dense
         workers__kv_tokens=32768,
     )
     async with (
-        running(config) as handle,
+        running(config, processes=True) as handle,
         dora.Prompts(handle.address, handle.token) as prompts,
         Operator(handle.address, handle.token) as operator,
     ):

@@ -94,7 +94,7 @@ def check_alone(trajectories: list[Trajectory], model: Path) -> None:
 async def test_rows_are_those_of_the_first_sampling_whatever_befalls_a_request(tiny_moe: Path, tmp_path: Path) -> None:
     config = configured(tiny_moe, window__size=WINDOW, record=str(tmp_path / "record"), **LONG)
     async with (
-        running(config) as handle,
+        running(config, processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):

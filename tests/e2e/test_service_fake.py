@@ -59,7 +59,7 @@ async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transport
 @pytest.mark.parametrize("victim", ["w0", "w1"])
 async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) -> None:
     async with (
-        running(configured(tiny_dense, window__size=2, **LONG)) as handle,
+        running(configured(tiny_dense, window__size=2, **LONG), processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
@@ -267,7 +267,7 @@ async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
     """It answers nothing and closes nothing: its requests go on elsewhere, and a new process takes its place."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)
     async with (
-        running(config) as handle,
+        running(config, processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
