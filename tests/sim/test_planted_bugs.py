@@ -45,6 +45,7 @@ BUGS = [
         "admitted in a window of|by deadline",
         plants.wider_window_holds_for_what_was_admitted,
         window="auto",
+        first=7,
     ),
     Bug(
         "a narrower window lets go what it still needs",
@@ -99,8 +100,8 @@ BUGS = [
         "cancel",
     ),
     Bug("a refused request leaves a trace", "yet changed", plants.drain_is_noted_before_it_is_refused, "leave"),
-    Bug("the source frees before the target has committed", "C2|not done", plants.source_freed_before_commit),
-    Bug("a failed handoff leaves its request frozen", "not done", plants.failed_handoff_stays_frozen),
+    Bug("the source frees before the target has committed", "C2|not done", plants.source_freed_before_commit, first=5),
+    Bug("a failed handoff leaves its request frozen", "not done", plants.failed_handoff_stays_frozen, first=5),
     Bug("handoffs of a lost worker are not settled", "C2|handoff|gone", plants.lost_workers_handoffs_go_on),
     Bug(
         "a request whose source died and whose copy fails is forgotten",
@@ -125,7 +126,7 @@ BUGS = [
     Bug("what lay in a lost pool is still counted on", "are parked", plants.lost_pool_is_still_counted_on, "pool"),
     Bug("requests die with their pool", "C2", plants.lost_pools_requests_are_forgotten, "pool"),
     Bug("claims on a pool are never given back", "claimed", plants.parked_claims_are_never_given_back, "pool"),
-    Bug("a pool is promised more than it holds", "claimed", plants.pool_takes_more_than_it_holds, "pool"),
+    Bug("a pool is promised more than it holds", "claimed", plants.pool_takes_more_than_it_holds, "pool", first=7),
     Bug("a resume that fails is not tried again", "C2", plants.failed_resume_is_not_tried_again, "pool"),
     Bug(
         "a cancelled request stays in its pool",
@@ -144,7 +145,7 @@ BUGS = [
         plants.trainer_epoch_is_not_looked_at,
         "trainer,stale",
     ),
-    Bug("a repeated commit counts twice", "not refused|yet changed|C2", plants.commit_counts_twice),
+    Bug("a repeated commit counts twice", "not refused|yet changed|C2", plants.commit_counts_twice, first=5),
     Bug("long rollouts are dropped (tinker-cookbook 822)", "C2", plants.straggler_is_dropped),
     Bug("a step drops more than its redundant share", "C2", plants.more_is_dropped_than_is_redundant, first=21),
     Bug("the last step ends before its groups are there", "C2|not done", plants.step_ends_short_too_early),
