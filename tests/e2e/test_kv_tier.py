@@ -14,7 +14,7 @@ from dora.rpc import dora_pb2 as pb
 from tests.contract.tiers import needs_lmcache
 from tests.service import check_promises, configured, during, running, train, until
 
-pytestmark = [pytest.mark.e2e, needs_lmcache]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, needs_lmcache]
 
 GROUPS = 4
 STEPS = 12

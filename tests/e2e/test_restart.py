@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.kills import killed
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
 async def test_a_killed_orchestrator_costs_no_sample_of_real_engines(tiny_dense: Path, tmp_path: Path) -> None:

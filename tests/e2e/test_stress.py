@@ -7,7 +7,7 @@ import pytest
 
 from tests.stress.__main__ import main
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 TRAJECTORIES = 96
 KILLS = ("--worker-kills", "1", "--trainer-kills", "1")

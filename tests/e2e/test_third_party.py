@@ -66,10 +66,11 @@ def test_the_simulator_runs_it_and_names_it(package: Path) -> None:
     )
 
 
-def test_the_sweep_tries_it_in_several_processes(package: Path) -> None:
-    done = command(package, "simulate", "sweep", "--policy", NAME, "--seeds", "60", "--jobs", "2", "--json")
+@pytest.mark.parametrize("seeds", [8, pytest.param(60, marks=pytest.mark.full)])
+def test_the_sweep_tries_it_in_several_processes(package: Path, seeds: int) -> None:
+    done = command(package, "simulate", "sweep", "--policy", NAME, "--seeds", str(seeds), "--jobs", "2", "--json")
     assert json.loads(done.stdout) == {
-        "seeds": 60, "violations": 0, "lost": 0, "duplicated": 0, "stalled": 0, "failures": []
+        "seeds": seeds, "violations": 0, "lost": 0, "duplicated": 0, "stalled": 0, "failures": []
     }  # fmt: skip
 
 
