@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of processes, each of which would compile all of DORA
 JOBS ?= 3# test processes, of which some wait
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 

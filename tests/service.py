@@ -109,9 +109,9 @@ class _WorkerThreads:
 
     def _serve(self, handle: ServiceHandle, name: str) -> None:
         workers = with_context(self._config, handle.model).workers
-        _, _, *argv = worker_argv(workers, name, Place(handle.address, handle.model))
+        _, _, *argv = worker_argv(workers, name, Place(handle.address, handle.model, kv_host=self._config.kv.host))
         options = worker_process._parser().parse_args(argv)
-        address = serving.Address(handle.address, handle.tokens[Role.WORKER], name, host=options.host)
+        address = serving.Address(handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host)
         with contextlib.closing(worker_process.make_engine(options)) as engine, contextlib.suppress(ServiceUnavailable):
             serving.serve(address, engine, self._stop)
 

@@ -8,7 +8,7 @@ import pytest
 from experiments.convergence.__main__ import main
 from experiments.convergence.page import BEGIN, END
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 # A fake engine's logprobs are not the trainer's model's, so it would refuse the second version.
 SHORT = ("--steps", "1", "--seeds", "1", "--lr", "1e-3", "--set", "workers.engine=fake", "--parts", "fleet", "modes")

@@ -96,7 +96,7 @@ def _alone(model: Path) -> Alone:
     return Alone(canary, responses, snapshot)
 
 
-@pytest.fixture(scope="module", params=RANKED)
+@pytest.fixture(scope="module", params=["window", pytest.param("dense", marks=pytest.mark.full)])
 def kind(request: pytest.FixtureRequest) -> TinyKind:
     return request.param
 

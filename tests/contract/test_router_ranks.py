@@ -71,7 +71,7 @@ def alone(model: Path) -> Alone:
     return Alone(responses, snapshot)
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+@pytest.fixture(scope="module", params=[pytest.param("tensor_parallel", marks=pytest.mark.full), "pipeline_parallel"])
 def engine(request: pytest.FixtureRequest, model: Path, alone: Alone) -> Iterator[VllmEngine]:
     """Two ranks that share each layer, or the layers. vLLM keeps some state for a process, so ``alone`` comes first."""
     engine = make_ranked(model, **{request.param: 2})

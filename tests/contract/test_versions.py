@@ -1,10 +1,9 @@
 """Whatever versions a worker has had before, its logprobs are those of the version that it has now.
 
-Compared with an engine that had no other version before, and with transformers. ``ALL_VERSIONS=1`` in the environment
-tries every kind of model on one and two ranks; without it the kinds that vLLM repacks most are tried.
+Compared with an engine that had no other version before, and with transformers. ``make test-all`` tries every kind of
+model on one and two ranks, ``make test`` the kinds that vLLM repacks most.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora.data.types import Canary
-from dora.engine_patches import mapped_weights
 from dora.errors import CanaryMismatch
 from dora.models.tiny import TinyKind, make_tiny
 from dora.weights.canary import compute_canary
@@ -63,8 +61,8 @@ _MODELS: dict[str, tuple[TinyKind, bool]] = {
     "mla": ("mla", False),
 }
 ALL = [Kind(f"{name}-{ranks}", kind, tied, ranks) for name, (kind, tied) in _MODELS.items() for ranks in (1, 2)]
-SHORT = ("moe-tied-1", "mla-1", "tied-2")
-KINDS = [kind for kind in ALL if os.environ.get("ALL_VERSIONS") or kind.name in SHORT]
+SHORT = ("moe-tied-1", "tied-2")
+KINDS = [pytest.param(kind, marks=() if kind.name in SHORT else pytest.mark.full, id=kind.name) for kind in ALL]
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Fresh:
     responses: dict[str, Response]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
     found: Kind = request.param
     return found
@@ -137,6 +135,8 @@ def test_a_load_that_fails_half_way_serves_nothing_and_the_next_one_is_whole(
 ) -> None:
     if kind.ranks > 1:
         pytest.skip("ranks in processes of their own read the files themselves")
+    from dora.engine_patches import mapped_weights  # with vLLM, which only this test's process needs
+
     whole = mapped_weights.mapped_tensors
 
     def cut(files):
@@ -158,7 +158,7 @@ def test_a_load_that_fails_half_way_serves_nothing_and_the_next_one_is_whole(
     assert farthest(run(engine, at(3)), fresh.responses) == 0.0 < ROUNDING
 
 
-@pytest.mark.skipif(not os.environ.get("ALL_VERSIONS"), reason="one more engine: with ALL_VERSIONS")
+@pytest.mark.full
 def test_a_quantised_engine_has_scales_of_each_version_and_keeps_near_the_trainers_logprobs(tmp_path: Path) -> None:
     folders = {version: make_tiny("dense", tmp_path / f"v{version}", seed=version, kv_heads=2) for version in (1, 2, 3)}
     engine = VllmEngine(

@@ -132,6 +132,7 @@ def check_record(run: Run, model: Path) -> set[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 @pytest.mark.timeout(900)  # three engines and a trainer
 def test_the_demos_job_with_real_engines_over_three_hosts(hosts: Hosts, tiny_dense: Path, tmp_path: Path) -> None:
     steps = 5

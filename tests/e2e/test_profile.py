@@ -12,7 +12,7 @@ from dora.worker.side_by_side import ProfilerFailed, measure_side_by_side
 from dora.worker.timing import Timing
 from tests.refusals import refused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
 def timing(model: Path) -> Timing:

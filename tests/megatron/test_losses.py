@@ -39,11 +39,11 @@ class Case:
 
 
 CASES = {
-    "dense-tp2": Case("dense", {"tp": 2}, STEPS),
+    "dense-tp2": Case("dense", {"tp": 2}, 6),
     "dense-pp2": Case("dense", {"pp": 2}, 4),
     "dense-dp2": Case("dense", {}, 4),
     "dense-cp2": Case("dense", {"cp": 2}, 0),
-    "moe-ep2": Case("moe", {"ep": 2}, STEPS),
+    "moe-ep2": Case("moe", {"ep": 2}, 6),
     "moe-tp2": Case("moe", {"tp": 2}, 0),
     "moe-pp2": Case("moe", {"pp": 2}, 0),
     "moe-etp2": Case("moe", {"tp": 2, "etp": 2}, 0),

@@ -1,5 +1,6 @@
 """Megatron's routers are led to the experts of the record, as the plain trainer's: on every part of a pack."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return run(cases, tmp_path_factory.mktemp("world"))
 
 
+@functools.cache
 def plain(model: Path, replays: bool) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
