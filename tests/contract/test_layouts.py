@@ -29,6 +29,8 @@ from tests.contract.driver import (
     run,
 )
 
+pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
+
 LONG = 120  # prompt tokens: beyond the window from the start
 KINDS = {"vllm-mla": "mla", "vllm-window": "window"}
 

@@ -99,6 +99,9 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
 
 
 # A process with vLLM takes long to start: one transport each.
+@pytest.mark.parametrize(
+    "kind", ["fake", "vllm-dense", pytest.param("vllm-moe", marks=pytest.mark.full)], indirect=True
+)
 @pytest.mark.parametrize("transport", HERE)
 def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
     engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path, transport: str

@@ -36,6 +36,8 @@ from tests.contract.planes import SECRET, a_plane
 from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.workers import peer_of
 
+pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
+
 REQUESTS = mixed_requests(6)
 MOST_BYTES = 1 << 30
 # Ranks share layers of which some have a window, or are stages of alike layers. Dense ones are shared in tests/e2e.

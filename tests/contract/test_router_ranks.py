@@ -27,6 +27,8 @@ from tests.contract.driver import (
 )
 from tests.refusals import refused
 
+pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
+
 REQUESTS = mixed_requests(4)
 PROMPT = make_request(7, GREEDY, 100)
 SAMPLE = replace(PROMPT, request_id="sample", sampling=replace(SAMPLED, seed=5))

@@ -35,6 +35,8 @@ from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.test_pool_engine import MOST_BYTES, POOL_EPOCH
 from tests.contract.test_worker_handoff import peer_of
 
+pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
+
 KINDS = ("fake", "vllm-moe", "vllm-mla")
 
 

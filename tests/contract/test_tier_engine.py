@@ -24,7 +24,7 @@ from tests.contract.driver import (
 )
 from tests.contract.tiers import WAIT_S, TierProcess, needs_lmcache, serving
 
-pytestmark = needs_lmcache
+pytestmark = [needs_lmcache, pytest.mark.xdist_group("vllm-moe")]  # a process imports vLLM for many tests
 
 PROMPT_TOKENS = 100  # three whole chunks of 32, and a rest
 CHUNK_TOKENS = 32

@@ -81,7 +81,7 @@ def hosts() -> Iterator[Hosts]:
         yield three
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("gloo", marks=pytest.mark.full)])
 def test_requests_move_over_bad_links_or_stay(hosts: Hosts, tiny_dense: Path, tmp_path: Path, transport: str) -> None:
     run = Run(hosts, tiny_dense, tmp_path, kv__transports=transport)
     run.until("migrations_kv", 2)

@@ -16,6 +16,7 @@ from tests.refusals import refused
 from tests.service import check_promises, configured, during, park, running, train, until
 
 GROUPS = 4
+TCP = pytest.param("dora", "tcp", marks=pytest.mark.full)
 LONG = {
     "workers__engine": "fake",
     "rollout__ignore_eos": True,
@@ -38,7 +39,7 @@ def is_empty(status: pb.Status) -> bool:
     return (pool.state, pool.parked, pool.kv_tokens, pool.memory_bytes, pool.spill_bytes) == ("ready", 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), ("dora", "tcp")])
+@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), TCP])
 async def test_parked_requests_go_on_and_nothing_is_left(tiny_dense: Path, policy: str, transports: str) -> None:
     config = configured(tiny_dense, window__size=2, balance__policy=policy, kv__transports=transports, **LONG)
     async with (

@@ -33,9 +33,10 @@ LONG = {
     "workers__max_model_len_tokens": 2048,
     "workers__kv_tokens": 16384,
 }
+TCP = pytest.param("dora", "tcp", marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), ("dora", "gloo"), ("dora", "tcp")])
+@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), ("dora", "gloo"), TCP])
 async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transports: str) -> None:
     config = configured(tiny_dense, window__size=2, balance__policy=policy, kv__transports=transports, **LONG)
     async with (
@@ -56,7 +57,7 @@ async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transport
     assert counters["tokens_reprefilled"] == counters["kv_fallbacks"] == 0
 
 
-@pytest.mark.parametrize("victim", ["w0", "w1"])
+@pytest.mark.parametrize("victim", ["w0", pytest.param("w1", marks=pytest.mark.full)])
 async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) -> None:
     async with (
         running(configured(tiny_dense, window__size=2, **LONG), processes=True) as handle,

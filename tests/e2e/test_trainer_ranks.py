@@ -104,7 +104,7 @@ def whole_run(folder: Path, out: Path, config: LearnerConfig, shape: RoutingShap
         print(f"{each.loss!r} {each.grad_norm!r} {each.signals.numbers()!r} {sorted(each.by_staleness)!r}")
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_two_ranks_make_the_steps_of_one(kind: TinyKind, tmp_path: Path, packing: bool) -> None:
     """The mixture of experts replays routed experts."""

@@ -10,6 +10,7 @@ from dora.worker import vllm_environment
 from tests.refusals import data_words, refused
 
 vllm_environment.prepare()
+pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
 
 
 def recorded(name: str, log: list[str], vllm_range: str = ">=0") -> Patch:
