@@ -29,7 +29,7 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 test: check ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about 45 minutes)
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
 	@$(PYTEST) -m "not gpu" $(ARGS)

@@ -45,9 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # there is none without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay in one process, as they may share an engine; so does a marked group, whichever its files.
+    """Keeps the tests of a file in one process, as they may share an engine, and those of a marked group of all files.
 
-    Each simulation is for itself.
+    Simulations share nothing, and are given out one by one.
     """
     from xdist.scheduler import LoadGroupScheduling
 

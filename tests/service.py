@@ -14,7 +14,7 @@ from dora.client import Operator, Trainer
 from dora.config import Config, load_config
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, NotFound
-from dora.host.command import Place, worker_argv
+from dora.host.command import LaunchContext, worker_argv
 from dora.host.launcher import worker_name
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.orchestrator.setup import with_context
@@ -92,24 +92,28 @@ class _WorkerThreads:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._stop = threading.Event()
-        self._running: list[asyncio.Future[None]] = []
+        self._running: asyncio.Future[Any] | None = None  # until the last of them has ended, or one has failed
 
     async def begin(self, handle: ServiceHandle) -> None:
         """Returns once each hosts a version."""
         names = [worker_name("", index) for index in range(self._config.workers.count)]
         pool, loop = ThreadPoolExecutor(len(names), "worker"), asyncio.get_running_loop()
-        self._running = [loop.run_in_executor(pool, self._serve, handle, name) for name in names]
+        self._running = asyncio.gather(*(loop.run_in_executor(pool, self._serve, handle, name) for name in names))
         pool.shutdown(wait=False)
         async with Operator(handle.address, handle.token) as operator:
-            await until(operator, lambda status: sum(worker.version >= 0 for worker in status.workers) == len(names))
+            are_ready = until(operator, lambda status: sum(each.version >= 0 for each in status.workers) == len(names))
+            await during(self._running, are_ready)
 
     async def end(self) -> None:
         self._stop.set()
-        await asyncio.gather(*self._running)
+        if self._running is not None:
+            await self._running
 
     def _serve(self, handle: ServiceHandle, name: str) -> None:
         workers = with_context(self._config, handle.model).workers
-        _, _, *argv = worker_argv(workers, name, Place(handle.address, handle.model, kv_host=self._config.kv.host))
+        _, _, *argv = worker_argv(
+            workers, name, LaunchContext(handle.address, handle.model, kv_host=self._config.kv.host)
+        )
         options = worker_process._parser().parse_args(argv)
         address = serving.Address(handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host)
         with contextlib.closing(worker_process.make_engine(options)) as engine, contextlib.suppress(ServiceUnavailable):
@@ -137,7 +141,7 @@ async def until(operator: Operator, condition: Any) -> Any:
     raise AssertionError("the service stopped being watched")
 
 
-async def during(work: asyncio.Task[Any], awaited: Coroutine[Any, Any, Result]) -> Result:
+async def during(work: asyncio.Future[Any], awaited: Coroutine[Any, Any, Result]) -> Result:
     """What ``awaited`` returns. Fails at once where ``work`` ends first: it would then be awaited for ever."""
     waiting = asyncio.create_task(awaited)
     await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)

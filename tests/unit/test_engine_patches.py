@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from packaging.specifiers import SpecifierSet
 
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
