@@ -56,11 +56,11 @@ def test_parked_requests_equal_unparked_ones_bitwise(
     assert engine.load().reprefilled_tokens == before
 
 
+# A process with vLLM takes long to start.
+@pytest.mark.parametrize("kind", ["fake", pytest.param("vllm-dense", marks=pytest.mark.full)], indirect=True)
 def test_parked_requests_go_on_in_another_process_after_theirs_is_gone(
     engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path
 ) -> None:
-    if kind == "vllm-moe":
-        pytest.skip("a process with vLLM takes long to start: the dense model's is one")
     requests = mixed_requests(6)
     untouched = run(engine, requests)
     with a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp")) as pool:

@@ -16,7 +16,7 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.world import World
 
 EVERY = 37  # events between two restarts: no divisor of any rhythm in the runs
-FAULT_SEEDS = (11, 12, 13)
+FAULT_SEED, MORE_SEEDS = 11, (12, 13)
 
 
 def check_moves(state: State, moves: tuple[Move, ...], target_of: Callable[[int], int]) -> None:
@@ -72,7 +72,7 @@ def test_a_fresh_strategy_goes_on_in_the_middle_of_a_run(policy: str) -> None:
     assert events[0] > 10 * EVERY
 
 
-@pytest.mark.parametrize("seed", FAULT_SEEDS)
+@pytest.mark.parametrize("seed", [FAULT_SEED, *(pytest.param(seed, marks=pytest.mark.full) for seed in MORE_SEEDS)])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_fresh_strategy_goes_on_under_faults(policy: str, seed: int) -> None:
     """Every promise is checked after every event, and that training goes on.
