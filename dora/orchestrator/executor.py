@@ -1,7 +1,7 @@
-"""Carries out what the core decided: one method for each kind of command.
+"""Carries out the core's commands: one method for each kind.
 
-A command that has an outcome gets it as exactly one event. What waits in the background here posts that event (prompts
-drawn, a response scored), or the worker that was told sends it.
+A command that has an outcome gets it as exactly one event. A background task here posts that event (prompts drawn, a
+response scored), or the worker that received the command sends it.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Feed(Protocol):
 
 
 class Verifier(Protocol):
-    """Scores one response outside the event loop; never raises for what the user's function does."""
+    """Scores one response outside the event loop; never raises for errors of the user's function."""
 
     async def score(
         self, prompt_text: str, response_text: str | None, token_ids: Int32Array, verifier_json: str
@@ -65,7 +65,7 @@ class Store(Protocol):
 
 
 class HostVersions(PublishedVersions, Protocol):
-    """The hosts with stores of their own, and what is live on them (hosts.py)."""
+    """The hosts with stores of their own, and the versions that are live on them (hosts.py)."""
 
     def retired(self, version: int) -> None: ...
     def shares_store(self, worker_id: str) -> bool: ...
@@ -73,10 +73,10 @@ class HostVersions(PublishedVersions, Protocol):
 
 
 class Executor:
-    """``post`` hands an event to the core; ``spawn`` runs what waits, in the background of the event loop.
+    """Runs commands. ``post`` hands an event to the core; ``spawn`` runs a coroutine in the background.
 
-    ``handoff_of``: the handoff that a command, by its id, belongs to. ``row_of``: the core's rows of requests.
-    ``now``: seconds since the Unix epoch.
+    ``handoff_of``: the handoff that a command id belongs to. ``row_of``: the core's rows of requests. ``now``: seconds
+    since the Unix epoch.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Executor:
         }
 
     def carry_out(self, command: do.Command) -> None:
-        """Runs one command; what would wait goes on in the background. An exception here is a bug."""
+        """Runs one command without waiting; slow work continues in the background. An exception here is a bug."""
         if isinstance(command, do.WorkerCommand):
             self._to_worker(command)
         else:
@@ -187,7 +187,7 @@ class Executor:
         self._post(on.RequestScored(entry.request_id))
 
     async def _judge(self, entry: ResponseState) -> None:
-        """Has the verifier's verdict on a finished response entered."""
+        """Scores a finished response and enters the verdict."""
         prompt = entry.prompt
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
         if not reward.valid:
@@ -196,9 +196,9 @@ class Executor:
         entry.reward = reward
 
     async def _filtered(self, entry: ResponseState) -> bool:
-        """Whether the user's filter cancels the group after this verdict, the group's last: no step has seen it yet.
+        """Returns whether the user's filter cancels the group after its last verdict. No step has seen the group yet.
 
-        A group with a verdict that failed is kept: nothing says what it teaches.
+        A group with a failed verdict is kept, because its rewards are incomplete.
         """
         chosen, group_id = self._group_filter, entry.group_id
         if chosen is None or self._buffer.get(entry.request_id) is None:
@@ -257,13 +257,12 @@ class Executor:
             self._spawn(self.drop_kept(command.version))
 
     async def _free(self, gone: Path) -> None:
-        """The files of a retired version, some of a large one's for a while."""
+        """Deletes a retired version's files in the background."""
         with self._storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(self._store.free, gone)
 
     async def drop_kept(self, version: int) -> None:
-        """A version's weights go from the disk, where they are kept there, once nobody can be told that they are
-        needed."""
+        """Deletes a version's stored weights once no client can be told that they are needed."""
         if self._versions is None:
             return
         await self._journal.settled()
@@ -271,13 +270,13 @@ class Executor:
             await asyncio.to_thread(self._versions.drop, version)
 
     def _resize_window(self, command: do.ResizeWindow) -> None:
-        log.info("a window of %d from now on: %s", command.size, command.reason)
+        log.info("the window changes to %d: %s", command.size, command.reason)
         self._buffer.window_versions = command.size
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
         log.error("%s", error)
-        if command.worker_ids:  # else the weights were right, and a start that carries on has its own copy
+        if command.worker_ids:  # otherwise the weights were right, and a start that carries on has its own copy
             self._journal.note(
                 records.Rejected(command.version, command.reason, list(command.worker_ids), command.canary_difference)
             )
@@ -294,24 +293,26 @@ class Executor:
             return  # it broke a moment ago; its loss is on the way to the core
         try:
             session.send(self._message(command))
-        except (NotFound, OSError) as error:  # nothing says any more how the version is called
+        except (NotFound, OSError) as error:  # the store no longer knows the version's name
             if not isinstance(command, do.LoadVersion):
                 raise
             log.error("%s cannot load version %d: %s", command.worker_id, command.version, error)
             self._spawn(self._cannot_load(command, str(error)))
 
     async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
-        """Answers for the worker. Its own host may have the version all the same, where that is another one."""
+        """Reports a failed load for the worker. The worker's own host may still have the version, if it is another
+        host.
+        """
         kind = "missing" if self._hosts.shares_store(command.worker_id) else "refused"
         self._post(on.CommandDone(command.worker_id, command.epoch, command.command_id, False, error, kind))
         self._hosts.look_at_store(command.version)
 
     def _message(self, command: do.WorkerCommand) -> pb.WorkerCommand:
-        """Tells each end of a handoff of the other one, where that is connected."""
+        """Builds the wire message. Each end of a handoff gets the address of the other, if that is connected."""
         handoff = self._handoff_of(command.command_id)
         if handoff is not None and handoff.overdue and isinstance(command, do.CancelReservation):
             ends = f"{handoff.source} to {handoff.target}"
-            log.warning("%s: its handoff from %s is undone: %s", handoff.request_id, ends, handoff.overdue)
+            log.warning("%s: its handoff from %s was undone: %s", handoff.request_id, ends, handoff.overdue)
         if handoff is None:
             return worker_message(command, self._buffer, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
@@ -319,7 +320,7 @@ class Executor:
         return worker_message(command, self._buffer, self._hosts, source, target, was_parked, has_pool)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
-        """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""
+        """Deletes nothing: the snapshot lies at its target, which was told to import it or drop it."""
 
     def _evict_worker(self, command: do.EvictWorker) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
@@ -331,7 +332,7 @@ class Executor:
 
 
 def offer(buffer: ResponseBuffer, prompt: Prompt) -> on.OfferedPrompt:
-    """A prompt as the core needs to know it."""
+    """Converts a prompt into the core's form."""
     return on.OfferedPrompt(
         prompt.prompt_id,
         prompt.task_id,

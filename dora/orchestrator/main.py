@@ -1,4 +1,4 @@
-"""One service from start to end: model, store, gRPC, workers; then drain.
+"""Runs one service from start to drain: model, store, gRPC, workers.
 
 async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime + gRPC server ─▶ workers
 """
@@ -63,17 +63,17 @@ Failures: TypeAlias = tuple[asyncio.Future[None], ...]
 
 @dataclass(frozen=True, slots=True)
 class ServiceHandle:
-    """How to reach a running service."""
+    """The address and tokens of a running service."""
 
     address: str
-    tokens: Mapping[Role, str]  # of each role
+    tokens: Mapping[Role, str]
     run_folder: Path
     model: Path
-    model_s: float  # when the model was prepared, by the event loop's clock
+    model_s: float  # event-loop time at which the model was prepared
 
     @property
     def token(self) -> str:
-        """The owner's, which may do everything that a client may."""
+        """The owner's token, which permits everything that a client may do."""
         return self.tokens[Role.OWNER]
 
 
@@ -84,11 +84,11 @@ async def serve(
     stop: asyncio.Event,
     progress: Callable[[str], None],
 ) -> int:
-    """Runs a service until ``stop`` is set, then drains it. ``ready`` is called once all workers answer.
+    """Runs a service until ``stop`` is set, then drains it. Calls ``ready`` once all workers answer.
 
-    Draining: nothing new is admitted; a trainer that is attached gets what was admitted, and
-    ``service.drain_timeout_s`` to commit it; then workers end. Returns 0. Raises InvalidValue for a bad
-    configuration, WorkerStartError where the workers do not start.
+    While draining, the service admits nothing. An attached trainer gets the admitted groups and has
+    ``service.drain_timeout_s`` to commit them; then the workers end. Returns 0. Raises InvalidValue for a bad
+    configuration, WorkerStartError if the workers do not start.
     """
     load_strategies()
     check_live(config.balance, config.window)
@@ -125,13 +125,13 @@ async def serve(
                 progress("draining")
                 await _drain(config, runtime, failures)
             else:
-                progress(f"stopping; a start with service.state = {state.folder} carries on")
+                progress(f"stopping; the next start with service.state = {state.folder} carries on")
     return 0
 
 
 @dataclass(slots=True)
 class _Start:
-    """The parts of a service, made one after the other; ``stack`` ends them in the reverse order."""
+    """The parts of a service in order of construction; ``stack`` ends them in the reverse order."""
 
     config: Config
     tokens: Tokens
@@ -144,14 +144,14 @@ class _Start:
     address: str = ""
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
-    orphaned: set[str] = field(default_factory=set)  # processes of an earlier life
+    orphaned: set[str] = field(default_factory=set)  # processes of an earlier incarnation
 
     @property
     def handle(self) -> ServiceHandle:
         return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s)
 
     async def launch(self) -> Processes:
-        """Begins the processes of workers, which import their libraries meanwhile, and takes over those that live."""
+        """Starts the worker processes, which import their libraries meanwhile, and adopts those that are still running."""
         config, state, tokens = self.config, self.state, self.tokens
         living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of)
         found = {} if living is None else living.find(is_started_so)
@@ -163,7 +163,7 @@ class _Start:
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""
             context = LaunchContext(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
-            settings = self.config  # as the model has completed it
+            settings = self.config  # completed with the model's values
             if name == pool_id:
                 return pool_argv(settings.kv, name, context)
             return worker_argv(settings.workers, name, context)
@@ -183,7 +183,7 @@ class _Start:
         return launcher
 
     async def prepare(self) -> None:
-        """The model, and the versions of it that an earlier life has left."""
+        """Prepares the model, and the stored versions of an earlier incarnation."""
         self.progress(f"preparing the model {self.config.model}")
         self.model = await prepared_model(self.config, self.progress)
         self.model_s = asyncio.get_running_loop().time()
@@ -196,7 +196,7 @@ class _Start:
                 await asyncio.to_thread(state.bring_back_versions, store)
 
     async def build(self) -> Runtime:
-        """Everything around the core, with nobody to talk to yet."""
+        """Builds everything around the core. Nothing is connected yet."""
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config)
@@ -231,7 +231,7 @@ class _Start:
         return runtime
 
     async def open(self, runtime: Runtime, launcher: Processes) -> None:
-        """Opens the door, first to those that have outlived an earlier life, and starts the workers."""
+        """Opens the gRPC server, at first only for workers of an earlier incarnation, and starts the workers."""
         config, state, stack = self.config, self.state, self.stack
         restored = None
         if state is not None:
@@ -250,16 +250,16 @@ class _Start:
         runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
         runtime.tier = self.tier
-        # agents end, or wait for the start that carries on
+        # agents end, or wait for the next start
         stack.callback(runtime.hosts.close if state is None else runtime.hosts.suspend)
-        stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
+        stack.push_async_callback(launcher.close)  # called twice: workers must end before the services that they call
         launcher.open()
         launcher.scale(config.workers.count)
         await runtime.restore(restored)
 
 
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
-    """Goes on with what was found in the state folder."""
+    """Opens the journal of the state folder and continues its log."""
 
     def told(error: OSError | None) -> None:
         if error is None:
@@ -283,7 +283,7 @@ def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
 async def _tier_of(
     config: Config, run_folder: Path, storage: Storage, stack: contextlib.AsyncExitStack
 ) -> TierServer | None:
-    """The shared KV tier's server, started; None: there is to be none."""
+    """Starts the server of the shared KV tier; None if the configuration has no tier."""
     if config.kv.tier == "none":
         return None
     tier = TierServer(config.kv, chunk_tokens_of(config.workers.block_tokens), run_folder, storage)
@@ -295,7 +295,9 @@ async def _tier_of(
 async def _until_ready(
     config: Config, runtime: Runtime, launcher: Processes, stop: asyncio.Event, failures: Failures
 ) -> bool:
-    """Whether all workers hold version 0 (False: stopped before). Raises where they die at start or take too long."""
+    """Returns whether all workers hold version 0; False if the service was stopped before. Raises if they die or time
+    out.
+    """
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + config.workers.start_timeout_s
     while not stop.is_set():
@@ -313,13 +315,13 @@ async def _until_ready(
 
 
 def _alone(launcher: Processes, runtime: Runtime) -> asyncio.Future[None]:
-    """Fails as the launcher does, where no other host has workers: they go on without those of this one."""
+    """Fails like the launcher does, unless other hosts have workers: the service continues without this host's."""
     alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(failed: asyncio.Future[None]) -> None:
         if not failed.cancelled() and (error := failed.exception()) is not None:
             if runtime.hosts.has_others():
-                log.error("this host has no worker any more: %s", error)
+                log.error("this host has no worker left: %s", error)
             elif not alone.done():
                 alone.set_exception(error)
 
@@ -328,7 +330,7 @@ def _alone(launcher: Processes, runtime: Runtime) -> asyncio.Future[None]:
 
 
 async def _opened(opens: Coroutine[Any, Any, None], stop: asyncio.Event, failed: asyncio.Future[None]) -> bool:
-    """Opens the service, which waits for storage that is at fault. False: it was stopped before."""
+    """Opens the service, which waits while storage is at fault. Returns False if the service was stopped before."""
     opening, stopping = asyncio.create_task(opens), asyncio.create_task(stop.wait())
     try:
         ends: list[asyncio.Future[Any]] = [opening, stopping, failed]
@@ -357,7 +359,7 @@ async def _first(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:
 
 
 async def _drain(config: Config, runtime: Runtime, failures: Failures) -> None:
-    """Admits no more; an attached trainer may take and commit what is open, within the time limit, and sees the end."""
+    """Stops admission. An attached trainer may take and commit open groups within the time limit, and sees the end."""
     runtime.feed.close()
     runtime.post(on.AdmissionEnded())
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""Strategies of other packages: found by their entry points, in every process that runs the core.
+"""Registers strategies of installed packages by their entry points, in every process that runs the core.
 
-A package names them in its pyproject.toml, and once it is installed ``dora serve``, ``dora simulate``, the sweep and
+A package names its strategies in pyproject.toml. Once it is installed, ``dora serve``, ``dora simulate``, the sweep and
 ``dora replay`` know them by name:
 
     [project.entry-points."dora.policies"]
@@ -19,17 +19,17 @@ GROUP: Final = "dora.policies"
 
 @cache
 def load_strategies() -> None:
-    """Registers what the installed packages bring, once a process.
+    """Registers the strategies of installed packages, once a process.
 
-    Raises InvalidValue, with package and entry point, for what cannot be imported or is no strategy, Conflict for a
-    name that is taken.
+    Raises InvalidValue with package and entry point if one cannot be imported or is no strategy, Conflict for a name
+    that is taken.
     """
     for point in entry_points(group=GROUP):
         field = f"{GROUP}: {point.name}, of {point.dist.name if point.dist is not None else 'an unknown package'}"
         try:
             strategy = point.load()
-        except Exception as error:  # whatever somebody else's module raises
-            raise InvalidValue(field, point.value, f"what can be imported ({told(error)})") from error
+        except Exception as error:  # third-party modules may raise anything
+            raise InvalidValue(field, point.value, f"an importable entry point ({told(error)})") from error
         try:
             register(point.name, strategy)
         except InvalidValue as error:

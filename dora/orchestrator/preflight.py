@@ -1,6 +1,6 @@
-"""What a start of the service would refuse, found without one: no engine is started and nothing is left behind.
+"""Checks a configuration as a start would, without starting an engine or leaving anything behind.
 
-Each check is the function with which a start itself refuses, in the order of ``dora.orchestrator.main.serve``.
+Each check is the function that a start itself calls, in the order of ``dora.orchestrator.main.serve``.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from dora.system.files import try_folder
 from dora.weights.reference import read_reference
 
-NOT_CHECKED: Final = "it has to be made first, by a start or `dora prepare {model}`: its prompts are not checked"
+NOT_CHECKED: Final = "a start or `dora prepare {model}` must make it first: its prompts are not checked"
 
-Said = Callable[[str, str], None]  # what was checked, and what was found of it
+Said = Callable[[str, str], None]  # the subject of a check, and its result
 
 
 async def run_preflight(config: Config, said: Said) -> None:
-    """Raises InvalidValue, in the words of a start, for the first thing that a start would refuse."""
+    """Raises InvalidValue for the first setting that a start would refuse, with the same message."""
     load_strategies()
     check_live(config.balance, config.window)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
@@ -64,7 +64,7 @@ async def run_preflight(config: Config, said: Said) -> None:
 
 
 def _check_cache(config: Config) -> None:
-    """Raises InvalidValue where the model could not be put into the cache."""
+    """Raises InvalidValue if the model cannot be put into the cache."""
     try:
         try_folder(cache_of(config))
     except OSError as error:
@@ -73,7 +73,7 @@ def _check_cache(config: Config) -> None:
 
 
 async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, int]:
-    """The configuration with the model's context, and the size of its vocabulary."""
+    """Returns the configuration with the model's context, and the size of its vocabulary."""
     config = with_context(config, model)
     routing_wanted(config, model)
     reference = await asyncio.to_thread(read_reference, model)
@@ -97,7 +97,7 @@ async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Sai
 
 
 async def _check_functions(config: Config, model: Path | None, source: PromptSource | None, said: Said) -> None:
-    """Loads the reward function and the filter in one process each. ``source`` None: its own reward is not known."""
+    """Loads the reward function and the filter in a process each. ``source`` None: its own reward function is unknown."""
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
     if source is not None or config.reward.function:
         given = source or PromptSource(config.prompts.source, "", lambda index: None)

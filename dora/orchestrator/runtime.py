@@ -1,11 +1,11 @@
-"""The asyncio shell around the core: events in, commands carried out. It does what the core decided, nothing else.
+"""The asyncio shell around the core: events in, commands carried out. It makes no decision of its own.
 
-    gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ executor ──▶ sessions, book, verifier, store
+    gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ executor ──▶ sessions, buffer, verifier, store
                       ▲   │                                              │                   │
                       │   └──▶ journal ◀─────────────────────────────────┘                   │
                       └───────────────────────── one outcome event each ◀────────────────────┘
 
-``post`` runs in the event loop and never waits, so the book and the core always agree.
+``post`` runs in the event loop and never waits, so the response buffer and the core always agree.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ from dora.weights.store import WeightStore
 log = logging.getLogger("dora.service")
 
 HOPELESS: Final = (
-    "a source that works, or prompts submitted over gRPC; the step keeps its groups, and may be asked again"
+    "a source that works, or prompts submitted over gRPC; the step keeps its groups and may be requested again"
 )
 
 
 class Runtime:
-    """One service's orchestrator: makes the parts and passes events between them."""
+    """One service's orchestrator: builds the parts and passes events between them."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Runtime:
         if self.journal.log is not None:
             self.journal.log.failed.add_done_callback(self._journal_failed)
         self.versions = versions
-        self.incarnation = 0  # how often the service was started again
-        self.resumed: Mapping[str, Any] = {}  # what the ledger said at the start, where there was one
+        self.incarnation = 0  # restarts of the service so far
+        self.resumed: Mapping[str, Any] = {}  # the ledger's values at the start, if there was a ledger
         self.storage = storage or Storage()
         self.storage.tell(self._storage_told)
         self.recorder = RecordQueue(recorder, self.storage, self.spawn, self.journal)
@@ -127,26 +127,26 @@ class Runtime:
             spawn=self.spawn,
         )
         self.reattachment = Reattachment(())
-        self.reattachment.close()  # there is none where nothing is to be restored
-        self.orphan_timeout_s = 0.0  # workers live on so long without this service
+        self.reattachment.close()  # closed unless a state is restored
+        self.orphan_timeout_s = 0.0  # how long workers live without this service
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
         self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
             deque()
-        )  # not settled: by the journal's count then
+        )  # not yet durable: with the journal's count at that time
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
 
     # --------------------------------------------------------------------------------------------------------- events
 
     def post(self, event: on.Event, record_of: Callable[[], records.LogRecord] | None = None) -> None:
-        """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing.
+        """Hands an event to the core and carries out its commands. If the core refuses the event, this raises and
+        changes nothing.
 
-        ``record_of``: what the journal is told of it, before what the commands do, once the core has taken it.
-
-        Anything else that raises leaves an event half done: a bug, which ends the service. The journal has the event
-        before the core does, so that its replay comes to the same refusal, or the same bug.
+        ``record_of`` makes the event's log record, which is written before those of the commands, once the core has
+        accepted the event. Any other exception leaves an event half done: a bug, which ends the service. The journal
+        has the event before the core does, so a replay meets the same refusal or the same bug.
         """
         assert not self._posting, "an event was posted while another is handled; use post_soon"
         self._posting, handled = True, False
@@ -169,10 +169,10 @@ class Runtime:
             self._posting = False
 
     def resume(self, found: Found, expected: Iterable[str] = ()) -> on.Restored | None:
-        """Carries on from what an earlier life has left; of a service that is new it notes that it begins.
+        """Restores an earlier incarnation's state; a new service only logs its begin.
 
-        Returns what the core is to be told once those ``awaited`` (ids of workers and pools) have come back, and opens
-        the roll call for them: ``restore``.
+        Returns the core's first event, which ``restore`` posts once the ``expected`` workers and pools (ids) have
+        returned. Opens the reattachment for them.
         """
         self.orphan_timeout_s = self.config.workers.orphan_timeout_s
         self.incarnation = found.ledger.values["life"] + 1
@@ -194,10 +194,10 @@ class Runtime:
         return restored
 
     async def restore(self, restored: on.Restored | None) -> None:
-        """Waits for those who may have outlived the earlier life, then hands the core what is left of that. Until then
-        no caller but workers and pools is let in.
+        """Waits for workers of the earlier incarnation, then hands the restored state to the core. Until then the
+        service admits only workers and pools.
 
-        That this life has begun is on disk by then: no later one gives its ids again.
+        The begin of this incarnation is durable by then, so no later one reuses its ids.
         """
         await self._begun()
         if restored is None:
@@ -211,7 +211,7 @@ class Runtime:
             self._storage_changed(self.storage.told())
 
     async def _begun(self) -> None:
-        """Returns once what this life has noted so far is on disk. What could not be written is repeated meanwhile."""
+        """Returns once all log records of this incarnation so far are durable. Retries failed writes."""
         settled = asyncio.ensure_future(self.journal.settled())
         try:
             while not (await asyncio.wait([settled], timeout=self.config.service.tick_s))[0]:
@@ -220,20 +220,20 @@ class Runtime:
             settled.cancel()
 
     def _storage_told(self, fault: str) -> None:
-        """Tells the core after what is being handled now."""
+        """Notifies the core after the current event."""
         asyncio.get_running_loop().call_soon(self._storage_changed, fault)
 
     def _storage_changed(self, fault: str) -> None:
-        """Not before the core is restored: the journal would have a fresh one's window and trainer."""
+        """Ignored until the core is restored: otherwise the journal would record a fresh core's window and trainer."""
         if self.reattachment.is_over:
             self.post(on.StorageChanged(fault))
 
     def post_soon(self, event: on.Event) -> None:
-        """Posts after what is being handled now."""
+        """Posts an event after the current one."""
         asyncio.get_running_loop().call_soon(self.post, event)
 
     def end_evaluation(self, evaluation_id: str, reason: str) -> None:
-        """Ends it after what is being handled now, where it still runs then."""
+        """Ends an evaluation after the current event, if it still runs then."""
 
         def end() -> None:
             if evaluation_id in self.evaluations.running:
@@ -243,18 +243,18 @@ class Runtime:
 
     def _end_lost(self, session: Session, reason: str) -> None:
         if not self.reattachment.is_over:
-            return  # the core has not heard of it yet
+            return  # the core does not know it yet
         lost = on.WorkerLost if isinstance(session, WorkerSession) else on.PoolLost
         self.post_soon(lost(session.worker_id, session.epoch, reason))
         self.hosts.worker_lost(session)
 
     def _note_ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
-        """Workers that would outlive this service keep these responses until they are durable."""
+        """Notes responses that workers must keep until they are durable."""
         if self.orphan_timeout_s:
             self._ended.append((self.journal.told, session, request_ids))
 
     def _settle(self) -> None:
-        """Tells workers of what has become durable, those that are still there."""
+        """Tells connected workers which responses have become durable."""
         durable = self.journal.durable
         settled: dict[WorkerSession, list[str]] = {}
         while self._ended and self._ended[0][0] <= durable:
@@ -268,14 +268,14 @@ class Runtime:
         return self.trainer.is_expected(self._trainer_holds())
 
     def trainer_shown(self) -> str:
-        """The name of the trainer that is attached; empty where there is none, or it has left."""
+        """The name of the attached trainer; empty if there is none or it has left."""
         return self.trainer.name if self.trainer.is_there(self._trainer_holds()) else ""
 
     def _trainer_holds(self) -> bool:
         return self.sessions.stream is not None or bool(self.machine.state.leased)
 
     async def ticks(self) -> None:
-        """Time for the core, a look at the storage, and an end for what waits in vain."""
+        """Gives the core its clock ticks, checks the storage, and ends steps that can no longer be filled."""
         while True:
             await asyncio.sleep(self.config.service.tick_s)
             workers = self.machine.state.workers.values()
@@ -290,7 +290,7 @@ class Runtime:
             self._end_hopeless_step()
 
     async def look_at_storage(self) -> None:
-        """Finds out what can be written, and repeats what could not."""
+        """Checks which storage can be written, and retries failed writes."""
         await self.storage.look_at(RUN_FOLDER, self.store.root)
         if self.versions is not None and KEPT in self.storage.faults:
             await self.storage.look_at(KEPT, self.versions.folder)
@@ -299,7 +299,7 @@ class Runtime:
         self.storage.look_again()
 
     def _end_hopeless_step(self) -> None:
-        """A step that no group can come for any more, because the prompt source has failed, ends with that error."""
+        """Ends a step with the prompt source's error if no further group can come."""
         state, stream = self.machine.state, self.sessions.stream
         comes = len(self.feed) or len(state.backlog) or state.window.open_groups
         if self.feed.failure and stream is not None and not comes:
@@ -311,7 +311,7 @@ class Runtime:
             )
 
     def sweep_snapshots(self) -> None:
-        """Deletes the shared memory of workers that are gone; whoever was given some has it mapped."""
+        """Deletes the shared memory of lost workers. Processes that have mapped it keep their mapping."""
         sweep(self._snapshots)
 
     def _handoff_of(self, command_id: int) -> Handoff | None:
@@ -321,14 +321,14 @@ class Runtime:
     # ----------------------------------------------------------------------------------------------------- background
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs what waits in the background. A failure there is a bug and ends the service."""
+        """Runs a coroutine in the background. A failure there is a bug and ends the service."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
     async def close(self) -> None:
-        """Ends the trainer's stream, waits for the record, and stops what is under way."""
+        """Ends the trainer's stream, waits for the run record, and cancels background work."""
         if self.sessions.stream is not None:
             self.sessions.stream.close(superseded=True)
         await self.recorder.finish()

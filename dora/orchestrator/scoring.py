@@ -1,4 +1,4 @@
-"""What judges responses and groups in a service, as configured: started, and closed at the end."""
+"""The verifier and the group filter of a service, as configured."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,10 +12,10 @@ from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter,
 
 @contextlib.asynccontextmanager
 async def verifying(config: Config, source: PromptSource, model: Path | None) -> AsyncIterator[RewardRunner]:
-    """The verifier: the configured one, or the prompt source's own. Raises InvalidValue where there is none."""
+    """Runs the configured verifier, or the prompt source's own. Raises InvalidValue if there is none."""
     function = config.reward.function or source.reward
     if not function:
-        allowed = f"module:function, since prompts {config.prompts.source!r} bring none"
+        allowed = f"module:function, because prompts {config.prompts.source!r} bring no verifier"
         raise InvalidValue("reward.function", "", allowed)
     reward = config.reward
     runner = await RewardRunner.start(
@@ -33,7 +33,7 @@ async def verifying(config: Config, source: PromptSource, model: Path | None) ->
 
 @contextlib.asynccontextmanager
 async def filtering(config: Config) -> AsyncIterator[GroupFilter | None]:
-    """The filter of scored groups, where one is configured. Raises InvalidValue where it cannot be loaded."""
+    """Runs the configured filter of scored groups, if any. Raises InvalidValue if it cannot be loaded."""
     name = config.selection.filter
     if name in ("", EQUAL_REWARDS):
         yield EqualRewards() if name else None

@@ -1,4 +1,4 @@
-"""What a service needs before it can begin, as configured: model, run folder, record."""
+"""Prepares a service's prerequisites: model, run folder, record."""
 
 import asyncio
 import contextlib
@@ -27,19 +27,20 @@ from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
-WEIGHTS_FOLDER: Final = "weights"  # of a run folder
+WEIGHTS_FOLDER: Final = "weights"  # in a run folder
 SNAPSHOTS_FOLDER: Final = "kv"
 RUN_FOLDER: Final = "service.run_folder"
 CONTEXT_UNSAID_TOKENS: Final = 2048
-LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
-MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
+LOCK_FILE: Final = "dora.lock"  # in a run folder that the user named; held while its service runs
+MADE_LOCK_FILE: Final = "made.lock"  # in a run folder that a service made for itself
 MADE_PREFIX: Final = "dora-"
-STATE_PREFIX: Final = "dorastate-"  # of one that a service with a state folder has made: no other one removes it
+# prefix of run folders of services with a state folder: no other service removes them
+STATE_PREFIX: Final = "dorastate-"
 FILES_MAX: Final = 1 << 16
 
 
 def open_many_files() -> None:
-    """As many as this process may ask for, up to ``FILES_MAX``: each connection is one."""
+    """Raises the limit of open files, at most to ``FILES_MAX``: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(FILES_MAX, hard) if hard != resource.RLIM_INFINITY else FILES_MAX
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -47,18 +48,18 @@ def open_many_files() -> None:
 
 
 def cache_of(config: Config) -> Path:
-    """Where prepared models are kept, and what is read of tokenizers."""
+    """The folder of prepared models and converted tokenizers."""
     return Path(config.cache) if config.cache else default_cache()
 
 
 async def prepared_model(config: Config, progress: Callable[[str], None]) -> Path:
-    """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
+    """Returns the model's folder. A process of its own makes a named model, because the service loads no torch."""
     cache = cache_of(config)
     if (made := made_model(config.model, cache)) is None:
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(
             *argv,
-            env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, not bars
+            env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, no progress bars
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -91,17 +92,19 @@ def with_context(config: Config, model: Path) -> Config:
         tree["workers"]["max_model_len_tokens"] = min(most or CONTEXT_UNSAID_TOKENS, kv_tokens)
         return validated(tree)
     if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
-        raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")
+        raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, the context of {config.model}")
     return config
 
 
 def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
-    """What workers report of their routers; None: nothing. Raises InvalidValue for a model that has none."""
+    """The shape of the routed experts that workers report; None if they report none. Raises InvalidValue for a dense
+    model.
+    """
     return routing(model) if config.workers.router_replay else None
 
 
 def check_engine(config: Config) -> None:
-    """Raises InvalidValue where the workers' engine is not installed: each of them would say so in its log, and end."""
+    """Raises InvalidValue if the workers' engine is not installed; otherwise each worker would fail at its start."""
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
         allowed = "an engine that is installed: pip install 'dora-rollout[cpu]', or [cuda], brings vLLM; or fake"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
@@ -109,10 +112,10 @@ def check_engine(config: Config) -> None:
 
 @contextlib.contextmanager
 def run_folder_of(config: Config) -> Iterator[Path]:
-    """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it.
+    """The service's shared memory: weights, KV snapshots, logs. Removed at the end if the service made it.
 
-    What services left that were killed is removed first: their folders in shared memory, and in a folder that was
-    named the versions and snapshots (the logs stay). Raises InvalidValue where a living service has the folder.
+    Leftovers of killed services are removed first: their folders in shared memory, and versions and snapshots in a
+    named folder (logs stay). Raises InvalidValue if a running service has the folder.
     """
     if config.service.run_folder:
         with _taken_over(Path(config.service.run_folder), keeps=bool(config.service.state)) as folder:
@@ -121,12 +124,12 @@ def run_folder_of(config: Config) -> Iterator[Path]:
     if config.service.state:
         with _taken_over(made_for_state(config), keeps=True) as folder:
             yield folder
-            shutil.rmtree(folder, ignore_errors=True)  # not where an error ends the service
+            shutil.rmtree(folder, ignore_errors=True)  # an error must not end the service
         return
     parent = _memory()
     for left in parent.glob(f"{MADE_PREFIX}*"):
         if is_abandoned(left / MADE_LOCK_FILE):
-            log.warning("%s is removed: its service was killed", left)
+            log.warning("%s was removed: its service had been killed", left)
             remove_left(left)
             shutil.rmtree(left, ignore_errors=True)
     with writable(RUN_FOLDER, parent):
@@ -143,7 +146,7 @@ def run_folder_of(config: Config) -> Iterator[Path]:
 
 
 def made_for_state(config: Config) -> Path:
-    """The run folder of a service that carries on, where none is named: each of its lives has the same."""
+    """The run folder of a service with a state folder, if none is named: each incarnation has the same one."""
     name = hashlib.blake2b(f"{os.getuid()}/{Path(config.service.state).resolve()}".encode(), digest_size=6).hexdigest()
     return _memory() / f"{STATE_PREFIX}{name}"
 
@@ -155,7 +158,7 @@ def _memory() -> Path:
 
 @contextlib.contextmanager
 def writable(field: str, folder: Path) -> Iterator[None]:
-    """What the start of a service writes into a folder that a setting names. Raises InvalidValue where it cannot."""
+    """Guards a start's writes into a folder that a setting names. Raises InvalidValue if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -163,8 +166,9 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 
 def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
-    """The store, with version 0 in it, and beside it the folder for snapshots. It keeps the reference version, unless
-    that is 0, which is the model itself."""
+    """Makes the weight store with version 0, and the folder for snapshots beside it. The store keeps the reference
+    version, unless that is 0, the model itself.
+    """
     with writable(RUN_FOLDER, run_folder):
         (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
         store = WeightStore(run_folder / WEIGHTS_FOLDER, model, config.rollout.reference_version or None)
@@ -182,16 +186,17 @@ def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
 
 
 def weight_versions(config: Config) -> int:
-    """How many versions a host's weight store may hold: those of the window, the next one, and the reference."""
+    """The number of versions that a host's weight store may hold: the window's, the next one, and the reference."""
     kept = 1 if config.rollout.reference_version else 0
     return config.service.weight_versions or config.window.most + 1 + kept
 
 
 @contextlib.contextmanager
 def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
-    """A folder that the user named: a service before this one may have ended there in any way, but not live there.
+    """Takes over a folder that the user named. An earlier service may have ended there in any way; none may be running
+    there.
 
-    ``keeps``: its versions and snapshots stay, for a service that carries on.
+    ``keeps``: versions and snapshots stay, for a service that carries on.
     """
     lock = folder / LOCK_FILE
     try:
@@ -213,7 +218,7 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
 
 
 def check_run_folder(config: Config) -> None:
-    """Raises InvalidValue where ``run_folder_of`` would; nothing is taken over, and nothing is left."""
+    """Raises InvalidValue in the cases in which ``run_folder_of`` would; changes nothing."""
     folder = Path(config.service.run_folder)
     if not config.service.run_folder:
         return
@@ -227,14 +232,14 @@ def check_run_folder(config: Config) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a service has been in it."""
+    """Returns whether a service has used the folder."""
     return (folder / LOCK_FILE).exists() or (folder / WEIGHTS_FOLDER / "proof").is_file()
 
 
 def _check_left(folder: Path, ours: bool) -> None:
     for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
         if left.exists() and not ours:
-            allowed = f"a folder for services alone: no service has made {left}"
+            allowed = f"a folder used by services alone: no service has made {left}"
             raise InvalidValue(RUN_FOLDER, str(folder), allowed)
 
 
@@ -249,7 +254,7 @@ def _in_use(folder: Path) -> InvalidValue:
 async def recorder_of(
     config: Config, store: WeightStore, stack: contextlib.AsyncExitStack, carries_on: bool
 ) -> Recorder | None:
-    """``carries_on``: an earlier life of this service may have begun the record."""
+    """Opens the run record. ``carries_on``: an earlier incarnation may have begun it."""
     if not config.record:
         return None
     folder = Path(config.record) if carries_on else _new_record(config)
@@ -257,14 +262,14 @@ async def recorder_of(
     stack.callback(recorder.close)
     with writable("record", folder):
         if not carries_on:
-            await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that came to nothing has kept its model
+            await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that failed early has stored its model
         for version in store.versions():
             await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
     return recorder
 
 
 def check_record(config: Config) -> None:
-    """Raises InvalidValue where ``recorder_of`` would; nothing is left."""
+    """Raises InvalidValue in the cases in which ``recorder_of`` would; changes nothing."""
     if config.record:
         try:
             try_folder(_new_record(config))
@@ -275,7 +280,7 @@ def check_record(config: Config) -> None:
 def _new_record(config: Config) -> Path:
     folder = Path(config.record)
     lines = any(file.exists() and file.stat().st_size for file in (folder / name for name in LINES_FILES))
-    # ids and versions begin anew with each service
+    # each service counts ids and versions from the beginning
     if lines or any(kept.name != "0" for kept in (folder / VERSIONS_FOLDER).glob("[0-9]*")):
         raise InvalidValue("record", config.record, "a folder without an earlier record")
     return folder
