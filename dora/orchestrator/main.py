@@ -151,7 +151,7 @@ class _Start:
         return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s)
 
     async def launch(self) -> Processes:
-        """Starts the worker processes, which import their libraries meanwhile, and adopts those that are still running."""
+        """Starts the worker processes, which import their libraries meanwhile, and adopts those still running."""
         config, state, tokens = self.config, self.state, self.tokens
         living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of)
         found = {} if living is None else living.find(is_started_so)

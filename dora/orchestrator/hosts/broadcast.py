@@ -1,13 +1,13 @@
-"""Which host takes which version from whom: decided by events, answered with commands, without clock or I/O.
+"""Decides which host fetches which version from which other host: events in, commands out, no clock and no I/O.
 
     joined, lost, published, sealed, failed, missed, retired, remind  ──▶  Fetch, Drop, Ready, GaveUp, Gone
 
-Every living host is to have every live version. A version starts at the host where it was published, and goes down a
-chain (``dora/relay/chain.py``); a lost host is cut out of it, and any host that has the version whole takes the place
-of a lost head. Events of a past epoch of a host, and of versions that are not live, change nothing. Version 0, the
-model itself, is on every host and does not travel.
+Every live host gets every live version. A version starts at the host on which it was published and goes down a chain
+(``dora/relay/chain.py``). A lost host is cut out of the chain; any host with the whole version replaces a lost head.
+Events of a past epoch of a host, and of versions that are not live, change nothing. Version 0, the model itself, is on
+every host and does not travel.
 
-A worker may load a version only where its host ``has`` it: ``Ready`` says when.
+A worker may load a version only after its host ``has`` it: ``Ready`` says when.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +21,14 @@ from dora.relay.orders import Arrived, Failed, Upstream
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.manifest import parsed_name
 
-ATTEMPTS: Final = 3  # of a host to get a version, one after the other; then ``remind`` begins anew
-ALIKE: Final = 1.5  # times a giver's own rate: who receives no faster or slower than that may have waited for it
-COMPLAINTS: Final = 2  # hosts that got wrong bytes from another one: nobody takes this version from it any more
+ATTEMPTS: Final = 3  # consecutive attempts of a host to get a version; ``remind`` starts over
+ALIKE: Final = 1.5  # times a giver's own rate: a receiver in this range may only have waited for it
+COMPLAINTS: Final = 2  # hosts that got wrong bytes from another one before nobody fetches this version from it
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """To a host: bring this version, from the first of these that can give it. Replaces an earlier order for it."""
+    """Order to a host: fetch this version from the first of these hosts that can give it. Replaces an earlier order."""
 
     host: str
     epoch: int
@@ -39,7 +39,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """To a host: this version is needed no more."""
+    """Order to a host: drop this version."""
 
     host: str
     epoch: int
@@ -48,7 +48,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The host has the version whole: its workers may load it."""
+    """The host has the whole version: its workers may load it."""
 
     host: str
     version: int
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The host could not get the version. It is asked again when ``remind`` is called."""
+    """The host could not get the version. ``remind`` makes it try again."""
 
     host: str
     version: int
@@ -65,8 +65,9 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """There is nobody to take the version from: no living host has it whole (``holders``), and it has to be published
-    anew; or those that have it are said to send wrong bytes."""
+    """No host can give the version: no live host has the whole of it (``holders``), and it must be published again; or
+    the hosts that have it are reported to send wrong bytes.
+    """
 
     version: int
     name: str
@@ -91,32 +92,33 @@ class _Host:
 class _Version:
     name: str
     total_bytes: int
-    chain: Chain | None = None  # None: no living host has it
-    failures: dict[str, int] = field(default_factory=dict)  # by host, since something of it was ordered anew
-    avoided: dict[str, set[str]] = field(default_factory=dict)  # by host: who sent it wrong bytes
+    chain: Chain | None = None  # None: no live host has it
+    failures: dict[str, int] = field(default_factory=dict)  # by host, since the last new order
+    avoided: dict[str, set[str]] = field(default_factory=dict)  # by host: senders of wrong bytes
     waiting: set[str] = field(default_factory=set)  # hosts that gave up
 
 
 class Broadcast:
-    """The state of all versions on all hosts. Each event returns the commands that follow from it, in order."""
+    """The state of all versions on all hosts. Each event returns the commands that follow, in order."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self._versions: dict[int, _Version] = {}
-        self._measured: dict[str, Arrived] = {}  # by who received: not weighed yet, as the giver's own may come later
+        # by receiver; not yet weighed, because the giver's own rate may come later
+        self._measured: dict[str, Arrived] = {}
         self._newest = 0
 
     # -------------------------------------------------------------------------------------------------------- looking
 
     def has(self, host: str, version: int) -> bool:
-        """Whether a worker of this host may load the version now."""
+        """Returns whether a worker of this host may load the version now."""
         known, live = self._hosts.get(host), self._versions.get(version)
         if version == 0:
             return known is not None
         return known is not None and live is not None and known.whole.get(version) == live.name
 
     def holders(self, version: int) -> tuple[str, ...]:
-        """Hosts that have a version whole, by name."""
+        """Names of the hosts that have the whole version."""
         return tuple(host for host in sorted(self._hosts) if self.has(host, version))
 
     def hosts(self) -> tuple[str, ...]:
@@ -127,12 +129,12 @@ class Broadcast:
         return {version: live.name for version, live in sorted(self._versions.items())}
 
     def chain(self, version: int) -> tuple[str, ...]:
-        """The hosts in the order in which a version reaches them; empty where it is not live, or nobody has it."""
+        """The hosts in the order in which the version reaches them; empty if it is not live or no host has it."""
         live = self._versions.get(version)
         return live.chain.hosts if live is not None and live.chain is not None else ()
 
     def link(self, host: str) -> Link | None:
-        """What was measured of the link on which a host receives; None where only slower hosts gave to it."""
+        """The measured link on which a host receives; None if only slower hosts gave to it."""
         self._weigh()
         known = self._hosts.get(host)
         return known.link if known is not None else None
@@ -140,10 +142,10 @@ class Broadcast:
     # --------------------------------------------------------------------------------------------------------- events
 
     def joined(self, host: str, epoch: int, address: str, zone: str = "", held: Iterable[str] = ()) -> list[Command]:
-        """A host is there. ``address``: of its relay; ``held``: names of the versions that it has whole.
+        """A host joins. ``address``: of its relay; ``held``: names of the versions that it has whole.
 
-        It gets what it lacks, the newest version first. What it has that is not live is dropped, so a service that
-        starts again names the live versions first (``restored``). A later epoch of a host replaces the earlier one.
+        It gets the missing versions, the newest first, and drops versions that are not live. A service that starts
+        again therefore names its live versions first (``restored``). A later epoch of a host replaces the earlier one.
         """
         known = self._hosts.get(host)
         if known is not None and known.epoch >= epoch:
@@ -163,7 +165,7 @@ class Broadcast:
         return out
 
     def lost(self, host: str, epoch: int) -> list[Command]:
-        """A host is gone, with all that it had."""
+        """A host is lost, with all its versions."""
         known = self._hosts.get(host)
         if known is None or known.epoch != epoch:
             return []
@@ -178,17 +180,17 @@ class Broadcast:
         return out
 
     def restored(self, version: int, name: str, total_bytes: int) -> list[Command]:
-        """A version that was live before the service started again: a host that joins has it, or it is ``Gone``."""
+        """Adds a version that was live before a restart: a joining host has it, or it is ``Gone``."""
         self._newest = max(self._newest, version)
         self._versions.setdefault(version, _Version(name, total_bytes))
         return []
 
     def published(self, version: int, name: str, host: str, total_bytes: int, anew: bool = False) -> list[Command]:
-        """A host has a version whole that a trainer has published there; the others are to get it.
+        """Adds a version that a trainer has published on a host; the others fetch it.
 
-        A repetition changes nothing. ``anew``: it takes the place of a live one that was rejected; where that has the
-        same weights, whoever has it may load it again. Raises Conflict where another version of this number is live,
-        or a newer one was published before.
+        A repetition changes nothing. ``anew``: it replaces a live version that was rejected; hosts with the same
+        weights may load them again. Raises Conflict if another version of this number is live, or a newer one was
+        published before.
         """
         live = self._versions.get(version)
         if live is not None and live.name == name:
@@ -196,7 +198,9 @@ class Broadcast:
             known = self._hosts.get(host)
             return again if known is None else [*again, *self._whole(host, known, version)]
         if live is not None and not anew:
-            raise Conflict("version", name, f"{live.name}, or another number", why="is another one than was published")
+            raise Conflict(
+                "version", name, f"{live.name}, or another number", why="is not the version that was published"
+            )
         if live is None and version <= self._newest:
             allowed = f"above {self._newest}, which was published before"
             raise Conflict("version", name, allowed, why="comes too late")
@@ -207,7 +211,7 @@ class Broadcast:
         return [*out, *(self._whole(host, known, version) if known is not None else [Gone(version, name)])]
 
     def sealed(self, host: str, epoch: int, outcome: Arrived) -> list[Command]:
-        """A host has brought a version in."""
+        """A host has received a whole version."""
         known = self._hosts.get(host)
         if known is None or known.epoch != epoch:
             return []
@@ -220,8 +224,9 @@ class Broadcast:
         return self._whole(host, known, version)
 
     def failed(self, host: str, epoch: int, outcome: Failed) -> list[Command]:
-        """A host could get a version from none of those that it was to ask. Others are named; after some attempts it
-        is left without until ``remind``, and those behind it take from others."""
+        """A host could get a version from none of its upstreams. It gets other ones; after some attempts it waits for
+        ``remind``, and its followers take the version from others.
+        """
         known = self._hosts.get(host)
         version, _ = parsed_name(outcome.name)
         live = self._versions.get(version)
@@ -244,7 +249,7 @@ class Broadcast:
         return [*out, *self._left(host, version, live)]
 
     def missed(self, host: str, epoch: int, name: str) -> list[Command]:
-        """A host has a version no longer, or not as it was published: it gets it anew, from whoever else has it."""
+        """A host has lost a version, or has it damaged: it fetches the version again from another host."""
         known = self._hosts.get(host)
         version, _ = parsed_name(name)
         live = self._versions.get(version)
@@ -258,7 +263,7 @@ class Broadcast:
         return out if is_told or self.holders(version) else [*out, Gone(version, name)]
 
     def retired(self, version: int) -> list[Command]:
-        """No step trains on it any more: all hosts drop it."""
+        """No step trains on the version: all hosts drop it."""
         live = self._versions.pop(version, None)
         if live is None:
             return []
@@ -269,8 +274,9 @@ class Broadcast:
         return out
 
     def remind(self) -> list[Command]:
-        """Hosts that gave up try again, also from one that was doubted, if it alone has the version: called now and
-        then."""
+        """Makes hosts that gave up try again, even from a suspect host if it alone has the version. Called
+        periodically.
+        """
         out: list[Command] = []
         for version, live in sorted(self._versions.items(), reverse=True):
             holders = self.holders(version)
@@ -286,7 +292,7 @@ class Broadcast:
     # ------------------------------------------------------------------------------------------------------- deciding
 
     def _whole(self, host: str, known: _Host, version: int) -> list[Command]:
-        """A host has a version whole, by whatever way."""
+        """A host has the whole version, in whatever way."""
         live = self._versions[version]
         if self.has(host, version):
             return []
@@ -296,7 +302,7 @@ class Broadcast:
         return [Ready(host, version), *([] if live.chain is not None else self._begun(host, version, live))]
 
     def _begun(self, head: str, version: int, live: _Version) -> list[Command]:
-        """All that lack a version are to get it from this host on."""
+        """Makes all hosts without the version fetch it, from this head on."""
         self._weigh()
         lacking = [host for host in self._hosts if not self.has(host, version)]
         sites = [self._hosts[host].site(host) for host in lacking]
@@ -306,7 +312,7 @@ class Broadcast:
         return [self._fetch(host, live, self._upstreams(host, version, live)) for host in live.chain.hosts[1:]]
 
     def _weigh(self) -> None:
-        """Takes what was measured for what it tells: a host behind a slow one received slowly, and may be fast."""
+        """Evaluates measured rates: a host behind a slow one received slowly, but may be fast."""
         while self._measured:
             self._weigh_one(next(iter(self._measured)))
 
@@ -323,7 +329,7 @@ class Broadcast:
         known.link = known.link.after(measured) if known.link is not None else measured
 
     def _appeared(self, host: str, version: int) -> list[Command]:
-        """A host has come, or tries again: it goes to the end of the chain."""
+        """Puts a host that joined, or tries again, at the end of the chain."""
         live, known = self._versions[version], self._hosts[host]
         if self.has(host, version):
             return [] if live.chain is not None else self._begun(host, version, live)
@@ -335,7 +341,7 @@ class Broadcast:
         return [self._fetch(host, live, self._upstreams(host, version, live))]
 
     def _left(self, host: str, version: int, live: _Version) -> list[Command]:
-        """A host gives no more of this version: it is cut out of the chain, or replaced as its head."""
+        """Cuts a host that stops giving this version out of the chain, or replaces it as the head."""
         chain = live.chain
         if chain is None or host not in chain:
             return []
@@ -351,7 +357,7 @@ class Broadcast:
         return self._pointed(chain.replace_head(heir), version, live)
 
     def _pointed(self, hosts: Sequence[str], version: int, live: _Version) -> list[Command]:
-        """Those of ``hosts`` that still take the version in take it from others."""
+        """Gives new upstreams to those of ``hosts`` that are still receiving the version."""
         return [
             self._fetch(host, live, self._upstreams(host, version, live))
             for host in hosts
@@ -359,12 +365,12 @@ class Broadcast:
         ]
 
     def _suspected(self, culprit: str, version: int, live: _Version) -> list[Command]:
-        """Hosts have complained of wrong bytes: after some, nobody takes the version from this one."""
+        """Counts complaints of wrong bytes: after some, nobody fetches the version from this host."""
         if not self._is_suspect(culprit, live):
             return []
         known, out = self._hosts.get(culprit), self._left(culprit, version, live)
         if known is not None and known.whole.get(version) == live.name and live.chain is not None:
-            del known.whole[version]  # others have it: it gets it anew
+            del known.whole[version]  # others have it, so it fetches the version again
             live.waiting.add(culprit)
             out.append(Drop(culprit, known.epoch, live.name))
         return out

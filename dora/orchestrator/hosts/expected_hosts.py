@@ -1,7 +1,7 @@
-"""Hosts of an earlier life of the service, until their agents have come back or are given up.
+"""Hosts of an earlier incarnation, until their agents return or are given up.
 
-Their workers and pools need no agent for it: they connect with the tokens that they have, and are let in by these. What
-was decided of one of them meanwhile is told to the agent when it comes.
+Their workers and pools need no agent to return: they connect with their old tokens. Decisions about them are sent to
+the agent when it returns.
 """
 
 from collections.abc import Mapping, Set
@@ -19,18 +19,18 @@ class ExpectedHost:
 
     epoch: int
     names: set[str]
-    distrusted: set[str] = field(default_factory=set)  # to be killed, and started again
+    distrusted: set[str] = field(default_factory=set)  # to be killed and started again
 
     def workers_of(self, name: str) -> set[str]:
-        """All but the pool. ``name``: the host's."""
+        """All names but the pool's. ``name``: the host's."""
         return self.names - {pool_id_of(name)}
 
 
 class ExpectedHosts:
-    """By name. ``stands``: as the ledger has them, [epoch, {worker or pool: mark of its token}]."""
+    """Expected hosts by name. ``stands``: from the ledger: [epoch, {worker or pool: mark of its token}]."""
 
     def __init__(self, stands: Mapping[str, Any], tokens: Tokens) -> None:
-        """From now on the tokens of all these workers and pools are good."""
+        """Makes the tokens of all these workers and pools valid."""
         self._tokens = tokens
         self._hosts = {name: ExpectedHost(epoch, set(marks)) for name, (epoch, marks) in stands.items()}
         for _, marks in stands.values():
@@ -41,12 +41,12 @@ class ExpectedHosts:
         return host in self._hosts
 
     def names(self) -> tuple[str, ...]:
-        """Of the hosts."""
+        """Names of the hosts."""
         return tuple(self._hosts)
 
     def statuses(self) -> list[pb.HostStatus]:
-        """As operators see them."""
-        why = "its agent has not come back yet since the service was started again"
+        """The hosts' states for operators."""
+        why = "its agent has not returned since the service was restarted"
         return [
             pb.HostStatus(name=name, state="awaited", epoch=host.epoch, workers=len(host.workers_of(name)), reason=why)
             for name, host in sorted(self._hosts.items())
@@ -57,22 +57,22 @@ class ExpectedHosts:
         return {name for host in self._hosts.values() for name in host.names}
 
     def host_of(self, name: str) -> str | None:
-        """Of a worker or pool."""
+        """The host of a worker or pool."""
         return next((host for host, expected in self._hosts.items() if name in expected.names), None)
 
     def orphaned(self, hello: pb.HostHello) -> bool:
-        """Whether the agent that says hello has the processes which are awaited: those of the same epoch."""
+        """Returns whether an agent's hello has the expected processes: those of the same epoch."""
         expected = self._hosts.get(hello.name)
         return expected is not None and hello.HasField("kept") and hello.kept.epoch == expected.epoch
 
     def take(self, host: str) -> ExpectedHost:
-        """It is awaited no more. Its tokens stay as they are."""
+        """Removes a host from the expected ones. Its tokens stay valid."""
         return self._hosts.pop(host)
 
     def distrust(self, name: str) -> str | None:
-        """A worker or pool is to be killed, and started again: what it connected with is good for nothing any more.
+        """Revokes the token of a worker or pool, which is killed and started again.
 
-        Returns its host, where that is awaited.
+        Returns its host if that is expected.
         """
         host = self.host_of(name)
         if host is not None:
@@ -81,7 +81,7 @@ class ExpectedHosts:
         return host
 
     def let_go(self, worker_id: str) -> str | None:
-        """A worker is to end, and not to be started again. Returns its host likewise."""
+        """Marks a worker as ending for good. Returns its host if that is expected."""
         host = self.host_of(worker_id)
         if host is not None:
             self._hosts[host].names.discard(worker_id)
@@ -89,7 +89,7 @@ class ExpectedHosts:
         return host
 
     def stand(self, host: str) -> tuple[int, dict[str, str]]:
-        """The epoch, and the marks of the tokens that are good."""
+        """The epoch, and the marks of the valid tokens."""
         expected = self._hosts[host]
         names = sorted(expected.names - expected.distrusted)
         return expected.epoch, {name: self._tokens.mark_of(name) for name in names}

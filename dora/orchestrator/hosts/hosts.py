@@ -1,13 +1,12 @@
-"""The hosts of a service: its own, and those whose agents have joined. Which versions each holds; which workers each is
-to run is asked of ``staffing.py``.
+"""The hosts of a service: its own, and those whose agents have joined, with the versions that each holds.
+``worker_counts.py`` decides which workers each runs.
 
-A host is lost when its agent's stream ends or says nothing for too long. Its workers and its pool are lost with it, at
-once and for good: their tokens are good for nothing, so whoever of them still lives is refused. An agent that comes
-back begins a new epoch, with new workers' processes under the same ids.
+A host is lost when its agent's stream ends or is silent for too long. Its workers and its pool are lost with it for
+good: their tokens are revoked, so those that still run are refused. An agent that returns begins a new epoch, with new
+worker processes under the same ids.
 
-A service that carries on is another matter: to its journal the epochs were not over that stood as the earlier life
-ended. Workers and pools of these go on, and their agents are awaited (``awaited.py``). Each begins a new epoch with the
-processes that it has kept.
+After a restart of the service, epochs that were active at shutdown remain valid. Their workers and pools continue, and
+their agents are expected (``expected_hosts.py``). Each agent begins a new epoch with the processes that it has kept.
 """
 
 import asyncio
@@ -44,8 +43,8 @@ log = logging.getLogger("dora.service")
 HOSTS_MAX: Final = 1024
 LOST_KEPT: Final = 64
 LEFT_BY_ITSELF: Final = "its agent was told to end"
-NOT_BACK: Final = "its agent has not come back"
-ANOTHER_CAME: Final = "its agent came back without its processes"
+NOT_BACK: Final = "its agent has not returned"
+ANOTHER_CAME: Final = "its agent returned without its processes"
 
 
 class Hosts:
@@ -60,7 +59,7 @@ class Hosts:
         post: Callable[[on.Event], None],
         note: Callable[[records.LogRecord], None] = lambda record: None,
     ) -> None:
-        """``note``: tells the journal which hosts stand."""
+        """``note`` logs the valid epochs of hosts."""
         self._config = config
         self._store = store
         self._sessions = sessions
@@ -70,7 +69,7 @@ class Hosts:
         self._hosts: dict[str, Host] = {}
         self.worker_counts = WorkerCounts(self._hosts, state, post)
         self._expected: ExpectedHosts | None = None
-        self._expected_s: float | None = None  # since when agents are let in
+        self._expected_s: float | None = None  # time from which agents may join
         self._unlike: Mapping[str, int] = {}
         self._is_suspended = False
         self._lost: dict[str, pb.HostStatus] = {}
@@ -83,27 +82,28 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------ coming and going
 
     def expect(self, stands: Mapping[str, Any], epoch: int, tokens: Tokens) -> Collection[str]:
-        """Hosts of an earlier life, as its ledger has them, may come back; ``epoch``: the last that was given.
+        """Expects the hosts of an earlier incarnation's ledger; ``epoch``: the last that was given.
 
-        Returns the names of their workers and pools, which are let in from now on.
+        Returns the names of their workers and pools, which may connect from now on.
         """
         self._epochs = epoch
         has_pools = bool(self._config.kv.pool_mb)
         alike = {name: stand for name, stand in stands.items() if (pool_id_of(name) in stand[1]) == has_pools}
-        self._unlike = {name: stands[name][0] for name in stands.keys() - alike.keys()}  # a pool too many, or none
+        # their pool does not fit the configuration
+        self._unlike = {name: stands[name][0] for name in stands.keys() - alike.keys()}
         self._expected = ExpectedHosts(alike, tokens)
         return self._expected.members()
 
     def stood(self) -> tuple[on.HostJoined, ...]:
-        """The hosts that are awaited, as the core is to know them: the model is all that they surely have."""
+        """The expected hosts for the core. They surely hold only the model."""
         return tuple(on.HostJoined(name, (0,)) for name in (self._expected.names() if self._expected else ()))
 
     def suspend(self) -> None:
-        """The service ends, and a later life carries on: what is lost from now on is not over."""
+        """Keeps epochs valid for the next incarnation: losses from now on are not logged."""
         self._is_suspended = True
 
     def begin(self, launcher: Launcher, folder: Path, tokens: Tokens) -> None:
-        """The service's own host, with its run folder."""
+        """Adds the service's own host with its run folder."""
         for name, epoch in self._unlike.items():
             self._note(records.HostStands(name, epoch, None))
         self._hosts[LOCAL] = Host(LOCAL, launcher)
@@ -111,19 +111,19 @@ class Hosts:
         self.folder = folder
 
     def open_relay(self, listen_host: str, oldest: int = 0) -> None:
-        """Other hosts' relays reach that of the service's own host at this address from now on, and hosts may join.
+        """Opens the relay of the service's own host at this address; hosts may join.
 
-        ``oldest``: versions in the store below it are not live; the one that trainers refer to may be kept there.
+        ``oldest``: stored versions below it are not live; the trainers' reference version may be among them.
         """
         self._distributor.begin(listen_host, oldest)
         self._opened.set()
 
     async def opened(self) -> None:
-        """Returns once hosts may join: which versions are live is known then, so that none of theirs is dropped."""
+        """Returns once hosts may join: the live versions are known then, so no host drops one."""
         await self._opened.wait()
 
     def close_relay(self) -> None:
-        """May be called where it was not opened."""
+        """May be called without ``open_relay``."""
         self._distributor.close()
 
     def check(self, hello: pb.HostHello, digest: str) -> None:
@@ -135,22 +135,22 @@ class Hosts:
         if hello.model_digest and hello.model_digest != digest:
             raise Conflict("model", hello.model_digest[:64], f"that of the service's model, {digest}", why="is another")
         if name in self._hosts:
-            allowed = "a name that no host has which is there: dora host --name"
+            allowed = "a name that no connected host has: dora host --name"
             raise Conflict("name", name, allowed, why="is in use")
         if len(self._hosts) > HOSTS_MAX:
             raise Conflict("name", name, f"one of at most {HOSTS_MAX} hosts", why="is one too many")
         if self._orphaned(hello):
-            return  # what it holds has its room already
+            return  # its versions are in that room already
         models = self._config.window.most + 1 + (not hello.model_digest)
         needed_bytes = models * self._store.reference.content_bytes
         free_bytes = hello.capacity.store_free_bytes
         if free_bytes < needed_bytes:
-            allowed = f"{needed_bytes:,} bytes, for {models} models: those of the window, one on its way in"
+            allowed = f"{needed_bytes:,} bytes, for {models} models: the window's versions and one that arrives"
             allowed += "" if hello.model_digest else ", and the model itself"
             raise LimitExceeded("store_free_bytes", free_bytes, allowed, why="is too little")
 
     def join(self, hello: pb.HostHello, digest: str) -> HostSession:
-        """Begins a new epoch of a host. Raises as ``check``."""
+        """Begins a new epoch of a host. Raises like ``check``."""
         self.check(hello, digest)
         assert self._tokens is not None
         goes_on = self._orphaned(hello)
@@ -173,7 +173,7 @@ class Hosts:
         return self._expected is not None and self._expected.orphaned(hello)
 
     def _adopt(self, session: HostSession, launcher: RemoteLauncher, kept: set[str]) -> None:
-        """Its workers go on, with the orders that did not reach it, and those that it should have had."""
+        """Adopts a host's workers, and sends it the orders that did not reach it."""
         assert self._expected is not None
         expected, pool_id = self._expected.take(session.name), pool_id_of(session.name)
         workers = expected.workers_of(session.name)
@@ -186,11 +186,11 @@ class Hosts:
             session.send(pb.HostOrder(stop_worker=pb.StopWorker(worker_id=worker_id)))
 
     def _give_up(self, name: str, reason: str) -> None:
-        """A host is awaited no more: its epoch is over. Nothing happens where it is not awaited."""
+        """Ends the epoch of an expected host; does nothing for other hosts."""
         if self._expected is None or name not in self._expected:
             return
         expected = self._expected.take(name)
-        log.error("host %s has gone (epoch %d): %s", name, expected.epoch, reason)
+        log.error("host %s is lost (epoch %d): %s", name, expected.epoch, reason)
         self._keep_lost(pb.HostStatus(name=name, state="lost", epoch=expected.epoch, reason=reason))
         self._end(name, expected.epoch, expected.names, reason)
 
@@ -224,13 +224,13 @@ class Hosts:
         )
 
     def welcomed(self, session: HostSession, workers: int) -> None:
-        """Starts its workers, where it has not kept them; below 0: as many as the service's own."""
+        """Starts the host's workers unless it has kept them; below 0: as many as the service's own host."""
         host = self._hosts.get(session.name)
         if host is not None and host.session is session and not session.goes_on:
             host.launcher.scale(self._config.workers.count if workers < 0 else workers)
 
     def lose(self, session: HostSession, reason: str) -> None:
-        """The epoch is over, and so are those of its workers and its pool."""
+        """Ends the epochs of a host, its workers and its pool."""
         host = self._hosts.get(session.name)
         if host is None or host.session is not session:
             return
@@ -244,7 +244,7 @@ class Hosts:
         self._keep_lost(shown)
         log.log(
             logging.INFO if left else logging.ERROR,
-            "host %s has gone (epoch %d): %s",
+            "host %s is lost (epoch %d): %s",
             session.name,
             session.epoch,
             reason,
@@ -256,14 +256,14 @@ class Hosts:
         self._distributor.lost(session.name, session.epoch)
 
     def _end(self, host: str, epoch: int, names: Collection[str], reason: str) -> None:
-        """The epoch of a host is over, and so are those of these workers and this pool, to a later life too."""
+        """Ends the epochs of a host and these workers and pool, for later incarnations too."""
         assert self._tokens is not None
         self._note(records.HostStands(host, epoch, None))
         for name in names:
             self._tokens.ended(name)
             ended = self._sessions.end(name)
             if ended is not None:
-                self._sessions.lose(ended, f"its host {host} is gone: {reason}")
+                self._sessions.lose(ended, f"its host {host} is lost: {reason}")
         self._post(on.HostLost(host))
 
     def _keep_lost(self, shown: pb.HostStatus) -> None:
@@ -272,7 +272,7 @@ class Hosts:
             del self._lost[next(iter(self._lost))]
 
     def look(self, limit_s: float) -> None:
-        """Hosts that have said nothing for so long are lost; versions that did not get everywhere are tried again."""
+        """Ends hosts that are silent, and distributes versions again that did not arrive."""
         self._distributor.remind()
         if self._expected_s is None:
             self._expected_s = time.monotonic()
@@ -284,38 +284,38 @@ class Hosts:
                 self.lose(host.session, f"silent for {limit_s:g} s")
 
     def close(self) -> None:
-        """The service ends: agents end with it."""
+        """Ends all agents with the service."""
         for host in self._hosts.values():
             if host.session is not None:
                 host.session.leave("the service has ended")
 
     def host_of(self, name: str) -> str | None:
-        """Of a worker or pool that the service's launchers started; None of any other, and of hosts that are gone."""
+        """The host of a worker or pool that a launcher of the service started; otherwise None."""
         for host in self._hosts.values():
             if name in host.launcher.workers or name == pool_id_of(host.name):
                 return host.name
         return None if self._expected is None else self._expected.host_of(name)
 
     def has(self, name: str) -> bool:
-        """Whether a host of this name is there."""
+        """Returns whether a host of this name is connected."""
         return name in self._hosts
 
     def has_others(self) -> bool:
-        """Whether another host than the service's own has workers."""
+        """Returns whether hosts other than the service's own have workers."""
         return any(host.launcher.workers and not host.is_failed for host in self._remote())
 
     # ----------------------------------------------------------------------------------------------- what agents say
 
     def ready(self, session: HostSession, message: pb.HostReady) -> None:
-        """Its relay listens. Raises InvalidValue for names that are none."""
+        """Notes that the host's relay listens. Raises InvalidValue for invalid names."""
         self._distributor.joined(session.name, session.epoch, message.relay_address, message.held, session.zone)
 
     def arrived(self, session: HostSession, message: pb.VersionArrived) -> None:
-        """Raises InvalidValue for a name that is none, and for measures that are not finite."""
+        """Raises InvalidValue for an unknown name or measures that are not finite."""
         self._distributor.arrived(session.name, session.epoch, message)
 
     def failed(self, session: HostSession, message: pb.VersionFailed) -> None:
-        """Raises InvalidValue for a name that is none."""
+        """Raises InvalidValue for an unknown name."""
         self._distributor.failed(session.name, session.epoch, message)
 
     def reported(self, session: HostSession, report: pb.HostReport) -> None:
@@ -327,7 +327,7 @@ class Hosts:
             host.launcher.fails(report.failed)
 
     def leaves(self, session: HostSession) -> None:
-        """Its agent was told to end. Where the host cannot be emptied it goes as it is."""
+        """Empties a host whose agent was told to end. If that is impossible, the host leaves with its requests."""
         try:
             self.worker_counts.drain(session.name)
         except Conflict as error:
@@ -337,36 +337,38 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------------- versions
 
     def published(self, version: int, *, anew: bool = False) -> None:
-        """The version is in the service's own store: the other hosts are to get it."""
+        """Distributes a version that is in the service's own store."""
         self._distributor.published(version, anew=anew)
 
     def publishing(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """While a version is published anew: the core hears of no host that has it, so that it is asked for until that
-        has succeeded or failed. Afterwards it hears of all that have it."""
+        """Suppresses availability events while a version is being republished, so that the core asks for it until that
+        succeeds or fails. Reports all holders afterwards.
+        """
         return self._distributor.publishing(version)
 
     def name_of(self, version: int) -> str:
-        """What a live version was published as, whether it is still there or not; empty where it is none."""
+        """The published name of a live version, whether or not its weights exist; empty for other versions."""
         return self._distributor.name_of(version)
 
     def name(self, version: int) -> str:
-        """What workers are told to load, each from its own host, whether the service's own has it or not. Raises
-        NotFound for what is neither live nor in the store."""
+        """The name by which workers load a version, each from its own host. Raises NotFound if it is neither live nor
+        stored.
+        """
         return self.name_of(version) or self._store.name(version)
 
     def canary(self, version: int) -> Canary | None:
-        """What workers have to reproduce of it; None where that is not known. Raises as ``name``."""
+        """The canary that workers must reproduce; None if unknown. Raises like ``name``."""
         return self._distributor.canary(version)
 
     def retired(self, version: int) -> None:
-        """Nobody loads it any more."""
+        """Drops a retired version everywhere."""
         for host in self._remote():
             assert host.session is not None
             host.session.versions.discard(version)
         self._distributor.retired(version)
 
     def _within_reach(self, name: str, version: int) -> None:
-        """A host has a version whole, and its workers may load it."""
+        """Notes that a host has the whole version and its workers may load it."""
         host = self._hosts.get(name)
         if host is None:
             return
@@ -377,12 +379,12 @@ class Hosts:
             self._post(on.VersionArrived("", version))
 
     def shares_store(self, worker_id: str) -> bool:
-        """Whether this worker loads from the service's own store."""
+        """Returns whether this worker loads from the service's own store."""
         worker = self._state.workers.get(worker_id)
         return worker is None or worker.host not in self._state.arrived
 
     def missing(self, worker_id: str, version: int) -> None:
-        """A worker has not found a version on its host, which gets it anew."""
+        """Makes the host of a worker fetch a version again that the worker has not found there."""
         if self.shares_store(worker_id):
             self.look_at_store(version)
             return
@@ -392,21 +394,21 @@ class Hosts:
             self._distributor.missed(host.name, host.session.epoch, version)
 
     async def lacks(self, worker_id: str, version: int) -> bool:
-        """Whether the host of a worker that could not load a version has no more what was published.
+        """Returns whether the host of a worker that failed to load a version has lost it.
 
-        The service's own store is read. Of another host it is taken for true as long as a third one has the version:
-        what is there is checked as it comes, and nothing is lost by getting it once more.
+        The service's own store is read. Another host's loss is assumed if a third host has the version: files are
+        checked as they arrive, and fetching them once more loses nothing.
         """
         if self.shares_store(worker_id):
             return await self._distributor.is_damaged(version)
         return self._distributor.has_elsewhere(self._state.workers[worker_id].host, version)
 
     def look_at_store(self, version: int) -> None:
-        """The service's own store seems to have a version no longer."""
+        """Checks whether the service's own store has lost a version."""
         self._distributor.missed_here(version)
 
     def _lost_version(self, version: int, reason: str) -> None:
-        """No host has a version any more, and the store neither. Within an event: it is told afterwards."""
+        """No host and no store has the version. Posted after the current event."""
         asyncio.get_running_loop().call_soon(self._post, on.VersionUnavailable(version, reason))
 
     def _order(self, name: str, epoch: int, order: pb.HostOrder) -> None:
@@ -429,7 +431,7 @@ class Hosts:
         self.worker_counts.let_go(worker_id)
 
     def worker_lost(self, session: Session) -> None:
-        """One that was to leave has left."""
+        """Notes that a worker which was to leave has left."""
         if self.worker_counts.is_leaving(session.worker_id):
             self._sessions.keep_reason(session.worker_id, DRAINED)
             self.let_go(session.worker_id)
@@ -437,7 +439,7 @@ class Hosts:
     # --------------------------------------------------------------------------------------------------------- status
 
     def statuses(self) -> list[pb.HostStatus]:
-        """Those that are there, the service's own first, then those that are awaited, and those that are gone."""
+        """The hosts for operators: the service's own first, then connected, expected and lost ones."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))
         expected = self._expected.statuses() if self._expected is not None else ()
         return [*map(self._status, there), *expected, *self._lost.values()]
@@ -457,7 +459,7 @@ class Hosts:
         )
         if session is None:
             shown.capacity.CopyFrom(capacity_to_wire(self.folder))
-            with contextlib.suppress(OSError):  # the run folder is gone, which is shown as a fault of the storage
+            with contextlib.suppress(OSError):  # a missing run folder is shown as a storage fault
                 shown.versions.extend(self._store.versions())
             shown.seen_at = time.time()
             return shown

@@ -1,4 +1,4 @@
-"""The service's end of an agent elsewhere: its stream, and its workers' launcher."""
+"""The service's end of a remote agent: its stream, and the launcher of its workers."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens
 
-ORDERS_QUEUED_MAX = 4096  # an agent this far behind is as good as gone
+ORDERS_QUEUED_MAX = 4096  # an agent this far behind counts as lost
 
 
 class HostSession:
@@ -24,24 +24,24 @@ class HostSession:
         self.capacity: pb.HostCapacity = hello.capacity
         self.troubles: dict[str, str] = {}
         self.versions: set[int] = set()
-        self.goes_on = False  # with the processes of its epoch before
+        self.goes_on = False  # continues with the processes of its previous epoch
         self.heard_s = time.monotonic()
         self.seen_at = time.time()
         self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)
 
     def heard(self) -> None:
-        """The agent has said something."""
+        """Notes a message of the agent."""
         self.heard_s, self.seen_at = time.monotonic(), time.time()
 
     def send(self, order: pb.HostOrder) -> None:
-        """Queues an order; an agent that has too many unread ones is given up."""
+        """Queues an order; an agent with too many unread orders is given up."""
         if self._outbox.qsize() >= ORDERS_QUEUED_MAX:
             self.give_up()
         else:
             self._outbox.put_nowait(order)
 
     def leave(self, reason: str) -> None:
-        """The agent is to end. No order follows."""
+        """Tells the agent to end. No order follows."""
         self.send(pb.HostOrder(leave=pb.LeaveHost(reason=reason)))
 
     def give_up(self) -> None:
@@ -51,7 +51,7 @@ class HostSession:
         self._outbox.put_nowait(None)
 
     async def next_order(self) -> pb.HostOrder | None:
-        """None: the stream is to end."""
+        """None ends the stream."""
         return await self._outbox.get()
 
 
@@ -59,7 +59,7 @@ class RemoteLauncher:
     """The workers of a host that an agent runs (``host/launcher.py`` has the contract)."""
 
     def __init__(self, session: HostSession, tokens: Tokens, changed: Callable[[], None] = lambda: None) -> None:
-        """``changed``: called when the workers, or their tokens, are others."""
+        """``changed`` is called after each change of the workers or their tokens."""
         self._session = session
         self._tokens = tokens
         self._changed = changed
@@ -73,7 +73,7 @@ class RemoteLauncher:
         return tuple(self._workers)
 
     def adopt(self, worker_ids: Iterable[str]) -> None:
-        """The agent has these already, with tokens that are good."""
+        """Adopts workers that the agent runs already, with valid tokens."""
         self._workers.extend(worker_ids)
 
     def start(self, worker_id: str) -> None:
@@ -87,7 +87,9 @@ class RemoteLauncher:
         self._session.send(pb.HostOrder(start_worker=pb.StartWorker(worker_id=worker_id, token=token)))
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """With ``again`` also of the host's pool; with another token, since the order may be late, or lost."""
+        """``again``: starts the worker, or the host's pool, again with another token, because the order may be late or
+        lost.
+        """
         if again and (worker_id in self._workers or worker_id == self._pool_id):
             order = pb.StopWorker(worker_id=worker_id, again=True, token=self._tokens.started(worker_id))
         elif not again and worker_id in self._workers:
@@ -108,13 +110,13 @@ class RemoteLauncher:
         return change
 
     def fails(self, reason: str) -> None:
-        """The agent says that no worker is left that may be started again."""
+        """The agent reports that no worker is left that may be started again."""
         if not self.failed.done():
             self.failed.set_exception(WorkerStartError(reason))
-            self.failed.exception()  # it is seen in the host's state
+            self.failed.exception()  # shown in the host's state
 
     def lost(self) -> None:
-        """The host is gone: its workers' tokens are good for nothing any more."""
+        """Revokes the workers' tokens after the loss of the host."""
         for worker_id in self._workers:
             self._tokens.ended(worker_id)
         self._workers.clear()

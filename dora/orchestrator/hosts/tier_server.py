@@ -1,6 +1,6 @@
-"""The shared KV tier's server: a process of the service, started again when it dies, stopped with the service.
+"""The server of the shared KV tier: a process of the service, restarted when it dies, stopped with the service.
 
-Nothing of the service waits for it. Workers look for it by themselves, and without it find nothing in the tier.
+The service never waits for it. Workers connect to it by themselves, and without it find nothing in the tier.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ log = logging.getLogger("dora.service")
 
 SCRIPT: Final = Path(server.__file__)
 LOG_FILE: Final = "kv-tier.log"
-START_S: Final = 120.0  # until its first word: it imports torch
-SILENCE_S: Final = 15.0  # it says something each second
+START_S: Final = 120.0  # until its first message: it imports torch
+SILENCE_S: Final = 15.0  # it sends a message each second
 STOP_S: Final = 10.0
-PAUSE_S: Final = 0.5  # before it is started again; doubled at each death, up to
+PAUSE_S: Final = 0.5  # before a restart; doubled at each death, up to
 PAUSE_MOST_S: Final = 15.0
-HEALTHY_S: Final = 30.0  # a process that lived so long has earned a quick start
+HEALTHY_S: Final = 30.0  # a process that ran for so long is restarted quickly
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 async def check_tier(config: Config) -> str:
-    """What serves the tier, for people. Raises InvalidValue where it could not: no LMCache, another one, no room."""
+    """Describes the tier's server. Raises InvalidValue if it cannot run: no LMCache, another version, no room."""
     kv = config.kv
     if kv.tier == "none":
         return "none"
@@ -44,14 +44,14 @@ async def check_tier(config: Config) -> str:
         raise InvalidValue("kv.tier_python", kv.tier_python or sys.executable, allowed)
     free_mb = shutil.disk_usage(SHARED_MEMORY).free >> 20
     if kv.tier_mb > free_mb:
-        raise InvalidValue("kv.tier_mb", kv.tier_mb, f"at most {free_mb}, which is what {SHARED_MEMORY} has free")
+        raise InvalidValue("kv.tier_mb", kv.tier_mb, f"at most {free_mb}, the free space of {SHARED_MEMORY}")
     if config.service.run_folder:
         check_socket(Path(config.service.run_folder))
     return f"lmcache {found}, {kv.tier_mb} MiB"
 
 
 def check_socket(run_folder: Path) -> None:
-    """Raises InvalidValue where the path of the tier's socket is longer than Unix allows."""
+    """Raises InvalidValue if the path of the tier's socket is longer than Unix allows."""
     over = len(os.fsencode(server.socket_of(run_folder))) - server.SOCKET_PATH_MAX
     if over > 0:
         allowed = f"shorter by {over} bytes, for the socket of the KV tier in it"
@@ -59,7 +59,7 @@ def check_socket(run_folder: Path) -> None:
 
 
 async def _version(kv: KvConfig) -> str:
-    """Of LMCache, as its Python says."""
+    """The version of LMCache in the configured Python."""
     try:
         process = await asyncio.create_subprocess_exec(
             *_command(kv), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
@@ -75,7 +75,7 @@ def _command(kv: KvConfig) -> list[str]:
 
 
 class TierServer:
-    """``chunk_tokens``: of one chunk, whole blocks of the workers' engines."""
+    """``chunk_tokens``: tokens of a chunk, whole blocks of the workers' engines."""
 
     def __init__(self, kv: KvConfig, chunk_tokens: int, run_folder: Path, storage: Storage) -> None:
         self._kv = kv
@@ -85,22 +85,22 @@ class TierServer:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._held: dict[str, int] | None = None  # what the server last said; None: it is down
+        self._held: dict[str, int] | None = None  # the server's last message; None: it is down
         self._reason = "it is starting"
         self._restarts = 0
 
     @property
     def endpoint(self) -> str:
-        """Where workers reach it."""
+        """The endpoint for workers."""
         return f"ipc://{server.socket_of(self._run_folder)}"
 
     @property
     def pid(self) -> int:
-        """Of the process at present; 0: there is none."""
+        """The pid of the process; 0: there is none."""
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     def status(self, workers: int) -> pb.KvTierStatus:
-        """For operators. ``workers``: that reach the tier."""
+        """The tier's state for operators. ``workers``: number of workers that reach it."""
         held = self._held
         return pb.KvTierStatus(
             up=held is not None,
@@ -115,7 +115,7 @@ class TierServer:
         self._task = asyncio.create_task(self._keep(), name="kv-tier")
 
     async def close(self) -> None:
-        """Asks the server to end, then makes it. Its shared memory and socket are gone afterwards."""
+        """Asks the server to end, then kills it. Its shared memory and socket are removed."""
         self._closing.set()
         if self._task is None:
             return
@@ -136,13 +136,13 @@ class TierServer:
             if self._closing.is_set():
                 return
             self._restarts += 1
-            log.warning("the KV tier's server is started again: %s; workers compute what they would find", self._reason)
+            log.warning("the KV tier's server is restarted: %s; meanwhile workers compute its KV again", self._reason)
             pause_s = PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, PAUSE_MOST_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
 
     async def _incarnation(self) -> str:
-        """One process, from start to end. Returns why it ended."""
+        """Runs one process from start to end. Returns the reason of its end."""
         try:
             with self._sink() as sink:
                 self._process = process = await asyncio.create_subprocess_exec(
@@ -165,7 +165,7 @@ class TierServer:
         return silent or f"it ended with {code} (its log: {LOG_FILE})"
 
     async def _listen(self, process: asyncio.subprocess.Process) -> str:
-        """Takes in what the server says, until it ends. Returns why it is to be ended; empty: it has ended."""
+        """Reads the server's messages until it ends. Returns the reason to end it; empty if it has ended."""
         assert process.stdout is not None
         limit_s = START_S
         while True:
@@ -176,9 +176,9 @@ class TierServer:
                 held = json.loads(line)
                 self._held = {name: int(held[name]) for name in ("used_bytes", "size_bytes", "chunks")}
             except TimeoutError:
-                return f"it has said nothing for {limit_s:g} s"
+                return f"it has been silent for {limit_s:g} s"
             except (ValueError, KeyError, TypeError):
-                return "it said something else than what it holds"
+                return "its message is no report of its contents"
             limit_s = SILENCE_S
 
     def _signal(self, send: Callable[[asyncio.subprocess.Process], None]) -> None:
@@ -187,7 +187,7 @@ class TierServer:
                 send(self._process)
 
     def _sink(self) -> BinaryIO:
-        """Where its words go: to its log; nowhere where that cannot be made."""
+        """The server's log file; the null device if it cannot be made."""
         with self._storage.tidying(RUN_FOLDER):
             folder = self._run_folder / "logs"
             folder.mkdir(parents=True, exist_ok=True)

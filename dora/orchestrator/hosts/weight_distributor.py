@@ -1,6 +1,7 @@
-"""How versions get from the service's own host to the others: events to ``broadcast.py``, and what it answers done.
+"""Distributes versions from the service's own host to the others: passes events to ``broadcast.py``, and runs its
+commands.
 
-The relay of the service's own host is a relay like any other: what its store has, other relays take from there.
+The service's own host has a relay like any other: other relays fetch from its store.
 """
 
 import asyncio
@@ -37,8 +38,9 @@ SendOrder = Callable[[str, int, pb.HostOrder], None]
 
 
 class WeightDistributor:
-    """``in_reach`` hears which host has which version now, ``lost`` which version no host has any more, and why;
-    ``order`` sends an order to a host's epoch."""
+    """``in_reach`` receives each host and version that it has now, ``lost`` each version that no host has, with the
+    reason. ``order`` sends an order to a host's epoch.
+    """
 
     def __init__(self, store: HostStore, in_reach: InReach, lost: Lost, order: SendOrder) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
@@ -49,16 +51,16 @@ class WeightDistributor:
         self._broadcast = broadcast.Broadcast()
         self._relay: Relay | None = None
         self._reminded_s = time.monotonic()
-        self._suspect: set[int] = set()  # versions that somebody has not found in the service's own store
-        self._damaged: set[str] = set()  # names of versions whose files here are not those that were published
-        self._checks: dict[str, asyncio.Task[bool]] = {}  # by name: under way
-        self._anew = -1  # the version that is being published anew
-        self._canaries: dict[int, Canary | None] = {}  # of live versions, as they came
+        self._suspect: set[int] = set()  # versions not found in the service's own store
+        self._damaged: set[str] = set()  # names of versions whose files here differ from the publication
+        self._checks: dict[str, asyncio.Task[bool]] = {}  # running checks, by name
+        self._anew = -1  # the version that is being republished
+        self._canaries: dict[int, Canary | None] = {}  # of live versions, as published
 
     def begin(self, listen_host: str, oldest: int = 0) -> None:
-        """The relay of the service's own host listens. Of what the store has, the versions from ``oldest`` on are live.
+        """Opens the relay of the service's own host. Stored versions from ``oldest`` on are live.
 
-        Raises InvalidValue for an address that this host has not.
+        Raises InvalidValue for an address that this host lacks.
         """
         loop = asyncio.get_running_loop()
         own = Identity(LOCAL, OWN_EPOCH, self._store.name(0), this_host())
@@ -75,14 +77,14 @@ class WeightDistributor:
         self._carry_out(self._broadcast.joined(LOCAL, OWN_EPOCH, self._relay.address, held=held))
 
     def close(self) -> None:
-        """May be called where nothing was begun."""
+        """May be called without ``begin``."""
         if self._relay is not None:
             self._relay.close()
 
     # --------------------------------------------------------------------------------------------------------- events
 
     def joined(self, host: str, epoch: int, address: str, held: Iterable[str], zone: str = "") -> None:
-        """``place``: hosts of one reach each other well; that of the service's own host has no name."""
+        """``zone``: of hosts that reach each other well; the zone of the service's own host has no name."""
         names = list(held)
         if len(names) > HELD_MAX or len(address) > 256:
             raise InvalidValue("held", f"{len(names)} versions", f"at most {HELD_MAX}")
@@ -101,8 +103,9 @@ class WeightDistributor:
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
-        """Within it the version is published anew. Nobody hears who has it or that nobody has: who has the weights that
-        were published before is about to have another version. In the end ``in_reach`` hears of all that have it."""
+        """Suppresses availability events while a version is being republished. Afterwards ``in_reach`` receives all
+        holders.
+        """
         self._anew = version
         try:
             yield
@@ -132,30 +135,31 @@ class WeightDistributor:
         self._told(host, epoch, Failed(message.name, message.reason[:REASON_MAX], tuple(message.culprits)))
 
     def remind(self) -> None:
-        """Now and then, hosts that gave a version up try again, and what is missing here is got anew."""
+        """Retries versions that hosts gave up, and fetches again those that are missing here. Called periodically."""
         if time.monotonic() - self._reminded_s >= REMIND_S:
             self._reminded_s = time.monotonic()
             self._look_at_own()
             self._carry_out(self._broadcast.remind())
 
     def missed(self, host: str, epoch: int, version: int) -> None:
-        """Another host has a version no longer."""
+        """Another host has lost a version."""
         if name := self.name_of(version):
             log.error("%s is missing in the store of %s, or damaged there", name, host)
             self._carry_out(self._broadcast.missed(host, epoch, name))
 
     def missed_here(self, version: int) -> None:
-        """The service's own host seems to have a version no longer: ``in_reach`` hears where it has."""
+        """The service's own host may have lost a version: checks it and reports the result to ``in_reach``."""
         self._suspect.add(version)
         self._look_at_own()
 
     def has_elsewhere(self, host: str, version: int) -> bool:
-        """Whether another host than this one has a version whole."""
+        """Returns whether another host has the whole version."""
         return any(holder != host for holder in self._broadcast.holders(version))
 
     async def is_damaged(self, version: int) -> bool:
-        """Whether this host's files of a live version are not what was published; it is then missing here. Reads all
-        of them, once for all that ask meanwhile."""
+        """Returns whether this host's files of a live version differ from the publication; it is missing here then.
+        Reads all files, once for all concurrent callers.
+        """
         name = self.name_of(version)
         if not name:
             return False
@@ -169,7 +173,7 @@ class WeightDistributor:
         except OSError as error:  # the folder of all versions is at fault, which may pass
             log.error("%s cannot be read: %s", name, error)
             is_sound = True
-        if self._checks.get(name) is asyncio.current_task():  # else it has come anew meanwhile
+        if self._checks.get(name) is asyncio.current_task():  # otherwise it has been replaced meanwhile
             del self._checks[name]
             if not is_sound and self._is_here(version, name):
                 log.error("%s is damaged in this host's store", name)
@@ -177,7 +181,7 @@ class WeightDistributor:
         return not is_sound
 
     def _replaced(self, name: str) -> None:
-        """The files of this version are other ones from now on, or none."""
+        """Notes that the files of this version have changed or been removed."""
         self._damaged.discard(name)
         self._checks.pop(name, None)
 
@@ -198,7 +202,7 @@ class WeightDistributor:
                 self._suspect.discard(version)
 
     def _is_here(self, version: int, name: str) -> bool | None:
-        """None: the folder of all versions is at fault, which is shown as such and may pass."""
+        """None: the folder of all versions is at fault, which is shown as a storage fault and may pass."""
         if name in self._damaged:
             return False
         try:
@@ -218,13 +222,13 @@ class WeightDistributor:
             self._carry_out(self._broadcast.failed(host, epoch, outcome))
 
     def name_of(self, version: int) -> str:
-        """The name of a live version; empty where it is none."""
+        """The name of a live version; empty for others."""
         return self._broadcast.versions().get(version, "")
 
     def canary(self, version: int) -> Canary | None:
-        """That with which the version came, else what its first worker made of it, where that is still known here.
+        """The canary that came with the version, or its first worker's, if that is known here.
 
-        Raises NotFound for a version that is neither live nor in the store.
+        Raises NotFound for a version that is neither live nor stored.
         """
         published = self._canaries.get(version)
         if published is not None:
@@ -254,12 +258,12 @@ class WeightDistributor:
                     self._gone(version, name)
 
     def _gone(self, version: int, name: str) -> None:
-        """There is nobody to take it from. Where this host has it, others have complained of that: it is read again."""
+        """No host can give the version. If this host has it, others have complained: its files are read again."""
         if self._relay is None or version == self._anew:
-            return  # this service spreads nothing; or the version is at hand already
+            return  # nothing is distributed, or the version is here
         if not self._broadcast.has(LOCAL, version):
-            log.error("no host has %s any more", name)
-            self._lost(version, "no host has its weights any more")
+            log.error("no host has %s", name)
+            self._lost(version, "no host has its weights")
             return
 
         def tell(checked: asyncio.Future[bool]) -> None:
@@ -268,7 +272,9 @@ class WeightDistributor:
             if (error := checked.exception()) is not None:  # the folder of all versions is at fault, which may pass
                 log.error("%s cannot be read: %s", name, error)
             elif checked.result():
-                log.warning("%s is as it was published, and hosts have got it wrong: its links are at fault", name)
+                log.warning(
+                    "%s is as published, but hosts received it wrong: the links of this host are at fault", name
+                )
             else:
                 log.error("%s is damaged in this host's store", name)
                 self._miss(name)

@@ -1,4 +1,4 @@
-"""Which workers each host is to run, as operators ask for it: hosts grow, shrink and are emptied."""
+"""The workers that each host runs, as operators ask for: hosts grow, shrink and are drained."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from dora.orchestrator.rollout.streams import DRAINED
 
 @dataclass(slots=True)
 class Host:
-    """One machine. ``session`` None: it is the service's own."""
+    """One machine. ``session`` None: the service's own."""
 
     name: str
     launcher: Launcher
     session: HostSession | None = None
     draining: bool = False
-    leaving: set[str] = field(default_factory=set)  # workers that are being emptied, to be stopped then
+    leaving: set[str] = field(default_factory=set)  # workers that are drained, to be stopped afterwards
 
     @property
     def is_failed(self) -> bool:
@@ -27,12 +27,12 @@ class Host:
 
     @property
     def active(self) -> list[str]:
-        """Workers that are to stay."""
+        """Workers that stay."""
         return [name for name in self.launcher.workers if name not in self.leaving]
 
 
 class WorkerCounts:
-    """``hosts``: those that are there, by name. ``post`` hands an event to the core, whose ``state`` is read."""
+    """``hosts``: the connected ones, by name. ``post`` hands an event to the core, whose ``state`` is read."""
 
     def __init__(self, hosts: Mapping[str, Host], state: State, post: Callable[[on.Event], None]) -> None:
         self._hosts = hosts
@@ -40,7 +40,7 @@ class WorkerCounts:
         self._post = post
 
     def drain(self, name: str) -> int:
-        """Empties all workers of a host, which then leaves. Returns how many there are. Raises NotFound, Conflict."""
+        """Drains all workers of a host, which leaves afterwards. Returns their number. Raises NotFound, Conflict."""
         host = self._named(name)
         if host.draining:
             raise Conflict("host", name, "a host that is not draining", why="is draining already")
@@ -53,16 +53,19 @@ class WorkerCounts:
         return count
 
     def drain_worker(self, worker_id: str) -> None:
-        """The same of one worker, which need not be one that a launcher started. Raises NotFound, Conflict."""
+        """Drains one worker, also one that no launcher started. Raises NotFound, Conflict."""
         self._post(on.DrainAsked(worker_id))
         for host in self._hosts.values():
             if worker_id in host.launcher.workers:
                 host.leaving.add(worker_id)
 
     def scale(self, workers: int, name: str) -> tuple[list[str], list[str]]:
-        """Takes a host, or all together, to so many workers. Returns those that start and those that are emptied."""
+        """Brings a host, or all together, to so many workers. Returns the workers that start and those that are
+        drained.
+        """
         hosts = [self._named(name)] if name else [host for host in self._hosts.values() if not host.draining]
-        if hosts and not 0 <= workers <= WORKERS_MAX * len(hosts):  # before anything is dealt out, one by one
+        # checked before the workers are distributed one by one
+        if hosts and not 0 <= workers <= WORKERS_MAX * len(hosts):
             allowed = f"0 to {WORKERS_MAX} on one host, {WORKERS_MAX * len(hosts)} on {len(hosts)}"
             raise InvalidValue("workers", workers, allowed)
         counts = {host.name: len(host.active) for host in hosts}
@@ -70,8 +73,8 @@ class WorkerCounts:
         changed = [host for host in hosts if wanted[host.name] != counts[host.name] or host.draining]
         for host in changed:
             if host.leaving:
-                why = f"changes already: {', '.join(sorted(host.leaving))} are being emptied"
-                raise Conflict("host", host.name, "a host whose workers have left that are to leave", why=why)
+                why = f"is changing: {', '.join(sorted(host.leaving))} are being drained"
+                raise Conflict("host", host.name, "a host with no draining workers", why=why)
         surplus = [each for host in changed for each in host.active[max(0, wanted[host.name]) :]]
         if surplus:
             self._check_left_over(surplus)
@@ -87,7 +90,7 @@ class WorkerCounts:
         return started, emptied
 
     def _empty(self, host: Host, worker_id: str) -> None:
-        """The worker is emptied, then stopped; one that has not joined is stopped."""
+        """Drains a worker and stops it afterwards; one that has not joined is stopped at once."""
         worker = self._state.workers.get(worker_id)
         if worker is None:
             host.launcher.stop(worker_id)
@@ -97,10 +100,10 @@ class WorkerCounts:
             self._post(on.DrainAsked(worker_id))
 
     def _check_left_over(self, leaving: Collection[str]) -> None:
-        """Raises Conflict where nobody would be left to take over their requests."""
+        """Raises Conflict if no worker would be left to take over the requests."""
         working = {name for name, worker in self._state.workers.items() if not worker.draining}
         if working and not working - set(leaving):
-            allowed = "some of several, so that their requests have somewhere to go"
+            allowed = "only some of the workers, so that others can take over their requests"
             raise Conflict("workers", ", ".join(sorted(leaving)), allowed, why="are the last working ones")
 
     def _named(self, name: str) -> Host:
@@ -109,11 +112,11 @@ class WorkerCounts:
         return self._hosts[name]
 
     def is_leaving(self, worker_id: str) -> bool:
-        """Whether it is being emptied, to be stopped then."""
+        """Returns whether the worker is being drained, to be stopped afterwards."""
         return any(worker_id in host.leaving for host in self._hosts.values())
 
     def let_go(self, worker_id: str) -> None:
-        """It is empty: its process ends, and with the last one a host that is drained leaves."""
+        """Ends the process of a drained worker; with the last one, a drained host leaves."""
         for host in list(self._hosts.values()):
             if worker_id in host.launcher.workers:
                 host.launcher.stop(worker_id)
@@ -126,12 +129,12 @@ class WorkerCounts:
 
 
 def distributor(counts: dict[str, int], total: int) -> dict[str, int]:
-    """``counts`` of workers by host, brought to ``total``: the host with the fewest gains, the one with the most loses.
+    """Brings ``counts`` of workers by host to ``total``: the host with the fewest gains, the one with the most loses.
 
-    Raises InvalidValue where there is no host.
+    Raises InvalidValue if there is no host.
     """
     if not counts:
-        raise InvalidValue("workers", total, "a number for hosts that are there and not draining: there is none")
+        raise InvalidValue("workers", total, "a number for hosts that are connected and not draining: there is none")
     found = dict(counts)
     while (left := total - sum(found.values())) != 0:
         name = (

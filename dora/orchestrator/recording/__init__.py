@@ -1,1 +1,1 @@
-"""Storage state and the event log."""
+"""Storage faults and the event log."""

@@ -1,7 +1,7 @@
-"""Events as plain values, which msgpack takes as they are, and back.
+"""Converts events to plain values for msgpack, and back.
 
-Fields go by name, so that old logs can be read when events have grown: a field that a log does not have takes its
-default. One that this DORA does not know is an error: a replay would differ.
+Fields go by name, so that older logs stay readable after events have grown: a missing field takes its default. An
+unknown field is an error, because a replay would differ.
 """
 
 from dataclasses import MISSING as NO_DEFAULT
@@ -15,16 +15,16 @@ from dora.core import events as on
 from dora.errors import MISSING, InvalidValue
 
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
-RENAMED: Final = {"VersionGone": "VersionUnavailable"}  # kinds by the names that older logs have
+RENAMED: Final = {"VersionGone": "VersionUnavailable"}  # kinds by their names in older logs
 
 
 def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
-    """An event as its kind and its fields, which msgpack takes as they are."""
+    """Returns an event's kind and its fields as plain values."""
     return type(event).__name__, {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
 
 
 def event_from_fields(kind: str, values: dict[str, Any]) -> on.Event:
-    """The event that was written so. Raises InvalidValue for a kind, field or type that this DORA does not know."""
+    """Returns the event. Raises InvalidValue for a kind, field or type that this DORA does not know."""
     kind = RENAMED.get(kind, kind)
     if kind not in EVENT_KINDS:
         raise InvalidValue("kind", kind, f"one of {', '.join(EVENT_KINDS)}; a newer DORA may have written it")
@@ -43,9 +43,10 @@ def _plain(value: Any) -> Any:
 
 
 def typed(hint: Any, value: Any, where: str) -> Any:
-    """``value``, as msgpack gave it, as what the annotation says. Raises InvalidValue, naming ``where``, if it is not.
+    """Converts ``value``, from msgpack, to the annotated type. Raises InvalidValue, naming ``where``, if it does not
+    fit.
 
-    Annotations are what plain data needs: bool, int, float, str, Literal, dict, ``tuple[X, ...]``, dataclasses, and
+    Supports the annotations of plain data: bool, int, float, str, Literal, dict, ``tuple[X, ...]``, dataclasses, and
     columns (``NDArray[X]``), which are raw little-endian bytes in a log.
     """
     origin, parts = get_origin(hint), get_args(hint)

@@ -1,8 +1,7 @@
-"""The event log: every event that a service gave its core, in order, with its time, so that a run can be replayed.
+"""The event log: every event of a service's core, in order, with its time, for replays.
 
-It is in the journal of a service's state folder (dora/journal), where ``service.keep_events`` is set. Each life of the
-service begins there with its configuration, and all but the first with the event ``Restored``. Services of before wrote
-a file of its own, which is still read:
+It is part of the journal in the state folder (dora/journal) if ``service.keep_events`` is set. Each incarnation begins
+there with its configuration, and all but the first with the event ``Restored``. The older file format is still read:
 
     b"DORA-LOG", version (u16)
     record 0      header: msgpack {"config": the Config as JSON without its token, "started_at", "now_s"}
@@ -10,9 +9,9 @@ a file of its own, which is still read:
 
     record:  body_bytes (u32), CRC-32 of the body (u32), CRC-32 of these eight bytes (u32), body
 
-All little-endian. The head has a checksum of its own: without it a damaged length in the middle of a log would look
-like the torn end that a crash leaves. Such logs may have tokens by the ids of requests (``Progress``), not by their
-rows (``TokensReported``); the core takes both.
+All little-endian. The head has its own checksum: without it, a damaged length in the middle of a log would look like
+the torn end that a crash leaves. Such logs may have tokens by request id (``Progress``) instead of by row
+(``TokensReported``); the core accepts both.
 """
 
 import json
@@ -37,20 +36,20 @@ from dora.journal.log import LOG_FOLDER
 from dora.orchestrator.recording.event_fields import event_from_fields, typed
 
 FORMAT_VERSION: Final = 1
-KEPT: Final = "a state folder of a service that has service.keep_events set, or an event log of before"
+KEPT: Final = "a state folder of a service with service.keep_events, or an event log in the older format"
 
 _MAGIC: Final = b"DORA-LOG"
 _PREAMBLE: Final = struct.Struct("<8sH")
 _HEAD: Final = struct.Struct("<III")
-_CHECKED_BYTES: Final = 8  # of the head, by its own checksum
+_CHECKED_BYTES: Final = 8  # part of the head that its checksum covers
 _TEXT_ERRORS: Final = "surrogatepass"  # a reason may quote a file name that is no UTF-8
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event of a log. ``number`` counts from 1; ``now_s`` is the service's own clock, as its core was told it.
+    """One event of a log. ``number`` counts from 1; ``now_s``: on the service's clock.
 
-    ``config``: of the life that it is of; None: there was one life.
+    ``config``: of its incarnation; None: the log has a single one.
     """
 
     number: int
@@ -60,17 +59,16 @@ class Record:
 
 
 class EventLog(ABC):
-    """A log to read, once or again: iteration yields its Records in order, one at a time in memory.
+    """A readable log: iteration yields its Records in order, one at a time in memory, as often as needed.
 
-    It raises InvalidValue, with the file, the record, its byte offset and the reason, for a record that was damaged or
-    that this DORA cannot read. What a crash cut short at the end is passed over; ``torn_bytes`` says how much that is,
-    once the end was reached.
+    It raises InvalidValue, with the file, the record, its byte offset and the reason, for a record that is damaged or
+    unknown to this DORA. A torn end, as after a crash, is skipped; ``torn_bytes`` has its size after the iteration.
     """
 
     path: Path
     torn_bytes: int
-    started_at: float  # of the first life; seconds since the Unix epoch
-    now_s: float  # what its clock showed then
+    started_at: float  # of the first incarnation; seconds since the Unix epoch
+    now_s: float  # on its clock at that time
     config: Config
 
     @abstractmethod
@@ -78,7 +76,7 @@ class EventLog(ABC):
 
 
 class FileLog(EventLog):
-    """A log in a file, as services of before wrote one."""
+    """A log in the older file format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,7 +101,7 @@ class FileLog(EventLog):
             yield _record(number, body, where)
 
     def _bodies(self) -> Iterator[tuple[str, bytes]]:
-        """Each whole record's body, the header's first, behind words for where it stands."""
+        """Yields each whole record's body, the header first, with a description of its position."""
         with _opened(self.path) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             for number in count():
@@ -111,7 +109,7 @@ class FileLog(EventLog):
                 where = f"{self.path}: record {number} at byte {offset}"
                 body = _body(stream, size_bytes - offset, where)
                 if body is None:
-                    self.torn_bytes = max(0, size_bytes - offset)  # below 0: the service writes while we read
+                    self.torn_bytes = max(0, size_bytes - offset)  # below 0 if the service writes at the same time
                     return
                 yield where, body
 
@@ -144,7 +142,7 @@ class FolderLog(EventLog):
                 yield Record(number, record.now_s, event, config)
 
     def _begun(self) -> Iterator[records.Begun]:
-        """The first life whose events are kept from its beginning on."""
+        """The first incarnation whose events are complete."""
         begun: records.Begun | None = None
         for _, record in self._logged():
             if record is None or isinstance(record, records.Begun):
@@ -153,8 +151,9 @@ class FolderLog(EventLog):
                 yield begun
 
     def _logged(self) -> Iterator[tuple[str, records.Begun | records.Event | None]]:
-        """The beginnings of lives and the events, each behind words for where it stands. None: here something is gone,
-        as a life of the service that kept less has let it go."""
+        """Yields begins of incarnations and events, each with a description of its position. None marks removed
+        records, which an incarnation without ``keep_events`` had no need of.
+        """
         try:
             found = [frames.opened(path) for path in sorted((self.path / LOG_FOLDER).glob(f"[0-9]*{frames.SUFFIX}"))]
         except OSError as error:
@@ -186,13 +185,14 @@ class FolderLog(EventLog):
 
 
 def read_log(path: Path) -> EventLog:
-    """Opens a log: a state folder, or a file of before. Raises InvalidValue where it is none, of a newer format, or its
-    header cannot be read."""
+    """Opens a log: a state folder, or a file in the older format. Raises InvalidValue if it is neither, or newer, or
+    its header cannot be read.
+    """
     return FolderLog(path) if path.is_dir() else FileLog(path)
 
 
 def _opened(path: Path) -> BufferedReader:
-    """The file behind its preamble."""
+    """Opens the file behind its preamble."""
     try:
         stream = path.open("rb")
         preamble = stream.read(_PREAMBLE.size)
@@ -209,7 +209,7 @@ def _opened(path: Path) -> BufferedReader:
 
 
 def _body(stream: BufferedReader, left_bytes: int, where: str) -> bytes | None:
-    """The next record's body; None where the log ends, torn or not. ``left_bytes`` are from here to the file's end."""
+    """The next record's body; None at the end of the log, torn or not. ``left_bytes``: from here to the file's end."""
     head = stream.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

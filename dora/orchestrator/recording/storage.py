@@ -1,10 +1,9 @@
-"""Where the service writes, and whether it can. A fault there is a state, not a death.
+"""The service's storage and its faults. A storage fault is a state, not a crash.
 
     a write fails ──▶ failed(place) ──▶ StorageChanged("record: No space left on device") ──▶ the core admits nothing
-    it is repeated at each tick, and succeeds ──▶ works(place) ──▶ StorageChanged("") ──▶ the core admits again
+    a retry at a tick succeeds ──▶ works(place) ──▶ StorageChanged("") ──▶ the core admits again
 
-Nothing that was acknowledged is let go meanwhile: what could not be written waits in memory, and is bounded because
-nothing new is admitted.
+Acknowledged data is kept meanwhile: unwritten data waits in memory, which is bounded because nothing is admitted.
 """
 
 import asyncio
@@ -27,22 +26,22 @@ RUN_FOLDER: Final = "run folder"
 RECORD: Final = "record"
 STATE: Final = "state folder"  # its log
 KEPT: Final = "state folder: versions"
-ROOM_BYTES: Final = 256 << 10  # with less room than this the run folder counts as full
+ROOM_BYTES: Final = 256 << 10  # with less free space the run folder counts as full
 _ROOM_FILE: Final = ".room"
 
 
 @dataclass(slots=True)
 class StorageFault:
-    """A place that cannot be written now. ``since`` in seconds since the Unix epoch."""
+    """A storage place that cannot be written now. ``since``: seconds since the Unix epoch."""
 
     place: str
     reason: str
     since: float
-    needed_bytes: int = 0  # there is no room before so much is free
+    needed_bytes: int = 0  # free space that is needed first
 
 
 class Storage:
-    """The faults under way, by place."""
+    """The present faults, by place."""
 
     def __init__(self) -> None:
         self.faults: dict[str, StorageFault] = {}
@@ -51,13 +50,13 @@ class Storage:
         self._looks: asyncio.Future[None] | None = None
 
     def tell(self, changed: Callable[[str], None]) -> None:
-        """From now on ``changed`` is told all faults in one text when they change; empty: there is none any more."""
+        """Sets the function that receives all faults as one text at each change; empty: there is none."""
         self._changed = changed
         if self.faults:
             changed(self.told())
 
     def failed(self, place: str, error: OSError, needed_bytes: int = 0) -> None:
-        """A write to ``place`` has failed. Said once, until it works again."""
+        """Notes a failed write to ``place``. Logged once, until a write succeeds."""
         reason = error.strerror or str(error)
         fault = self.faults.get(place)
         if fault is None:
@@ -72,19 +71,19 @@ class Storage:
             self._changed(self.told())
 
     def works(self, place: str) -> None:
-        """A write to ``place`` has succeeded."""
+        """Notes a successful write to ``place``."""
         fault = self.faults.pop(place, None)
         if fault is not None:
-            log.warning("storage is well again: %s, after %.0f s", place, time.time() - fault.since)
+            log.warning("storage has recovered: %s, after %.0f s", place, time.time() - fault.since)
             self._changed(self.told())
 
     def told(self) -> str:
-        """All faults in one line; empty where there is none."""
+        """All faults in one line; empty without faults."""
         return "; ".join(f"{fault.place}: {fault.reason}" for _, fault in sorted(self.faults.items()))
 
     @contextmanager
     def writing(self, place: str, what: str, needed_bytes: int = 0) -> Iterator[None]:
-        """A write for a caller, who is told where it fails: LimitExceeded for want of room, else ServiceUnavailable."""
+        """Guards a caller's write: it fails with LimitExceeded for lack of room, else with ServiceUnavailable."""
         try:
             yield
         except OSError as error:
@@ -93,14 +92,14 @@ class Storage:
 
     @contextmanager
     def tidying(self, place: str) -> Iterator[None]:
-        """What nobody waits for, such as a deletion: where it fails the place is at fault, and the rest goes on."""
+        """Guards background work such as deletions: a failure marks the place as faulty and raises nothing."""
         try:
             yield
         except OSError as error:
             self.failed(place, error)
 
     async def look_at(self, place: str, folder: Path) -> None:
-        """Writes a little there, to see whether there is room for more."""
+        """Writes a little to the folder to test for free space."""
         fault = self.faults.get(place)
         try:
             await asyncio.to_thread(check_room, folder, fault.needed_bytes if fault is not None else 0)
@@ -110,20 +109,20 @@ class Storage:
             self.works(place)
 
     def look_again(self) -> None:
-        """It is time to repeat what failed."""
+        """Triggers retries of failed writes."""
         if self._looks is not None:
             self._looks.set_result(None)
             self._looks = None
 
     async def next_look(self) -> None:
-        """Waits until it is time to repeat what failed."""
+        """Waits for the next retry of failed writes."""
         if self._looks is None:
             self._looks = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._looks)
 
 
 def refusal(place: str, what: str, error: OSError, needed_bytes: int) -> LimitExceeded | ServiceUnavailable:
-    """What a caller is told whose ``what`` could not be written."""
+    """The error for a caller whose ``what`` could not be written."""
     if is_full(error):
         size = f"{needed_bytes:,} bytes" if needed_bytes else "more bytes"
         return LimitExceeded(what, size, f"what the service's {place} has room for ({error.strerror}); repeat it later")
@@ -131,9 +130,9 @@ def refusal(place: str, what: str, error: OSError, needed_bytes: int) -> LimitEx
 
 
 def check_room(folder: Path, room_bytes: int = 0) -> None:
-    """Raises OSError where ``folder`` cannot take so many bytes more. It takes ``ROOM_BYTES``, for a moment."""
+    """Raises OSError if ``folder`` lacks room for so many more bytes. Writes ``ROOM_BYTES`` for a moment."""
     found = os.statvfs(folder)
-    if found.f_blocks and found.f_bavail * found.f_frsize < room_bytes:  # without blocks there is no limit
+    if found.f_blocks and found.f_bavail * found.f_frsize < room_bytes:  # a file system without blocks has no limit
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file = folder / _ROOM_FILE
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

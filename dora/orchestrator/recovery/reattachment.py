@@ -1,8 +1,7 @@
-"""Who comes back after a restart: awaited for a while before the core is restored, so that requests stay where they
-run.
+"""Reattaches workers after a restart: the core is restored only after a wait for them, so that requests stay in place.
 
-Workers and pools that have outlived the service say hello as soon as they reach it. The first event of the new core
-names all that have come by then, each with what it holds; who comes later joins with what it holds still.
+Workers and pools of an earlier incarnation connect as soon as they reach the service. The first event of the new core
+names all that have connected by then, with the requests that they hold; later ones join with what they still hold.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ Joined = on.WorkerJoined | on.PoolJoined
 
 
 class Reattachment:
-    """Of those ``awaited``, by their ids, and of whoever else comes meanwhile."""
+    """Waits for the ``expected`` workers and pools (ids), and accepts others."""
 
     def __init__(self, expected: Iterable[str]) -> None:
         self._missing = set(expected)
@@ -30,17 +29,17 @@ class Reattachment:
 
     @property
     def is_over(self) -> bool:
-        """Whether the core is restored, so that it can be told of whoever comes."""
+        """Returns whether the core is restored and can accept new workers."""
         return self._over.is_set()
 
     async def over(self) -> None:
-        """Returns once it is."""
+        """Returns once the core is restored."""
         await self._over.wait()
 
     async def came(self, name: str, joined: Callable[[], Joined | None]) -> bool:
-        """A worker or pool has said hello; returns once the roll call is over. Whether the core was told of it then.
+        """Registers a worker or pool; returns once the core is restored. True if the core's first event named it.
 
-        ``joined``: what the core is told; None: not yet.
+        ``joined`` makes the core's event; None: not yet.
         """
         self._came[name] = joined
         self._missing.discard(name)
@@ -48,11 +47,11 @@ class Reattachment:
         try:
             await self.over()
         finally:
-            self._came.pop(name, None)  # one of its name may have come after it
+            self._came.pop(name, None)  # a later process of the same name may have replaced it
         return name in self._told
 
     async def ended(self, limit_s: float) -> None:
-        """Returns once all have come, or after so long."""
+        """Returns once all expected ones have connected, or after the limit."""
         try:
             async with asyncio.timeout(limit_s):
                 while self._missing:
@@ -62,23 +61,25 @@ class Reattachment:
             log.warning("not back after %g s: %s", limit_s, ", ".join(sorted(self._missing)))
 
     def completed(self, restored: on.Restored) -> on.Restored:
-        """The event with those that have come. Whoever waits in ``came`` goes on after it was posted (``close``)."""
+        """Adds the connected workers and pools to the event. Callers of ``came`` continue after it was posted
+        (``close``).
+        """
         found = {name: joined() for name, joined in self._came.items()}
         events = [event for event in found.values() if event is not None]
         self._told = {name for name, event in found.items() if event is not None}
         workers = tuple(event for event in events if isinstance(event, on.WorkerJoined))
         pools = tuple(event for event in events if isinstance(event, on.PoolJoined))
         running = sum(len(each.requests) for each in workers)
-        log.warning("back: %d workers with %d requests, %d pools", len(workers), running, len(pools))
+        log.warning("reattached: %d workers with %d requests, %d pools", len(workers), running, len(pools))
         return replace(restored, workers=tuple(without_doubles(workers)), pools=pools)
 
     def close(self) -> None:
-        """It is over, whoever has not come."""
+        """Ends the wait."""
         self._over.set()
 
 
 def without_doubles(workers: Iterable[on.WorkerJoined]) -> list[on.WorkerJoined]:
-    """The same, with each request at one worker: that which has the most of it. A handoff was under way between two."""
+    """Keeps each request at one worker, the one that has most of it: a handoff was running between two."""
     joined = list(workers)
     claims: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for index, worker in enumerate(joined):

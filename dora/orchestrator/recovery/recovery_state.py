@@ -1,4 +1,4 @@
-"""What the journal has kept, as the event that restores a core. The simulator folds its journal by the same code."""
+"""Turns the journal's content into the event that restores a core. The simulator uses the same code."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from dora.data.types import Prompt
 from dora.journal.content import Requests
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
 
-COMMANDS_A_LIFE: Final = 1 << 32  # ids of commands that a life may give
-GROUPS_A_LIFE: Final = 1_000_000  # ids of groups go on so far on, at least: more than a window has places for
-UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as the core names them
+COMMANDS_A_LIFE: Final = 1 << 32  # command ids of one incarnation
+GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more than a window holds
+UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as in the core
 
 
 def restored(
@@ -26,9 +26,9 @@ def restored(
     now: float,
     incarnation: int,
 ) -> on.Restored:
-    """What the core is told, but for who has come back. ``offer``: a prompt as the core knows it.
+    """Returns the core's first event, without reattached workers. ``offer`` converts a prompt for the core.
 
-    ``now``: in seconds, as the journal has times. ``life``: the one that begins, which no other was told of.
+    ``now``: in seconds, on the journal's clock. ``incarnation``: the one that begins.
     """
     values = ledger.values
     newest, groups_per_step = values["newest"], values["groups_per_step"]
@@ -72,16 +72,16 @@ def restored(
 
 
 def _counters(kept: Mapping[str, int], held: int, taken: int) -> dict[str, int]:
-    """As they were when a step was committed last; groups that were admitted and taken since are counted by what is
-    held of them."""
+    """The counters at the last commit, with later admissions and deliveries derived from the groups held."""
     trained = kept.get("groups_trained", 0)
     admitted = trained + kept.get("groups_cancelled", 0) + held
     return {**kept, "groups_admitted": admitted, "groups_taken": max(kept.get("groups_taken", 0), trained + taken)}
 
 
 def _next_name(named: int, incarnation: int) -> int:
-    """The number in the next group's id. Workers may have heard of groups that were not on disk yet, from any earlier
-    life: at most as many from each as a window has places for, since what makes places waits for the disk."""
+    """The number in the next group's id. Workers may know of groups that were not yet durable, from any earlier
+    incarnation: at most as many from each as a window holds, because making room waits for the disk.
+    """
     return (-(-named // GROUPS_A_LIFE) + incarnation) * GROUPS_A_LIFE
 
 

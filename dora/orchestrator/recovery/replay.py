@@ -1,7 +1,7 @@
-"""Runs an event log through a fresh core: what was known before each event, and what was chosen.
+"""Replays an event log through a fresh core: the state before each event, and the decisions.
 
-The core is deterministic, so that the same log gives the same commands, in the service that wrote it and in every
-replay. Times, ids and outcomes are all in the events; nothing is looked up.
+The core is deterministic, so the same log gives the same commands in the service and in every replay. Times, ids and
+outcomes are all in the events.
 """
 
 from collections import Counter
@@ -24,9 +24,10 @@ KINDS: Final = (
     *(kind for kind in EVENT_KINDS if kind != on.TokensReported.__name__),
     *(kind.__name__ for kind in get_args(do.Command)),
 )
-SHOWN_ITEMS: Final = 3  # of a collection, in a line for people
+SHOWN_ITEMS: Final = 3  # items of a collection shown to people
 
-# What follows from the event alone, whatever the policy: bookkeeping, and the next step of a handoff that goes well.
+# Commands that follow from the event alone, whatever the policy: bookkeeping, and the next step of a successful
+# handoff.
 ACKNOWLEDGEMENTS: Final = frozenset(
     {
         do.DrawPrompts,
@@ -51,29 +52,29 @@ ACKNOWLEDGEMENTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """One worker as the core saw it. Versions are -1 where there is none."""
+    """One worker as the core saw it. Versions are -1 if there is none."""
 
     worker_id: Annotated[str, "its id"]
-    hosts: Annotated[int, "version of which it takes requests, -1: none"]
+    hosts: Annotated[int, "version of which it accepts requests, -1: none"]
     loaded: Annotated[int, "version that it has loaded, -1: none"]
-    target: Annotated[int, "version that it is to host, -1: none"]
-    draining: Annotated[bool, "whether it is to end"]
+    target: Annotated[int, "version that it will host, -1: none"]
+    draining: Annotated[bool, "whether it will end once it is empty"]
     slots: Annotated[int, "requests that it can decode at once"]
-    held: Annotated[int, "requests that it has, or that are on their way to it"]
+    held: Annotated[int, "requests that it has or that are on their way to it"]
     queued: Annotated[int, "of these, not in a slot, as last reported"]
-    kv_tokens: Annotated[int, "KV-cache that it has"]
+    kv_tokens: Annotated[int, "size of its KV-cache"]
     kv_used_tokens: Annotated[int, "KV-cache in use, as last reported"]
     kv_claimed_tokens: Annotated[int, "prompts and expected lengths of the requests held"]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the core knew when an event came, as far as its decisions rest on it. Groups are prompt groups."""
+    """The part of the core's state on which its decisions rest, before an event. Groups are prompt groups."""
 
     step: Annotated[int, "the step that is being filled"]
     left: Annotated[int, "groups that this step still takes"]
     newest: Annotated[int, "newest version"]
-    rejected: Annotated[tuple[int, ...], "versions that workers refuse, until they are published anew"]
+    rejected: Annotated[tuple[int, ...], "versions that workers refuse, until they are published again"]
     slack: Annotated[
         tuple[int, ...], "groups to spare up to the deadline step, the next step, ...: never negative (C3)"
     ]
@@ -88,10 +89,10 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One event and what came of it.
+    """One event and its consequences.
 
-    ``refusal`` is the core's error where it allowed nothing, else empty; ``failure`` is the bug that ended the service
-    here, with its place in the code, else empty.
+    ``refusal``: the core's error if it refused the event, else empty. ``failure``: the bug that ended the service here,
+    with its place in the code, else empty.
     """
 
     number: int
@@ -104,19 +105,21 @@ class Decision:
 
     @property
     def chose(self) -> bool:
-        """Whether something was decided: a command that is no acknowledgement, a refusal, or the end of the service."""
+        """Whether the core decided something: a command that is no acknowledgement, a refusal, or the end of the
+        service.
+        """
         return bool(self.refusal or self.failure) or any(
             type(command) not in ACKNOWLEDGEMENTS for command in self.commands
         )
 
     def kinds(self) -> frozenset[str]:
-        """The kinds of its event and of its commands."""
+        """The kinds of its event and its commands."""
         return frozenset(type(message).__name__ for message in (self.event, *self.commands))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A replay as a whole, up to where it has come."""
+    """A replay so far."""
 
     events: Annotated[Mapping[str, int], "events by kind"]
     commands: Annotated[Mapping[str, int], "commands by kind"]
@@ -128,8 +131,9 @@ class Summary:
 
 
 class Replay:
-    """One log through a fresh core for each life of its service. Iterate it, once; ``machine``, which is of the last
-    life, and ``summary`` then tell how it ended."""
+    """Replays a log through a fresh core for each incarnation of its service. Iterate it once; ``machine``, of the last
+    incarnation, and ``summary`` then have the final state.
+    """
 
     def __init__(self, config: Config, records: Iterable[Record]) -> None:
         self.machine = Machine(config)
@@ -141,7 +145,7 @@ class Replay:
         self._failed: str | None = None
 
     def __iter__(self) -> Iterator[Decision]:
-        """Ends with the log, or with the event that ended the service: it left the core half way."""
+        """Ends with the log, or with the event that ended the service in the middle of a change."""
         for record in self._records:
             if isinstance(record.event, on.Restored):
                 self.machine = Machine(record.config or self._config)
@@ -156,7 +160,7 @@ class Replay:
                 return
 
     def _decide(self, record: Record, known: Known) -> Decision:
-        """As the service's shell takes it: what the core raises is a refusal or the service's end."""
+        """Handles the event like the service's shell: an exception is a refusal or the service's end."""
         number, now_s, event = record.number, record.now_s, record.event
         given = event
         if isinstance(event, on.TokensReported):
@@ -176,7 +180,7 @@ class Replay:
 
 
 def known_of(state: State) -> Known:
-    """What a core knows now."""
+    """The core's present state as ``Known``."""
     window = state.window
     return Known(
         step=window.step,
@@ -220,7 +224,7 @@ def _known_worker(worker: Worker) -> KnownWorker:
 
 
 def line_of(message: on.Event | do.Command) -> str:
-    """An event or a command in one line for people: its kind, then its fields; long collections are cut short."""
+    """An event or a command as one line for people: its kind, then its fields; long collections are shortened."""
     shown = (f"{field.name}={_brief(getattr(message, field.name))}" for field in fields(message))
     return " ".join((type(message).__name__, *shown))
 

@@ -1,4 +1,4 @@
-"""A service that carries on: what the journal has kept becomes book, prompt ledger and core again."""
+"""Restores response buffer, prompt ledger and core from the journal."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ log = logging.getLogger("dora.service")
 
 
 def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: int) -> list[LiveGroup]:
-    """Says in the journal that another life begins, of this number. Returns the groups that it begins with.
+    """Logs the begin of an incarnation. Returns the groups that it begins with.
 
-    Those of which tokens are lost begin anew.
+    Groups that lost tokens are generated again.
     """
     values, groups = found.ledger.values, list(found.groups)
     journal.note(records.Begun(incarnation, time.time(), time.monotonic(), config))
@@ -34,7 +34,7 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
     for index, group in enumerate(groups):
         size = len(group.rows)
         if index in damaged:
-            log.error("%s is generated anew: tokens of it were lost", group.group_id)
+            log.error("%s is generated again: tokens of it were lost", group.group_id)
             journal.note(records.Renumbered(group.number, number))
             _begin_anew(found.requests, range(first, first + size))
             groups[index] = replace(group, number=number, step=OPEN, taken=0)
@@ -44,7 +44,7 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
 
 
 def _begin_anew(requests: Requests, positions: range) -> None:
-    """Nothing of these requests was generated."""
+    """Resets these requests to the state without tokens."""
     span = slice(positions.start, positions.stop)
     requests.counts[span], requests.ends[span], requests.heard_at[span] = 0, 0, 0
     for by_place in (requests.stops, requests.segment_starts, requests.routed, requests.verdicts):
@@ -55,7 +55,7 @@ def _begin_anew(requests: Requests, positions: range) -> None:
 def restore_buffer(
     buffer: ResponseBuffer, groups: list[LiveGroup], requests: Requests, next_number: int
 ) -> list[TrajectoryGroup]:
-    """Returns the groups that a step has taken, as they were delivered."""
+    """Returns the leased groups as they were delivered."""
     first = 0
     for group in groups:
         buffer.restore(group, first, requests)
@@ -81,14 +81,14 @@ def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup])
 def restored(
     buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window_least: int, now: float, incarnation: int
 ) -> on.Restored:
-    """What the core is told. ``now``: seconds since the Unix epoch. ``life``: the number of the one that begins."""
+    """Returns the core's first event. ``now``: seconds since the Unix epoch. ``incarnation``: the one that begins."""
     return recovery_state.restored(
         found.ledger, groups, found.requests, partial(offer, buffer), window_least, now, incarnation
     )
 
 
 def ran_on(requests: Requests) -> set[str]:
-    """The workers that had unfinished requests, as far as tokens of theirs say it."""
+    """The workers of unfinished requests, by their last tokens."""
     return {
         segment_starts[-1][0]
         for position, segment_starts in requests.segment_starts.items()
@@ -97,7 +97,7 @@ def ran_on(requests: Requests) -> set[str]:
 
 
 def cancelled_of(lines: list[str]) -> list[CancelledGroup]:
-    """Groups that were cancelled, by their lines in the journal."""
+    """Cancelled groups, from their lines in the journal."""
     found = []
     for line in lines:
         tree = json.loads(line)

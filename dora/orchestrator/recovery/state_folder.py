@@ -1,10 +1,8 @@
-"""The state folder of a service: what a start finds there, whether its settings fit that, and how it goes on.
+"""The state folder of a service: its content, the settings that must fit it, and the restart from it.
 
-FOLDER/dora.lock       held while a service lives
-FOLDER/service.json    where it listened, its token; for its owner alone
-FOLDER/processes.json  the processes that it has started; for its owner alone
-FOLDER/log/, ledger.db the journal (dora/journal)
-FOLDER/versions/       the weights of every version in the window
+FOLDER/dora.lock       held while a service runs FOLDER/service.json    its address and token; readable by its owner
+alone FOLDER/processes.json  the processes that it has started; readable by its owner alone FOLDER/log/, ledger.db the
+journal (dora/journal) FOLDER/versions/       the weights of every version in the window
 """
 
 import contextlib
@@ -30,7 +28,7 @@ LOCK_FILE: Final = "dora.lock"
 SERVICE_FILE: Final = "service.json"
 LIVING_FILE: Final = "processes.json"
 VERSIONS_FOLDER: Final = "versions"
-# Settings that what is in the folder was made under: another value would break a promise, or mean another run.
+# Settings that must not change between incarnations: another value would break a promise or mean another run.
 FIXED: Final = (
     "model",
     "prompts",
@@ -47,7 +45,7 @@ FIXED: Final = (
 
 @dataclass(slots=True)
 class Identity:
-    """What a service is to those who were connected to it."""
+    """A service's identity for its clients."""
 
     address: str = ""
     token: str = ""
@@ -56,7 +54,7 @@ class Identity:
 
 @dataclass(slots=True)
 class StateFolder:
-    """An opened one, held by this process."""
+    """An open state folder, locked by this process."""
 
     folder: Path
     found: Found
@@ -64,23 +62,25 @@ class StateFolder:
     identity: Identity
 
     def check_settings(self, config: Config) -> None:
-        """Raises InvalidValue for the first setting that has changed and must not."""
+        """Raises InvalidValue for the first fixed setting that has changed."""
         if self.found.is_new:
             return
         before = validated(upgraded(json.loads(self.found.ledger.values["config"]))).model_dump()
         now = config.model_dump()
         for name in FIXED:
             for setting, old, new in _different(name, value_at(before, name), value_at(now, name)):
-                allowed = f"{old!r}, as {self.folder} was begun with; begin in a new folder to change it"
+                allowed = f"{old!r}, with which {self.folder} was begun; begin in a new folder to change it"
                 raise InvalidValue(setting, new, allowed, why="has changed")
 
     def check_versions(self) -> None:
-        """Raises InvalidValue where the weights of a version that may be needed are not there."""
+        """Raises InvalidValue if the weights of a version that may be needed are missing."""
         self._check_lacks(self.versions.lacking(self.found.ledger.versions()), "the weights")
         self.versions.only(self.found.ledger.versions())
 
     def bring_back_versions(self, store: Path) -> None:
-        """Into a store's folder. Raises InvalidValue where one of them is not as it was published, and OSError."""
+        """Copies the versions into a store's folder. Raises InvalidValue if one differs from the publication, and
+        OSError.
+        """
         damaged = self.versions.bring_back(self.found.ledger.versions(), store, is_sound)
         self._check_lacks(damaged, "undamaged weights")
 
@@ -90,7 +90,7 @@ class StateFolder:
             raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
 
     def carried_on(self, config: Config) -> Config:
-        """The configuration with where the service was before, unless it names other things."""
+        """Returns the configuration with the service's earlier addresses, unless it names others."""
         told, host = self.identity, config.service.listen.rpartition(":")[0]
         changes: dict[str, Any] = {}
         if told.token and not config.service.token:
@@ -104,7 +104,7 @@ class StateFolder:
         return validated(tree)
 
     def remember(self, **told: str) -> None:
-        """Keeps what a later start goes on with. Raises OSError."""
+        """Stores values for a later start. Raises OSError."""
         for name, value in told.items():
             setattr(self.identity, name, value)
         unfinished = self.folder / f".{SERVICE_FILE}"
@@ -119,9 +119,9 @@ class StateFolder:
 
 @contextlib.contextmanager
 def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
-    """What is in the folder that ``service.state`` names; None: it names none.
+    """Opens the folder that ``service.state`` names; None if it names none.
 
-    Raises InvalidValue where it cannot be used, a living service has it, or what is in it cannot be carried on.
+    Raises InvalidValue if the folder cannot be used, a running service has it, or its content cannot be carried on.
     """
     _check_keeps(config)
     if not config.service.state:
@@ -151,7 +151,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
 
 
 def check_state(config: Config) -> None:
-    """Raises InvalidValue where the folder cannot be used, or a living service has it; nothing is changed."""
+    """Raises InvalidValue if the folder cannot be used or a running service has it; changes nothing."""
     _check_keeps(config)
     if not config.service.state:
         return
@@ -166,7 +166,7 @@ def check_state(config: Config) -> None:
 
 def _check_keeps(config: Config) -> None:
     if config.service.keep_events and not config.service.state:
-        raise InvalidValue(SETTING, "", "a folder, where service.keep_events is set")
+        raise InvalidValue(SETTING, "", "a folder, because service.keep_events is set")
 
 
 def _identity(folder: Path) -> Identity:

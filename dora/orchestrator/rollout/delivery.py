@@ -1,4 +1,4 @@
-"""Finished responses, from the book's entries to what a trainer is sent. Tokens stay where the book holds them."""
+"""Turns finished responses into a trainer's messages. Tokens stay in the response buffer's own memory."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from dora.rpc.packed import PackedGroup, components_to_wire, stop_reasons_to_wir
 
 
 def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
-    """The finished responses of one prompt as the trainer gets them for ``step``."""
+    """Returns the finished responses of one prompt as the trainer of ``step`` gets them."""
     first = entries[0]
-    if first.routing is not None:  # rows of experts come in no columns
+    if first.routing is not None:  # rows of experts are not packed in columns
         return TrajectoryGroup(first.group_id, tuple(entry.trajectory(step, reference_version) for entry in entries))
     rewards = [_reward(entry) for entry in entries]
     message = pb.PackedGroup(
@@ -49,7 +49,7 @@ def delivered(entries: Sequence[ResponseState], step: int, reference_version: in
 
 
 def _segments(entry: ResponseState) -> list[pb.Segment]:
-    """As ``Entry.worker_history`` has them."""
+    """The wire form of ``ResponseState.worker_history``."""
     ends = [*(segment_start.first_token for segment_start in entry.segment_starts[1:]), len(entry)]
     return [
         pb.Segment(

@@ -1,7 +1,7 @@
-"""Evaluations as the shell has them: their prompts and responses, and the open calls that they are streamed to.
+"""The shell's side of evaluations: their prompts and responses, and the open calls that receive the results.
 
-What is begun and ended is the core's to say (core/evaluation.py). Results that the caller does not read pile up to a
-bound; there the evaluation ends.
+The core decides what begins and ends (core/rules/evaluation.py). Results that the caller does not read accumulate up to
+a bound, at which the evaluation ends.
 """
 
 import asyncio
@@ -18,26 +18,26 @@ from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
-PROMPT_BYTES_MAX: Final = 256 << 20  # of the prompts of all evaluations that run, in memory
-UNREAD_BYTES_MAX: Final = 64 << 20  # of one evaluation's results
-TOKEN_BYTES: Final = 16  # of a token of a result, with its logprob and what comes with it
-UNREAD: Final = f"its results are not read: over {UNREAD_BYTES_MAX >> 20} MiB of them wait"
+PROMPT_BYTES_MAX: Final = 256 << 20  # prompts of all running evaluations, in memory
+UNREAD_BYTES_MAX: Final = 64 << 20  # results of one evaluation
+TOKEN_BYTES: Final = 16  # a token of a result, with its logprob and overhead
+UNREAD: Final = f"its results are not read: over {UNREAD_BYTES_MAX >> 20} MiB are waiting"
 
-Refused = tuple[str, str]  # a prompt's id, and why no engine can take it
+Refused = tuple[str, str]  # a prompt's id, and the reason of its refusal
 
 
 class EvaluationStream:
-    """One open Evaluate call: groups as they are done, and prompts that are refused, then the end."""
+    """One open Evaluate call: finished groups and refused prompts, then the end."""
 
     def __init__(self, evaluation_id: str, name: str, prompts: dict[str, Prompt]) -> None:
         self.evaluation_id = evaluation_id
         self.name = name
-        self.todo = prompts  # by id, not begun
+        self.todo = prompts  # by id; not yet begun
         self.prompt_bytes = sum(map(memory_bytes, prompts.values()))
         self.asked_at = time.time()
-        self.entries: dict[str, tuple[ResponseState, ...]] = {}  # of the groups that are begun and not ended
+        self.entries: dict[str, tuple[ResponseState, ...]] = {}  # running groups
         self.unread_bytes = 0
-        self.reason = ""  # known at the end: why it comes early
+        self.reason = ""  # reason of an early end
         self._queue: asyncio.Queue[TrajectoryGroup | Refused | None] = asyncio.Queue()
 
     def put(self, result: TrajectoryGroup | Refused) -> None:
@@ -45,7 +45,7 @@ class EvaluationStream:
         self._queue.put_nowait(result)
 
     def close(self, reason: str) -> None:
-        """``reason``: why before all is done; empty: all is."""
+        """``reason``: of an early end; empty if all prompts are done."""
         self.reason = reason
         self._queue.put_nowait(None)
 
@@ -56,9 +56,9 @@ class EvaluationStream:
 
 
 class Evaluations:
-    """Those that run.
+    """The running evaluations.
 
-    ``row_of``: the core's rows of their requests. ``end`` asks the core to end one, after what is being handled now.
+    ``row_of``: the core's rows of their requests. ``end`` asks the core to end an evaluation after the current event.
     """
 
     def __init__(self, buffer: ResponseBuffer, row_of: Mapping[str, int], end: Callable[[str, str], None]) -> None:
@@ -69,11 +69,11 @@ class Evaluations:
         self.running: dict[str, EvaluationStream] = {}
 
     def open(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
-        """A new one, which the core has not heard of. Raises Conflict, or LimitExceeded where memory has no room."""
+        """Opens an evaluation before the core knows it. Raises Conflict, or LimitExceeded if memory has no room."""
         by_id: dict[str, Prompt] = {}
         for prompt in prompts:
             if prompt.prompt_id in by_id:
-                raise Conflict("prompt_id", prompt.prompt_id, "another for each prompt", why="is given twice")
+                raise Conflict("prompt_id", prompt.prompt_id, "a different id for each prompt", why="is given twice")
             by_id[prompt.prompt_id] = prompt
         self._asked += 1
         stream = EvaluationStream(f"e{self._asked}", name, by_id)
@@ -84,7 +84,7 @@ class Evaluations:
         return stream
 
     def refused(self, stream: EvaluationStream) -> None:
-        """The core does not take it."""
+        """Closes an evaluation that the core has refused."""
         del self.running[stream.evaluation_id]
 
     def begin_group(self, command: do.BeginEvaluationGroup) -> None:
@@ -114,7 +114,7 @@ class Evaluations:
 
 
 def _bytes(result: TrajectoryGroup | Refused) -> int:
-    """About what a result takes while it waits."""
+    """Estimates the memory of a result that waits."""
     if not isinstance(result, TrajectoryGroup):
         return sum(map(len, result))
     return sum(

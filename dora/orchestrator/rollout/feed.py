@@ -1,4 +1,4 @@
-"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded."""
+"""The prompt feed: submitted prompts first, then the prompt source. Bounded."""
 
 import asyncio
 import logging
@@ -15,19 +15,19 @@ from dora.prompts import Position, PromptSource
 
 log = logging.getLogger("dora.prompts")
 
-DRAWN_MAX = 256  # prompts read from the source, and offered to the core, at once: the event loop stands still for them
-REFUSED_MAX = 4096  # in a row: a source may have no end
+DRAWN_MAX = 256  # prompts per read of the source and per offer to the core: the event loop stops for them
+REFUSED_MAX = 4096  # consecutive refusals: a source may have no end
 FAILURE_CHARACTERS_MAX = 400
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What was read from the source: prompts, or why they are refused, each with its position."""
+    """Prompts read from the source, or the reasons of their refusal, with their positions."""
 
     found: list[tuple[int, Prompt | InvalidValue]]
     next_position: int
     is_dry: bool = False  # the source has ended
-    failure: str = ""  # how it failed, as any program may
+    failure: str = ""  # the source's error; user code may raise anything
 
 
 class PromptFeed:
@@ -40,54 +40,56 @@ class PromptFeed:
         check: PromptCheck | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """``source`` None: only what is submitted."""
+        """``source`` None: there are only submitted prompts."""
         self._config = config
         self.ledger = PromptLedger(Journal() if journal is None else journal, config.service.prompts_queued_max)
         self.check = PromptCheck(config) if check is None else check
         self._source = source
         self._dry = source is None
-        self._waits = config.prompts.source == "none" or config.prompts.then == "wait"  # for more, after the source
+        # waits for submitted prompts after the source's end
+        self._waits = config.prompts.source == "none" or config.prompts.then == "wait"
         self._arrived = asyncio.Event()
         self.refused = 0  # prompts of the source that no engine could generate
         self._refused_in_a_row = 0
-        self.failure = ""  # why the source gives no more, though it has not ended
+        self.failure = ""  # the error that ended the source early
         self.sources_failed = 0
-        self.closed = False  # no further prompt is taken in: the service drains, or the prompts have ended
+        self.closed = False  # accepts no further prompts: the service drains, or the prompts have ended
 
     def __len__(self) -> int:
-        """Prompts that are queued."""
+        """The number of queued prompts."""
         return self.ledger.queued
 
     @property
     def position(self) -> Position:
-        """Of the source's next prompt."""
+        """The position of the source's next prompt."""
         return self._source.position(self.ledger.next_position) if self._source is not None else Position(0, 0)
 
     def submit(self, prompts: Sequence[Prompt]) -> int:
-        """Checks and queues all or none; returns the free places. Raises for a full queue, an id in use, an impossible
-        prompt."""
+        """Checks and queues all prompts or none; returns the free places. Raises for a full queue, an id in use, an
+        impossible prompt.
+        """
         self.check_room(len(prompts))
         return self.queue([self.check.checked(prompt) for prompt in prompts])
 
     def queue(self, possible: Sequence[Prompt]) -> int:
-        """Queues all or none of what has passed ``check``; returns the free places. Raises as ``submit``."""
+        """Queues all or none of the checked prompts; returns the free places. Raises like ``submit``."""
         self.check_room(len(possible))
         free = self.ledger.submit(possible)
         self._arrived.set()
         return free
 
     def check_room(self, count: int) -> None:
-        """Raises Conflict where no prompts are taken in any more, LimitExceeded where ``count`` find no place."""
+        """Raises Conflict if the feed is closed, LimitExceeded if the queue has no room for ``count`` prompts."""
         if self.closed and not self.ledger.ended:
-            allowed = "0, as the prompts have ended (prompts.then = wait would keep the service open) or it drains"
+            allowed = "0, because the prompts have ended (prompts.then = wait would keep the service open) or it drains"
             raise Conflict("prompts", count, allowed, why="came too late")
         self.ledger.check_room(count)
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more.
+        """Returns 1 to ``count`` prompts, waiting for the first; True and no prompts once there will be no more.
 
-        Of what was submitted the highest priority comes first, equal ones as they came. A source that fails gives no
-        more; what is submitted is waited for then.
+        Submitted prompts come first: the highest priority before others, equal ones in order of arrival. After the
+        source has failed, only submitted prompts come.
         """
         while not self.closed:
             drawn = self.ledger.draw(count)
@@ -105,7 +107,7 @@ class PromptFeed:
         return [], True
 
     def end(self) -> int:
-        """Nothing more will be submitted. Returns how many are queued, which will still be taken. May be repeated."""
+        """Ends submissions. Returns the number of queued prompts, which are still generated. May be repeated."""
         queued = self.ledger.end()
         self._arrived.set()
         return queued
@@ -115,7 +117,7 @@ class PromptFeed:
         self._arrived.set()
 
     async def _from_source(self, count: int) -> list[Prompt]:
-        """Bad prompts are refused one by one, with their reason. A source that ends or fails is not asked again."""
+        """Reads from the source and refuses bad prompts one by one. An ended or failed source is not read again."""
         ledger = self.ledger
         reading = await asyncio.to_thread(self._read, min(count, DRAWN_MAX), ledger.next_position, ledger.passed)
         ledger.read_up_to(reading.next_position)
@@ -143,7 +145,7 @@ class PromptFeed:
         self.refused += 1
         self._refused_in_a_row += 1
         if self._refused_in_a_row == REFUSED_MAX:
-            self._fail(f"{REFUSED_MAX} prompts in a row were refused, the last as {error}")
+            self._fail(f"{REFUSED_MAX} prompts in a row were refused; the last: {error}")
 
     def _read(self, count: int, position: int, passed: Set[int]) -> _Reading:
         """Reads up to ``count`` prompts from ``position`` on, without those ``passed``. Runs in a thread."""
@@ -164,8 +166,8 @@ class PromptFeed:
         return _Reading(found, position)
 
     def _fail(self, reason: str) -> None:
-        """The source gives no more; what it gave, and what is submitted, goes on."""
+        """Ends reading from the source. Prompts that it gave, and submitted ones, continue."""
         name = self._config.prompts.source
-        log.error("the prompt source %s has failed: %s; only submitted prompts come from now on", name, reason)
+        log.error("the prompt source %s has failed: %s; from now on only submitted prompts are generated", name, reason)
         self._dry, self.failure = True, reason
         self.sources_failed += 1

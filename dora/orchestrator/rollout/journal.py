@@ -1,4 +1,4 @@
-"""What the shell tells the journal of what it did. A service without a state folder tells it to nobody."""
+"""Writes the shell's actions to the journal. Without a state folder nothing is written."""
 
 from dora.core import events as on
 from dora.core.state import State
@@ -10,13 +10,13 @@ from dora.orchestrator.rollout.response_state import ResponseState
 
 
 class Journal:
-    """``writes``: whether there is somebody to tell. ``keeps_events``: what the core is told is kept, too."""
+    """``writes``: whether there is a log. ``keeps_events``: whether the core's events are logged, too."""
 
     def __init__(self, log: Log | None = None, *, keeps_events: bool = False) -> None:
         self.log = log
         self.writes = log is not None
         self.keeps_events = keeps_events and self.writes
-        self._window: tuple[int, ...] = ()  # as it was told last
+        self._window: tuple[int, ...] = ()  # as logged last
         self._trainer: tuple[int, ...] = ()
 
     def note(self, record: records.LogRecord) -> None:
@@ -25,43 +25,43 @@ class Journal:
 
     @property
     def told(self) -> int:
-        """How many facts so far."""
+        """The number of log records so far."""
         return self.log.appended if self.log is not None else 0
 
     @property
     def durable(self) -> int:
-        """How many of them are on disk; all, where nobody is told."""
+        """The number of durable log records; all of them without a log."""
         return self.log.durable if self.log is not None else 0
 
     async def settled(self, told: int | None = None) -> None:
-        """Returns once all that was told so far, or the first so many facts, are on disk."""
+        """Returns once all log records so far, or the first ``told``, are durable."""
         if self.log is not None:
             await self.log.settled(told)
 
     async def flush(self) -> None:
-        """Tries once to bring to disk what was told so far: ``durable`` says what is there then."""
+        """Tries once to make all log records durable; ``durable`` has the result."""
         if self.log is not None:
             await self.log.flush()
 
     async def close(self) -> None:
-        """Writes what was told, where that is possible now."""
+        """Writes the remaining log records if possible."""
         if self.log is not None:
             await self.log.close()
 
     def event(self, event: on.Event, now_s: float) -> None:
-        """The core is about to be told this."""
+        """Logs an event before the core handles it."""
         if self.keeps_events:
             self.note(records.Event(now_s, *event_to_fields(event)))
 
     def window(self, state: State) -> None:
-        """What of the window has changed that no other fact says: behind what the event did to the groups of a step."""
+        """Logs window changes that no other record implies, after the event's effects on the groups of a step."""
         stands = (state.window.size, state.window.left_behind, state.short_step)
         if self.writes and stands != self._window:
             self.note(records.WindowStands(*stands))
             self._window = stands
 
     def trainer(self, state: State) -> None:
-        """Likewise of the trainer: behind what its coming has made the core drop."""
+        """Logs a change of trainer, after the groups that its attach made the core drop."""
         stands = (state.trainer_epoch, state.window.groups_per_step)
         if self.writes and stands != self._trainer:
             self.note(records.Attached(*stands))

@@ -1,4 +1,4 @@
-"""The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
+"""Turns the core's commands to workers into wire messages, with the shell's data: tokens, weights, canaries."""
 
 from typing import Final, Protocol
 
@@ -8,18 +8,18 @@ from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 
-GROWTH_BLOCKS: Final = 2  # by which a request may grow while its blocks are copied ahead
+GROWTH_BLOCKS: Final = 2  # growth allowed to a request while its blocks are copied ahead
 
 
 class PublishedVersions(Protocol):
-    """What a version is called, by its manifest (hosts.py)."""
+    """The names of versions by their manifests (hosts.py)."""
 
     def name(self, version: int) -> str: ...
     def canary(self, version: int) -> Canary | None: ...
 
 
 class Reached(Protocol):
-    """A worker or pool that is connected (streams.py), as others reach it with KV snapshots."""
+    """A connected worker or pool (streams.py) as the target or source of KV snapshots."""
 
     worker_id: str
     epoch: int
@@ -38,11 +38,11 @@ def worker_message(
     was_parked: bool = False,
     has_pool: bool = False,
 ) -> pb.WorkerCommand:
-    """The message of ``command``. Notes in the book how a request is to arrive at its worker.
+    """Returns the message of ``command``. Notes in the response buffer how a request will arrive at its worker.
 
-    ``source`` and ``target``: of the handoff that it belongs to, those that are connected. Each is told of the other,
-    so that they talk without the service; a message that names nobody is answered with a failure. ``was_parked``: the
-    source is, or was, a pool. ``has_pool``: a request need not queue at its target.
+    ``source`` and ``target``: the connected ends of the command's handoff. Each gets the other's address, so that they
+    talk without the service; a message without an address is answered with a failure. ``was_parked``: the source is, or
+    was, a pool. ``has_pool``: a request need not queue at its target.
     """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
@@ -77,7 +77,7 @@ def worker_message(
 
 
 def _kv_bytes(source: Reached, kv_tokens: int) -> tuple[int, int]:
-    """How large a snapshot of this source is expected to be, and how large it may be; 0: unknown, as of a pool's."""
+    """The expected and the largest size of a snapshot of this source, in bytes; 0: unknown, as for a pool's."""
     capability = source.capability
     if isinstance(capability, PoolCapability):
         return 0, 0

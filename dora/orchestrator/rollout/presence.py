@@ -1,4 +1,4 @@
-"""Whether the trainer is still there: by what it says, and by the call that it holds open for as long as it lives."""
+"""The presence of the trainer, by its calls and by the call that it holds open while it lives."""
 
 import asyncio
 import time
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-ABSENT_S: Final = 2.0  # a trainer that holds nothing for so long has gone
+ABSENT_S: Final = 2.0  # a trainer that has held nothing for so long is absent
 
 
 class TrainerPresence:
-    """Of the trainer that attached last. It holds a Stay call open, or, in another language, perhaps none."""
+    """Tracks the trainer that attached last. It may hold a KeepAlive call open; clients in other languages may not."""
 
     def __init__(self) -> None:
         self.name = ""
         self._seen_s = -ABSENT_S
-        self._stays: asyncio.Event | None = None  # set once the call that the trainer holds open is to end
-        self._left = False  # it held one, which has ended
+        self._stays: asyncio.Event | None = None  # set to end the trainer's open call
+        self._left = False  # its open call has ended
 
     def attached(self, name: str) -> None:
-        """A trainer took over."""
+        """Notes that another trainer took over."""
         if self._stays is not None:
             self._stays.set()
         self.name, self._stays, self._left = name, None, False
@@ -30,7 +30,7 @@ class TrainerPresence:
 
     @contextmanager
     def staying(self) -> Iterator[asyncio.Event]:
-        """While the trainer holds its call open. Yields what is set when another trainer takes over."""
+        """Holds while the trainer's call is open. Yields an event that is set when another trainer takes over."""
         superseded = asyncio.Event()
         if self._stays is not None:
             self._stays.set()
@@ -43,11 +43,13 @@ class TrainerPresence:
                 self.seen()
 
     def is_there(self, holds: bool) -> bool:
-        """``holds``: it has a stream or leased groups, which say nothing of one whose call has ended."""
+        """Returns whether the trainer is present. ``holds``: it has a stream or leased groups. These do not count after
+        its open call has ended.
+        """
         return self._stays is not None or (not self._left and (holds or self._heard_lately()))
 
     def is_expected(self, holds: bool) -> bool:
-        """Whether it is at work, was so a moment ago, or may be back in a moment: its connection may have broken."""
+        """Returns whether the trainer works, did so a moment ago, or may reconnect in a moment."""
         if holds and not self._left:
             self.seen()
         return self._heard_lately()

@@ -1,7 +1,7 @@
-"""What a prompt must be like, so that some engine can generate its responses and a message can deliver them.
+"""Checks that an engine can generate a prompt's responses and that a message can deliver them.
 
-One boundary for every prompt, wherever it comes from: a submitted message, a line of a file, a source. What passes has
-the types that ``dora.data.types.Prompt`` declares, within bounds; sizes are looked at before anything is decoded.
+Every prompt passes here: submitted messages, lines of files, sources. A checked prompt has the types that
+``dora.data.types.Prompt`` declares, within bounds. Sizes are checked before anything is decoded.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,7 @@ from dora.rpc.convert import TOKEN_ID_BYTES, token_ids_from_wire, trajectory_byt
 
 
 class PromptCheck:
-    """The boundary of one service: its configuration, its model's vocabulary and its tokenizer.
-
-    ``vocab_size`` 0: not known, so that any token id from 0 on passes; ``tokenizer`` None: only token ids are taken in;
-    ``routing``: what trajectories keep of it.
-    """
+    """The checks of one service, with its configuration, vocabulary and tokenizer."""
 
     def __init__(
         self,
@@ -64,14 +60,14 @@ class PromptCheck:
         )
 
     def checked(self, prompt: Prompt) -> Prompt:
-        """The prompt with its group size filled in and of the declared types.
+        """Returns the prompt with its group size filled in and the declared types.
 
-        Raises InvalidValue where it is malformed, or where no engine could generate it.
+        Raises InvalidValue if it is malformed, or no engine could generate it.
         """
         return self._checked(prompt, whatever_length=False)
 
     def well_formed(self, prompt: Prompt) -> Prompt:
-        """As :meth:`checked`, whatever its length."""
+        """Like :meth:`checked`, for any length."""
         return self._checked(prompt, whatever_length=True)
 
     def _checked(self, prompt: Prompt, *, whatever_length: bool) -> Prompt:
@@ -90,13 +86,13 @@ class PromptCheck:
         overrides = checked_overrides(prompt.sampling, f"{position}: sampling")
         sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
         check_sampling(sampling, f"{position}: sampling", self._vocab_size)
-        if not whatever_length:  # before each of its ids is looked at
+        if not whatever_length:  # before each of its ids is checked
             self._check_length(prompt.token_ids, sampling, position)
         token_ids = self._checked_ids(prompt.token_ids, position)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
 
     def _tokens(self, message: pb.Prompt, position: str) -> tuple[str, tuple[int, ...]]:
-        """The text and the token ids of a message: as they are given, or of its text or chat."""
+        """The text and token ids of a message: given, or made from its text or chat."""
         forms = [name for name in ("token_ids", "messages_json") if getattr(message, name)]
         if len(forms) == 2:
             raise InvalidValue(
@@ -104,7 +100,8 @@ class PromptCheck:
             )
         if forms == ["token_ids"]:
             limit = self._config.workers.context_tokens
-            if len(message.token_ids) // TOKEN_ID_BYTES >= limit:  # before they are decoded, to nine times the memory
+            # checked before decoding, which takes nine times the memory
+            if len(message.token_ids) // TOKEN_ID_BYTES >= limit:
                 raise InvalidValue(
                     f"{position}: tokens",
                     len(message.token_ids) // TOKEN_ID_BYTES,
@@ -137,16 +134,16 @@ class PromptCheck:
             )
         most = trajectory_bytes_most(length, sampling.max_tokens, self._routing)
         limit_bytes = self._config.service.max_message_bytes
-        if most > limit_bytes:  # it could be generated, and never be delivered
+        if most > limit_bytes:  # it could be generated but not delivered
             allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
             raise InvalidValue(f"{position}: sampling.max_tokens", sampling.max_tokens, allowed)
 
     def _checked_ids(self, token_ids: Sequence[int], position: str) -> tuple[int, ...]:
-        """Plain integers within the vocabulary. Raises InvalidValue for the first that is not."""
+        """Returns plain integers within the vocabulary. Raises InvalidValue for the first that is not."""
         end = self._vocab_size or 1 << 31
         if not token_ids:
             raise InvalidValue(f"{position}: token_ids", MISSING, "at least one token")
-        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= end:  # quick for a long prompt
+        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= end:  # fast for long prompts
             wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < end)
             raise InvalidValue(f"{position}: token_ids", wrong, f"whole numbers from 0 to {end - 1}")
         return tuple(token_ids)

@@ -15,9 +15,9 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
-QUEUED_BYTES_MAX: Final = 512 << 20  # of the prompts that are queued, in memory
-TOKEN_BYTES: Final = 40  # of a token id, as Python holds it in a tuple
-SUBMITTED: Final = -1  # in place of a position in the source
+QUEUED_BYTES_MAX: Final = 512 << 20  # queued prompts, in memory
+TOKEN_BYTES: Final = 40  # a token id in a Python tuple
+SUBMITTED: Final = -1  # instead of a position in the source
 
 
 class PromptState(Enum):
@@ -29,7 +29,7 @@ class PromptState(Enum):
     DONE = auto()
 
 
-_NEXT: Final = {  # each pair that is not here is illegal
+_NEXT: Final = {  # every other pair is illegal
     (PromptState.DONE, "submit"): PromptState.QUEUED,
     (PromptState.DONE, "read"): PromptState.DRAWN,
     (PromptState.QUEUED, "draw"): PromptState.DRAWN,
@@ -79,14 +79,14 @@ class PromptLedger:
         self._queued_most = queued_most
         self._held: dict[str, _Held] = {}  # by prompt id
         self._heap: list[tuple[int, int, str]] = []  # -priority, arrival, id; stale if no such prompt is queued
-        self._arrivals = 0  # prompts that were submitted so far
+        self._arrivals = 0  # submitted prompts so far
         self.queued = 0  # prompts
         self.queued_bytes = 0  # at most QUEUED_BYTES_MAX
         self.next_position = 0  # in the source
         self.passed: set[int] = set()  # positions from ``next_position`` on that are not drawn again
-        self.ended = False  # nothing more is submitted
+        self.ended = False  # submissions have ended
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # ids of prompts and groups, the last ones
-        self.queued_cancelled = 0  # prompts that were cancelled while they were queued
+        self.queued_cancelled = 0  # prompts cancelled while queued
 
     def state(self, prompt_id: str) -> PromptState:
         held = self._held.get(prompt_id)
@@ -100,7 +100,9 @@ class PromptLedger:
     def check_room(self, count: int) -> None:
         """Raises Conflict after ``end``, LimitExceeded if the queue has no room for so many prompts."""
         if self.ended:
-            raise Conflict("prompts", count, "0, as it was said that no more would come", why="came too late")
+            raise Conflict(
+                "prompts", count, "0, because `end` has closed the queue; submit to a new service", why="came too late"
+            )
         room = self._queued_most - self.queued
         if count > room:
             raise LimitExceeded("prompts", count, f"at most {room} now (queue of {self._queued_most})")

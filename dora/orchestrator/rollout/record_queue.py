@@ -1,7 +1,7 @@
-"""The writes to a run's record: in the order in which they were asked for, one at a time, in a thread.
+"""Writes the run record: in the order of the requests, one write at a time, in a thread.
 
-A write that fails is repeated at each look of the storage, and what follows it waits. That is bounded: while it waits
-nothing is admitted, so at most what was admitted comes, and no step is committed.
+A failed write is retried at each storage check, and later writes wait for it. The queue is bounded: while a write
+waits, nothing is admitted, so at most the admitted groups arrive, and no step is committed.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from dora.rpc.errors import ServiceUnavailable
 
 log = logging.getLogger("dora.storage")
 
-STORED_WAIT_S: Final = 10.0  # a commit waits for storage that is at fault
+STORED_WAIT_S: Final = 10.0  # time that a commit waits for failed storage
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One write. ``given_up_s``: where it still fails then, its caller is told instead of waiting on."""
+    """One write. ``given_up_s``: if it still fails then, its caller gets an error instead of waiting."""
 
     write: Callable[[], Any]
-    told: int  # facts of the journal that it may rest on
+    told: int  # log records that must be durable before it
     given_up_s: float | None = None
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RecordQueue:
-    """Without a recorder nothing is written. ``spawn`` runs a coroutine as a task, whose failure is a bug."""
+    """Writes nothing without a recorder. ``spawn`` runs a coroutine as a task; a failure of it is a bug."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class RecordQueue:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         journal: Journal | None = None,
     ) -> None:
-        """What is recorded is in ``journal`` first: else a service that starts again might do it otherwise."""
+        """A record's line is written after its log records are durable; otherwise a restarted service might act
+        differently.
+        """
         self._journal = Journal() if journal is None else journal
         self._recorder = recorder
         self._storage = storage
@@ -62,23 +64,25 @@ class RecordQueue:
             self._queue(functools.partial(self._recorder.append_cancelled, group))
 
     def restored(self, leased: Iterable[TrajectoryGroup], cancelled: Iterable[CancelledGroup], newest: int) -> None:
-        """A service that starts again asks for what it may not have got to: what is written already is passed over."""
+        """Requests the writes that an earlier incarnation may not have finished. Lines that are already written are
+        skipped.
+        """
         if self._recorder is not None:
             self._queue(functools.partial(self._recorder.carry_on, newest, list(cancelled)))
             for group in leased:
                 self.delivered(group)
 
     async def committed(self, step: CommittedStep, folder: Path, identity: bytes) -> None:
-        """Returns once all that was asked for so far, the step's version and its line are on disk.
+        """Returns once all earlier writes, the step's version and its line are on disk.
 
-        Raises ServiceUnavailable where that cannot be written for ``STORED_WAIT_S``: the record then does not say that
-        the step was committed, or a repeated commit will say it again.
+        Raises ServiceUnavailable if that fails for ``STORED_WAIT_S``: either the record has no line of the commit, or a
+        repeated commit writes it again.
         """
         if self._recorder is not None:
             await self._stored(functools.partial(self._recorder.commit, step, folder, identity))
 
     async def republished(self, version: int, folder: Path, identity: bytes) -> None:
-        """The same of a version that is published anew."""
+        """Like ``committed``, for a version that was published again."""
         if self._recorder is not None:
             await self._stored(functools.partial(self._recorder.republish, version, folder, identity))
 
@@ -87,20 +91,21 @@ class RecordQueue:
             self._queue(functools.partial(self._recorder.drop_version, version))
 
     async def written(self) -> None:
-        """Waits until all that was asked for is written."""
+        """Waits for all requested writes."""
         if self._writing is not None:
             await self._writing
 
     async def finish(self) -> None:
-        """The service ends: what cannot be written now is given up, and what is not in the journal: a start that
-        carries on may do it otherwise."""
+        """Ends the queue: gives up writes that fail now, and writes without durable log records, because the next start
+        may act differently.
+        """
         await self._journal.flush()
         self._ends.set()
         self._storage.look_again()
         await self.written()
 
     async def _stored(self, write: Callable[[], Any]) -> None:
-        """Returns once it is written. Raises ServiceUnavailable where it cannot be for ``STORED_WAIT_S``."""
+        """Returns once the write is done. Raises ServiceUnavailable if it fails for ``STORED_WAIT_S``."""
         await self._queue(write, asyncio.get_running_loop().time() + STORED_WAIT_S).done
 
     def _queue(self, write: Callable[[], Any], given_up_s: float | None = None) -> _Write:
@@ -131,7 +136,7 @@ class RecordQueue:
                     write.done.set_result(None)
 
     async def _settled(self, told: int) -> None:
-        """Waits until the journal has so many facts; where it never will, until the service ends."""
+        """Waits until so many log records are durable, or the service ends."""
         if self._journal.durable >= told:
             return
         waits = [asyncio.ensure_future(self._journal.settled(told)), asyncio.ensure_future(self._ends.wait())]
@@ -142,7 +147,7 @@ class RecordQueue:
                 each.cancel()
 
     def _give_up(self, reason: str) -> None:
-        """Tells those who have waited long enough. At the end of the service: all."""
+        """Fails the writes that have waited long enough; at the end of the service, all."""
         now_s = asyncio.get_running_loop().time()
         lines = 0
         for write in list(self._waiting):
@@ -152,7 +157,7 @@ class RecordQueue:
                 lines += not commit
                 if commit and not write.done.done():
                     write.done.set_exception(
-                        ServiceUnavailable(f"it is not stored: {reason}; the call may be repeated")
+                        ServiceUnavailable(f"the write failed: {reason}; the call may be repeated")
                     )
         if lines:
-            log.error("the record lacks the last %d writes: %s", lines, reason)
+            log.error("the run record lacks the last %d writes: %s", lines, reason)

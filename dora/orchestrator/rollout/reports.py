@@ -1,4 +1,4 @@
-"""What workers say: their tokens go into the book, and what follows from them goes to the core as one event."""
+"""Accepts workers' reports: tokens go to the response buffer, and the core gets one event."""
 
 import logging
 import time
@@ -26,11 +26,11 @@ from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
-ERROR_CHARACTERS_MAX: Final = 2000  # of what a worker says about a command
+ERROR_CHARACTERS_MAX: Final = 2000  # of a worker's error message
 
 
 class WorkerReports:
-    """Takes reports and outcomes of commands. ``post`` hands an event to the core, which ``machine`` is."""
+    """Accepts reports and outcomes of commands. ``post`` hands an event to the core, ``machine``."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class WorkerReports:
         lacks: Callable[[str, int], Awaitable[bool]],
         ended: Callable[[WorkerSession, Sequence[str]], None] = lambda session, request_ids: None,
     ) -> None:
-        """``missing`` is told which worker has not found which version on its host. ``lacks`` looks whether what was
-        published is no more on its host, and ``spawn`` runs what waits for that, in the background. ``ended`` is told
-        which requests a worker has reported to the end, once that is in book and journal."""
+        """``missing`` receives the worker and version of a load that found no weights on its host. ``lacks`` checks
+        whether the host has lost the version; ``spawn`` runs that check in the background. ``ended`` receives the
+        requests that a worker has reported to the end, after the response buffer and the journal have them.
+        """
         self._machine = machine
         self._buffer = buffer
         self._store = store
@@ -83,7 +84,7 @@ class WorkerReports:
         self._post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
 
     def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float) -> None:
-        """Enters the figures of a report that are not about one request. ``now``: on the monotonic clock."""
+        """Enters a report's figures that concern no single request. ``now``: on the monotonic clock."""
         session.heard_s = now
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
@@ -94,7 +95,7 @@ class WorkerReports:
             session.tier = tier
 
     def pool(self, session: PoolSession, report: pb.PoolReport) -> None:
-        """Takes note of what a pool holds, and tells the core what it has dropped. Raises InvalidValue."""
+        """Notes a pool's contents, and reports dropped snapshots to the core. Raises InvalidValue."""
         checks.checked_pool_report(report)
         session.heard_s = time.monotonic()
         self._telemetry.pool_spilled += max(0, report.spilled - session.report.spilled)
@@ -106,16 +107,16 @@ class WorkerReports:
             self._post(dropped)
 
     def outcome(self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome) -> None:
-        """Tells the core how a command to this worker or pool went. Raises InvalidValue where that cannot be."""
+        """Reports a command's outcome to the core. Raises InvalidValue for an impossible outcome."""
         pending = self._machine.state.pending.get(outcome.command_id)
         if pending is None or (pending.command.worker_id, pending.command.epoch) != (session.worker_id, session.epoch):
-            command = None  # of an epoch that is over
+            command = None  # of an ended epoch
         else:
             command = pending.command
         canary = self._checked(session, outcome, command)
         session.heard_s = time.monotonic()
         error = outcome.error[:ERROR_CHARACTERS_MAX]
-        if not outcome.ok:  # an unknown request is one that finished a moment before: expected
+        if not outcome.ok:  # an unknown request has finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
             log.log(level, "%s: %s: %s", session.worker_id, _named(command), error)
         if isinstance(command, do.CopyOut):
@@ -144,28 +145,29 @@ class WorkerReports:
             self._missing(done.worker_id, command.version)
 
     def _may_be_lacking(self, version: int, outcome: pb.WorkerOutcome) -> bool:
-        """Whether a load may have failed because the files are not what was published, as far as this is not what is
-        decided by other workers (core/rejection.py)."""
+        """Returns whether a load may have failed because the host's files differ from the publication. Cases that other
+        workers decide are excluded (core/rules/rejection.py).
+        """
         state = self._machine.state
         if outcome.ok or not version or self._machine.has_to_come(version):
             return False
         return outcome.error_kind == "refused" or (outcome.error_kind == "weights" and version in state.proven)
 
     async def _load_failed(self, command: do.LoadVersion, done: on.CommandDone) -> None:
-        """The core hears of it once it is known who is at fault; until then it takes the worker to be loading."""
+        """Reports a failed load once its cause is known; until then the core counts the worker as loading."""
         if await self._lacks(done.worker_id, command.version):
             done = replace(done, error_kind="missing")
         self._done(command, done)
 
     def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
-        """Tells the core that a request is being copied while it decodes."""
+        """Reports that a request is being copied while it decodes."""
         session.heard_s = time.monotonic()
         self._post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
 
     def _checked(
         self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
     ) -> Canary | None:
-        """The canary in an outcome. Raises InvalidValue for what the engine of this worker cannot have answered."""
+        """Returns the canary in an outcome. Raises InvalidValue if this worker's engine cannot have produced it."""
         checks.checked_outcome(outcome)
         if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
             check_key(outcome.locator, session.epoch)
@@ -178,11 +180,11 @@ class WorkerReports:
         return canary
 
     def _vocab_size(self, session: WorkerSession) -> int:
-        """The model's; the engine's, where the model's config does not say."""
+        """The model's vocabulary size; the engine's if the model's config has none."""
         return self._store.reference.vocab_size or session.capability.vocab_size
 
     def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
-        """One line for what did not go as it should have; numbers for the rest."""
+        """Logs failures of a copy, and counts its bytes."""
         for reason in outcome.kv_fallbacks:
             log.warning("%s: a KV transport failed: %s", session.worker_id, reason)
         self._telemetry.kv_fallbacks += len(outcome.kv_fallbacks)
@@ -190,19 +192,19 @@ class WorkerReports:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
 
     def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
-        """A version that came without a canary is held to what its first worker made of it."""
+        """Stores the first worker's logprobs as the canary of a version that was published without one."""
         if not self._machine.counts_load(worker_id, version):
             return
-        with self._storage.tidying(RUN_FOLDER), suppress(NotFound):  # it may have vanished since
+        with self._storage.tidying(RUN_FOLDER), suppress(NotFound):  # the version may have been retired since
             if self._store.canary(version) is None:
                 self._store.keep_canary(version, canary)
 
 
 def _named(command: do.WorkerCommand | None) -> str:
-    """What a worker was to do, and with what."""
+    """A command's name and subject for the log."""
     match command:
         case None:
-            return "a command of an epoch that is over"
+            return "a command of an ended epoch"
         case do.LoadVersion(version=version):
             return f"LoadVersion {version}"
         case _:

@@ -1,7 +1,7 @@
-"""The trajectory book: tokens, logprobs, rewards and history of every admitted group. The core counts, the book holds.
+"""The response buffer: tokens, logprobs, rewards and history of every admitted group. The core keeps only counts.
 
-The delivered tokens and logprobs here are the truth; KV is a cache of them. A report is appended as it came: of each of
-its stretches the bytes go behind those that are held, whatever that is. The journal writes what is written here.
+The delivered tokens and logprobs here are the truth; KV is a cache of them. ``ResponseBuffer.accept`` is the one way in
+for a worker's report: it appends each span's bytes behind those that its response has.
 """
 
 import hashlib
@@ -30,11 +30,12 @@ _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed
 
 
 class ResponseBuffer:
-    """Entries by request and by group; forgotten once their group is committed or cancelled."""
+    """Response states by request and by group; removed once their group is committed or cancelled."""
 
     def __init__(self, rollout: RolloutConfig, routing: RoutingShape | None = None, window_versions: int = 0) -> None:
-        """``routing``: what workers report of it, and responses keep; None: nothing. ``window_versions``: of the window
-        in force, which each response is told when it is admitted; 0: not known."""
+        """``routing``: the shape of routed experts that workers report and responses keep; None: none.
+        ``window_versions``: the size of the window in force, which each admitted response keeps; 0: unknown.
+        """
         self._rollout = rollout
         self.routing = routing
         self.window_versions = window_versions
@@ -44,7 +45,7 @@ class ResponseBuffer:
         self._columns = ResponseColumns()
         self._groups: dict[str, tuple[ResponseState, ...]] = {}
         self.next_number = 0
-        self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as they were sent
+        self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as sent
 
     def __getitem__(self, request_id: str) -> ResponseState:
         return self._entries[request_id]
@@ -56,13 +57,13 @@ class ResponseBuffer:
         return iter(self._groups.items())
 
     def sampling(self, prompt: Prompt) -> SamplingParams:
-        """How this prompt's responses are sampled, but for their seeds."""
+        """The sampling parameters of this prompt's responses, without their seeds."""
         return sampling_of(self._rollout, prompt)
 
     def admit(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
     ) -> tuple[ResponseState, ...]:
-        """``rows``: of the group's requests, by their ids, in order of their samples. Returns its entries."""
+        """Adds an admitted group. ``rows``: by request id, in order of the samples. Returns its response states."""
         entries = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
         for entry in entries:
             entry.window_versions = self.window_versions
@@ -70,18 +71,17 @@ class ResponseBuffer:
         return entries
 
     def number(self, group_id: str) -> int:
-        """Of a group, in the journal."""
+        """The first number of a group in the journal."""
         return self._groups[group_id][0].number
 
     def _number(self, entries: tuple[ResponseState, ...], first: int) -> None:
-        """From ``first`` on."""
         for number, entry in enumerate(entries, start=first):
             entry.number = number
             self._columns.number(entry.row, number)
         self.next_number = max(self.next_number, first + len(entries))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
-        """A group as the journal has kept it; ``first``: the place of its first request in ``found``."""
+        """Adds a group from the journal; ``first``: the index of its first request in ``found``."""
         rows = {f"{group.group_id}.{index}": row for index, row in enumerate(group.rows)}
         entries = self._groups[group.group_id] = self.begin(group.group_id, group.prompt, group.version, rows, group.at)
         self._number(entries, group.number)
@@ -105,7 +105,7 @@ class ResponseBuffer:
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
     ) -> tuple[ResponseState, ...]:
-        """Makes the entries of a group that is whose they are given to: of an evaluation, not of a step."""
+        """Makes the response states of a group. Evaluations own theirs; they belong to no step."""
         entries = tuple(
             ResponseState(row, request_id, group_id, prompt, index, version, sampling, at, self.routing)
             for index, ((request_id, row), sampling) in enumerate(zip(rows.items(), self._seeded(prompt), strict=False))
@@ -118,35 +118,35 @@ class ResponseBuffer:
         return entries
 
     def end(self, entries: tuple[ResponseState, ...]) -> None:
-        """Nothing more comes of them."""
+        """Removes response states; no further token is accepted for them."""
         for entry in entries:
             del self._entries[entry.request_id]
             del self._by_row[entry.row], self._delivered_by_row[entry.row]
 
     def group_of(self, entries: tuple[ResponseState, ...], step: int) -> TrajectoryGroup:
-        """The finished responses of a group, as one."""
+        """Joins the finished responses of a group."""
         return delivered(entries, step, self._rollout.reference_version)
 
     def at(self, row: int) -> ResponseState:
-        """The request that the core names so."""
+        """The response in a row of the core."""
         return self._by_row[row]
 
     def held(self, rows: Column) -> Column:
-        """How many tokens each of these rows' responses has."""
+        """The number of tokens of each row's response."""
         found: Column = self._columns.held[rows]
         return found
 
     def arrives(self, request_id: str, worker_id: str, arrival: Arrival) -> ResponseState:
-        """The request is on its way to this worker."""
+        """Notes that the request is on its way to this worker."""
         entry = self._entries[request_id]
         entry.arrivals[worker_id] = arrival
         self._columns.expect(entry.row, True)
         return entry
 
     def goes_on(self, row: int, worker_id: str) -> None:
-        """A worker that has outlived the service goes on with this request, whatever has become of its ways there.
+        """Notes that a worker of an earlier incarnation continues this request. Pending arrivals are forgotten.
 
-        What it reports next begins a stay only where it is not known to be at this worker already.
+        Its next report begins a segment only if the response's last segment was elsewhere.
         """
         entry = self._by_row[row]
         entry.arrivals.clear()
@@ -228,34 +228,34 @@ class ResponseBuffer:
         return skips
 
     def deliver(self, group_id: str, step: int) -> tuple[TrajectoryGroup, bool]:
-        """The finished group as the trainer gets it; True where this is its first delivery."""
+        """The finished group as the trainer gets it; True on its first delivery."""
         first = group_id not in self._delivered
         if first:
             self._delivered[group_id] = self.group_of(self._groups[group_id], step)
         return self._delivered[group_id], first
 
     def leased(self) -> list[TrajectoryGroup]:
-        """What was delivered and not committed."""
+        """Groups that were delivered and are not committed."""
         return list(self._delivered.values())
 
     def rewards(self, group_id: str) -> list[Reward] | None:
-        """The verdicts on a group, in order of its samples; None while one is due."""
+        """The verdicts on a group, in order of its samples; None while one is missing."""
         entries = self._groups[group_id]
         rewards = [entry.reward for entry in entries if entry.reward is not None]
         return rewards if len(rewards) == len(entries) else None
 
     def forget(self, group_id: str) -> tuple[ResponseState, ...]:
-        """Lets a committed or cancelled group go. Returns its entries."""
+        """Removes a committed or cancelled group. Returns its response states."""
         self._delivered.pop(group_id, None)
         entries = self._groups.pop(group_id)
         self.end(entries)
         return entries
 
     def _seeded(self, prompt: Prompt) -> Iterator[SamplingParams]:
-        """The service's defaults, the prompt's overrides, and of each sibling a seed of its own: siblings of one seed
-        would be equal.
+        """Yields each sibling's sampling parameters: the service's defaults, the prompt's overrides, and a seed of its
+        own. Siblings with one seed would be equal.
 
-        It follows from run, prompt and index; where the prompt names one, that is the first sibling's.
+        The seed follows from run, prompt and index; a seed in the prompt is the first sibling's.
         """
         sampling, given = self.sampling(prompt), cast(int | None, prompt.sampling.get("seed"))
         before, behind = (tuple(getattr(sampling, name) for name in names) for names in _AROUND_SEED)
@@ -269,7 +269,7 @@ class ResponseBuffer:
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
-    """How this prompt's responses are sampled, but for their seeds."""
+    """The sampling parameters of this prompt's responses, without their seeds."""
     chosen = {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,

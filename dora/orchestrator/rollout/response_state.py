@@ -1,4 +1,4 @@
-"""One response in the making, as the book holds it: what was delivered of it, byte for byte as it came."""
+"""One response while it is generated: its tokens, byte for byte as they were reported."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from dora.data.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, 
 from dora.errors import InvalidValue
 from dora.rpc import packed
 
-TOKEN: Final = packed.TOKEN  # as the book holds it
+TOKEN: Final = packed.TOKEN  # the buffer's layout of a token
 
 
 class ReportError(InvalidValue):
-    """A report that does not continue what the book holds: a bug in a worker, which must be replaced."""
+    """A report that does not continue the response buffer: a bug in a worker, which must be replaced."""
 
-    REFUSED = "does not continue what the book holds"
+    REFUSED = "does not continue the response"
 
 
 @dataclass(slots=True)
 class SegmentStart:
-    """The tokens of a response from ``first_token`` on, up to its next stay: on one worker, and how it came there."""
+    """The first token of a segment, its worker, and how the request arrived there."""
 
     worker_id: str
     first_token: int
@@ -31,9 +31,9 @@ class SegmentStart:
 
 @dataclass(slots=True)
 class ResponseState:
-    """One response in the making."""
+    """One response while it is generated."""
 
-    row: int  # by which the core, and the workers' reports, name it
+    row: int  # its name in the core and in workers' reports
     request_id: str
     group_id: str
     prompt: Prompt
@@ -41,34 +41,34 @@ class ResponseState:
     version: int
     sampling: SamplingParams
     started_at: float
-    routing: RoutingShape | None = None  # of the rows that come with its tokens; None: none do
+    routing: RoutingShape | None = None  # of the expert rows that come with its tokens; None: none do
     finished_at: float = 0.0
-    delivered: bytearray = field(default_factory=bytearray)  # of each token a TOKEN
-    routed: bytearray = field(default_factory=bytearray)  # rows of the tokens that were fed, as they were first told
+    delivered: bytearray = field(default_factory=bytearray)  # one TOKEN per token
+    routed: bytearray = field(default_factory=bytearray)  # expert rows of the tokens that were fed, as first reported
     segment_starts: list[SegmentStart] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str = ""  # the stop string that ended it
     reward: Reward | None = None
-    arrivals: dict[str, Arrival] = field(default_factory=dict)  # worker -> how the request comes there, not yet seen
-    window_versions: int = 0  # of the window when it was admitted
+    arrivals: dict[str, Arrival] = field(default_factory=dict)  # worker -> kind of a pending arrival there
+    window_versions: int = 0  # size of the window at admission
     number: int = -1  # in the journal; -1: of an evaluation
 
     def __len__(self) -> int:
-        """Tokens delivered."""
+        """The number of delivered tokens."""
         return len(self.delivered) // TOKEN.itemsize
 
     @property
     def tokens(self) -> Int32Array:
-        """The delivered tokens' ids, a copy."""
+        """The ids of the delivered tokens, a copy."""
         return np.frombuffer(self.delivered, TOKEN)["token_id"].copy()
 
     @property
     def logprobs(self) -> Float32Array:
-        """The delivered tokens' logprobs, a copy."""
+        """The logprobs of the delivered tokens, a copy."""
         return np.frombuffer(self.delivered, TOKEN)["logprob"].copy()
 
     def spec(self) -> RequestSpec:
-        """What an engine needs to begin, or to go on after the delivered tokens."""
+        """The engine's input to begin the request, or to continue after the delivered tokens."""
         return RequestSpec(
             self.request_id,
             self.version,
@@ -79,7 +79,7 @@ class ResponseState:
         )
 
     def worker_history(self) -> tuple[Segment, ...]:
-        """Which worker sampled which tokens."""
+        """The segments of the response: which worker sampled which tokens."""
         ends = [*(segment_start.first_token for segment_start in self.segment_starts[1:]), len(self)]
         return tuple(
             Segment(segment_start.worker_id, segment_start.first_token, end - 1, segment_start.arrival, self.version)
@@ -87,7 +87,7 @@ class ResponseState:
         )
 
     def trajectory(self, step: int, reference_version: int) -> Trajectory:
-        """The finished response as the trainer gets it for ``step``."""
+        """The finished response as the trainer of ``step`` gets it."""
         assert self.reward is not None and self.finish_reason is not None, f"{self.request_id} is not finished"
         return Trajectory(
             trajectory_id=self.request_id,
@@ -120,7 +120,7 @@ class ResponseState:
         )
 
     def stop_reason(self) -> str | int | None:
-        """The stop string or stop token id that ended it; None: the model's own end, or it was cut."""
+        """The stop string or stop token id that ended it; None for an end-of-sequence token or a length limit."""
         if self.finish_reason != "stop":
             return None
         last = int(np.frombuffer(self.delivered, TOKEN)["token_id"][-1])

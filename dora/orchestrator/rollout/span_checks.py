@@ -28,7 +28,7 @@ def check_spans(
     for field, wrong, value, allowed in (
         ("first token", firsts > held, firsts, "{} or before"),
         ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
-        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one where it has ended"),
+        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one in an ended response"),
     ):
         if wrong.any():
             index = int(wrong.argmax())

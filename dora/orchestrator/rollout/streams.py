@@ -1,4 +1,4 @@
-"""The open streams of a service: one to each worker, one to the trainer. Bounded; what is full breaks, never blocks."""
+"""The open streams of a service: one to each worker, one to the trainer. A full stream is closed; it never blocks."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ from dora.rpc.channel import BATCH_BYTES
 
 log = logging.getLogger("dora.service")
 
-DRAINED = "drained"  # the reason of a worker that was asked to leave
-LOST_KEPT = 256  # workers that are gone, and still shown with the reason
-COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
-REPORTS_PER_S = 250  # of all workers together, those of ends aside, that the service should have to read: 5% of a core
+DRAINED = "drained"  # the reason of a worker that left on request
+LOST_KEPT = 256  # lost workers that are still shown with their reason
+COMMANDS_QUEUED_MAX = 65536  # a worker this far behind counts as hung
+REPORTS_PER_S = 250  # target for all workers together, without reports of ends: 5% of a core
 PERIOD_MOST_MS = 1000
 
 
@@ -32,32 +32,32 @@ class Session:
         self.host = host
         self.kv = kv
         self.takes_start_requests = False
-        self.held: dict[str, int] = {}  # as it said hello: requests from before, and the tokens that it has of each
+        self.held: dict[str, int] = {}  # requests from before its hello, and the tokens that it has of each
         self.heard_s = time.monotonic()
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
     def send(self, command: pb.WorkerCommand) -> None:
-        """Queues a command; a worker that has too many unread ones is given up."""
+        """Queues a command; a worker with too many unread commands is given up."""
         try:
             self._outbox.put_nowait(command)
         except asyncio.QueueFull:
             self.give_up()
 
     def finish(self) -> None:
-        """No further command: the stream ends after those queued."""
+        """Ends the stream after the queued commands."""
         try:
             self._outbox.put_nowait(None)
         except asyncio.QueueFull:
             self.give_up()
 
     def give_up(self) -> None:
-        """Ends the stream at once, whatever is queued."""
+        """Ends the stream at once and drops queued commands."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
         self._outbox.put_nowait(None)
 
     async def commands(self) -> AsyncIterator[pb.WorkerCommand]:
-        """The commands; requests that are to be started at once in one, where the worker takes that."""
+        """Yields commands; requests that start at the same time go in one message if the worker accepts that."""
         command = await self._outbox.get()
         while command is not None:
             if not self.takes_start_requests or not command.HasField("start_request"):
@@ -77,7 +77,7 @@ class Session:
 
 
 def _together(starting: list[pb.WorkerCommand]) -> pb.WorkerCommand:
-    """Orders to start a request, in one message."""
+    """Joins orders to start requests into one message."""
     if len(starting) == 1:
         return starting[0]
     for command in starting:
@@ -99,14 +99,14 @@ class WorkerSession(Session):
     ) -> None:
         super().__init__(worker_id, epoch, pid, host, kv)
         self.capability = capability
-        self.hosted = -1  # the version that it had as it said hello
+        self.hosted = -1  # the version that it had at its hello
         self.reprefilled_tokens = 0
         self.tier = TierLoad()
         self.rate = Rate()
 
 
 class PoolSession(Session):
-    """One epoch of one pool. The core knows it once ``kv_tokens`` is known: what it holds, by the workers' KV."""
+    """One epoch of one pool. The core learns of it once its size, ``kv_tokens``, is known from the workers."""
 
     def __init__(
         self, pool_id: str, epoch: int, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint = NO_KV
@@ -118,26 +118,26 @@ class PoolSession(Session):
 
 
 class StepStream:
-    """One open StreamStep call: groups as they are delivered, then the end. Holds at most a step's groups."""
+    """One open StreamStep call: groups as they are delivered, then the end. Holds at most one step's groups."""
 
     def __init__(self, trainer_epoch: int, step: int) -> None:
         self.trainer_epoch = trainer_epoch
         self.step = step
-        self._queue: asyncio.Queue[TrajectoryGroup | None] = asyncio.Queue()  # bounded by the step itself
+        self._queue: asyncio.Queue[TrajectoryGroup | None] = asyncio.Queue()  # bounded by the step
         self.exhausted = False
         self.superseded = False
-        self.error: DoraError | None = None  # why it ends before its step is full
+        self.error: DoraError | None = None  # reason of an early end
 
     def put(self, group: TrajectoryGroup) -> None:
         self._queue.put_nowait(group)
 
     def close(self, *, exhausted: bool = False, superseded: bool = False, error: DoraError | None = None) -> None:
-        """``error``: what the trainer is told at the end, behind what was delivered."""
+        """``error``: sent to the trainer after the delivered groups."""
         self.exhausted, self.superseded, self.error = exhausted, superseded, error
         self._queue.put_nowait(None)
 
     async def batches(self) -> AsyncIterator[list[TrajectoryGroup]]:
-        """What has been delivered since the last batch, at least one group; ends with the step."""
+        """Yields the groups delivered since the last batch, at least one; ends with the step."""
         while (group := await self._queue.get()) is not None:
             batch = [group]
             while not self._queue.empty():
@@ -150,23 +150,24 @@ class StepStream:
 
 
 class KvTier(Protocol):
-    """The server of the shared KV tier, as operators see it."""
+    """The server of the shared KV tier, for operators."""
 
     def status(self, workers: int) -> pb.KvTierStatus:
-        """``workers``: that reach it."""
+        """``workers``: number of workers that reach it."""
 
 
 class WorkerProcesses(Protocol):
-    """Whoever started the workers."""
+    """The launcher of the workers."""
 
     def kill(self, worker_id: str) -> None: ...
     def let_go(self, worker_id: str) -> None: ...
 
 
 class Sessions:
-    """Who is connected now. ``lost`` is told of each epoch of a worker or pool that is over, with the reason.
+    """The connected workers, pools and trainer. ``lost`` receives each ended epoch of a worker or pool, with the
+    reason.
 
-    ``report_period_ms``: the least time between two reports of a worker.
+    ``report_period_ms``: the shortest time between two reports of a worker.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class Sessions:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
         self.stream: StepStream | None = None  # the trainer's
-        self.lost_reasons: dict[str, str] = {}  # of workers
+        self.lost_reasons: dict[str, str] = {}  # by worker
         self.lost_pools: dict[str, str] = {}
         self.processes = processes
         self._lost = lost
         self.epochs = 0
         self._least_period_ms = report_period_ms
-        self.report_period_ms = report_period_ms  # of each worker now
+        self.report_period_ms = report_period_ms  # current period of each worker
 
     def open(
         self,
@@ -201,7 +202,7 @@ class Sessions:
         return session
 
     def open_pool(self, pool_id: str, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint) -> PoolSession:
-        """The same of a pool."""
+        """Begins a new epoch of this pool, which must not be connected."""
         session = PoolSession(pool_id, self._begin_epoch(pool_id), pid, host, capability, kv)
         self.pools[pool_id] = session
         return session
@@ -225,27 +226,27 @@ class Sessions:
             session.send(pb.WorkerCommand(pace=pb.Pace(report_period_ms=period_ms)))
 
     def end(self, name: str) -> WorkerSession | PoolSession | None:
-        """The worker or pool of this id, if it is connected: an end of a handoff."""
+        """The connected worker or pool with this id."""
         return self.workers.get(name) or self.pools.get(name)
 
     def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | PoolSession | None:
-        """The connection of this epoch of a worker or a pool; None once it is over."""
+        """The connection of this epoch of a worker or pool; None after its end."""
         session = self.end(worker_id)
         return session if session is not None and session.epoch == epoch else None
 
     def kv_token_bytes(self) -> int:
-        """KV of one token, as the workers say it; 0: none has said it yet."""
+        """KV bytes of one token, as workers report it; 0: unknown."""
         return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
 
     def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
-        """The trainer's stream, where it is open and of this step."""
+        """The trainer's open stream of this step."""
         stream = self.stream
         if stream is not None and (stream.trainer_epoch, stream.step) == (trainer_epoch, step):
             return stream
         return None
 
     def lose(self, session: Session, reason: str) -> None:
-        """The epoch is over, now and not only once its stream has ended: a hung one might never end."""
+        """Ends the epoch at once; the stream of a hung worker might never end."""
         if self.end(session.worker_id) is not session:
             return
         self.workers.pop(session.worker_id, None)
@@ -259,11 +260,11 @@ class Sessions:
         self._lost(session, reason)
 
     def keep_reason(self, worker_id: str, reason: str) -> None:
-        """Why a worker has gone, for operators."""
+        """Keeps the reason of a worker's loss for operators."""
         _keep(self.lost_reasons, worker_id, reason)
 
     def replace(self, session: Session, reason: str) -> None:
-        """Ends a worker or pool that is silent or cannot be trusted; whoever started it starts it again."""
+        """Ends a silent or faulty worker or pool; its launcher starts it again."""
         if self.end(session.worker_id) is not session:
             return
         log.error("%s is replaced: %s", session.worker_id, reason)
@@ -272,8 +273,9 @@ class Sessions:
             self.processes.kill(session.worker_id)
 
     def replace_silent(self, limit_s: float, loading: Container[str] = ()) -> None:
-        """Replaces each worker and pool that has said nothing for longer than ``limit_s``; but not those workers that
-        are ``loading``, which say nothing meanwhile: the core limits that time itself."""
+        """Replaces each worker and pool that has been silent for ``limit_s``, except those that are ``loading``: the
+        core limits that time itself.
+        """
         for session in [*self.workers.values(), *self.pools.values()]:
             silent_s = time.monotonic() - session.heard_s
             if silent_s > limit_s and session.worker_id not in loading:
@@ -291,7 +293,7 @@ class Sessions:
 
 
 def _keep(reasons: dict[str, str], name: str, reason: str) -> None:
-    """Of the last ones that are gone, as some come under a new name each time."""
+    """Keeps the most recent reasons, because some workers return under new names."""
     reasons[name] = reason
     if len(reasons) > LOST_KEPT:
         del reasons[next(iter(reasons))]

@@ -1,4 +1,4 @@
-"""Numbers for operators: rates, blackouts, steps. Bounded memory."""
+"""Figures for operators: rates, latencies, steps. Bounded memory."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from dora.data.types import Arrival, TierLoad
 from dora.orchestrator.rollout.accepted import Accepted
 
 STEPS_KEPT = 512
-METRICS_KEPT = 8192  # of all steps together, the latest ones: a status has them all
+METRICS_KEPT = 8192  # of all steps together, the latest
 RATE_WINDOW_S = 5.0
-ADVICE_STEPS = 8  # whose times say how many workers to add
+ADVICE_STEPS = 8  # steps whose times the advice on workers rests on
 # Six bounds a decade from a millisecond to 1,000 s: a quantile is read to within a fifth of its value.
 LATENCY_BOUNDS_S: Final = (
     *(round(factor * 10.0**decade, 6) for decade in range(-3, 3) for factor in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
@@ -27,7 +27,7 @@ LATENCY_BOUNDS_S: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One committed step, as operators see it."""
+    """One committed step."""
 
     step: int
     committed_at: float
@@ -37,12 +37,12 @@ class StepRecord:
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
     took_s: float | None = None  # since the commit before; None: the first
-    waited_s: float | None = None  # of it, the trainer stood waiting for groups; None: it does not say
-    staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
+    waited_s: float | None = None  # trainer's wait for groups within it; None: not reported
+    staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
 
 
 def staleness_groups(groups: Sequence[TrajectoryGroup]) -> tuple[int, ...]:
-    """How many groups are of each staleness, from 0 on."""
+    """The number of groups of each staleness, from 0."""
     found = Counter(int(group.staleness[0]) for group in groups if len(group))
     return tuple(found[staleness] for staleness in range(max(found, default=-1) + 1))
 
@@ -112,7 +112,7 @@ class Telemetry:
             self._parked.observe(without_token_ms / 1000)
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
-        """What a worker had of the shared tier when it last reported, and has now."""
+        """Counts a worker's use of the shared tier between two reports."""
         self.tier_tokens_found += max(0, now.found_tokens - before.found_tokens)
         self.tier_tokens_kept += max(0, now.kept_tokens - before.kept_tokens)
         self.tier_chunks_damaged += max(0, now.damaged_chunks - before.damaged_chunks)
@@ -127,7 +127,7 @@ class Telemetry:
         stepped_s: float,
         waited_s: float | None = None,
     ) -> None:
-        """``at``: of the wall clock, for people; ``stepped_s``: of a clock that is never set."""
+        """``at``: wall-clock time, for people; ``stepped_s``: monotonic time."""
         rewards = [reward for group in groups for reward in group.rewards[group.rewards_valid].tolist()]
         staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
@@ -149,7 +149,7 @@ class Telemetry:
         self._forget_metrics()
 
     def _forget_metrics(self) -> None:
-        """Of the oldest steps, where all together have more than are kept."""
+        """Removes metrics of the oldest steps beyond the limit."""
         kept = 0
         for position in range(len(self.steps) - 1, -1, -1):
             step = self.steps[position]
@@ -158,7 +158,7 @@ class Telemetry:
                 self.steps[position] = replace(step, metrics={})
 
     def groups_to_add(self, workers: int) -> int | None:
-        """workers that would let generation keep up with training, from the latest steps; None: not known yet.
+        """Workers to add so that generation keeps up with training, by the latest steps; None: unknown.
 
         A step in which the trainer waits takes as long as generation does, and without the waiting as long as training.
         """
@@ -170,7 +170,7 @@ class Telemetry:
         return groups_to_add(generation_s, training_s, workers)
 
     def counters(self) -> dict[str, float]:
-        """Beside the core's own counters."""
+        """Counters beside the core's own."""
         busy_s = self.last_token_at - self.first_token_at
         return {
             "tokens_generated": self.tokens_delivered,

@@ -1,4 +1,4 @@
-"""Whatever comes at once, the event loop stands still for a bounded time: reports of a thousand workers take turns."""
+"""Bounds the time that the event loop is blocked: reports of many workers take turns."""
 
 import asyncio
 import time
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-TURN_S: Final = 0.005  # of one turn of the loop; what is begun goes on to its end
+TURN_S: Final = 0.005  # longest turn of the loop; started work is finished
 
 
 class Turns:
-    """``async with turns:`` around what handles one message. First come, first served."""
+    """``async with turns:`` around the handling of one message. First come, first served."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._one = asyncio.Lock()
-        self._began_s: float | None = None  # the first message of this turn of the loop; None: there was none
+        self._began_s: float | None = None  # time of the first message in this turn; None: there was none
 
     async def __aenter__(self) -> Self:
         await self._one.acquire()
@@ -29,7 +29,7 @@ class Turns:
     ) -> None:
         try:
             if self._began_s is not None and self._clock() - self._began_s >= TURN_S:
-                await asyncio.sleep(0)  # the others wait for their turn meanwhile
+                await asyncio.sleep(0)  # other messages get their turn
         finally:
             self._one.release()
 

@@ -1,6 +1,6 @@
-"""What a worker says, checked before it is believed. What is wrong here is the worker's error, never the service's.
+"""Checks workers' messages. An error here is the worker's, not the service's.
 
-Every check raises InvalidValue; the worker's stream ends with it, the worker is replaced, its requests run again.
+Every check raises InvalidValue; that ends the worker's stream, the worker is replaced, and its requests run elsewhere.
 """
 
 import re
@@ -22,15 +22,15 @@ from dora.weights.canary import LOGPROB_MAX
 
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights", "missing")
-_REASON_MAX: Final = 2000  # characters of why a KV transport failed
+_REASON_MAX: Final = 2000  # characters of a KV transport's error
 _TEXT_MAX: Final = 256  # characters of a host's name, a fingerprint, a dtype
 HELD_MAX: Final = 1 << 17  # requests of one worker or pool
 KV_TOKEN_BYTES_MAX: Final = 1 << 40
-_TOTAL_MAX: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
+_TOTAL_MAX: Final = 1 << 53  # of a worker's counters: a larger integer is not exact as a double
 
 
 def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> EngineCapability:
-    """What the worker's engine can hold. ``vocab_size``: the model's; 0 where its config does not say."""
+    """Returns the capacity of the worker's engine. ``vocab_size``: the model's; 0 if its config has none."""
     if not WORKER_ID.fullmatch(hello.worker_id):
         raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
     for name in ("host", "fingerprint", "dtype", "kv_address"):
@@ -53,12 +53,12 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
     if hello.held and not hello.HasField("hosts"):
         raise InvalidValue("hosts", MISSING, "given by a worker that holds requests")
     if not hello.fingerprint:
-        raise InvalidValue("fingerprint", "", "the hash of what workers must have alike")
+        raise InvalidValue("fingerprint", "", "the hash of all that workers must have in common")
     return convert.capability_from_wire(hello)
 
 
 def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
-    """What the pool can hold."""
+    """Returns the pool's capacity."""
     if not WORKER_ID.fullmatch(hello.pool_id):
         raise InvalidValue("pool_id", hello.pool_id, "1 to 64 letters, digits, '.', '_' or '-'")
     for name in ("host", "kv_address"):
@@ -72,7 +72,7 @@ def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
 
 
 def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
-    """What a worker or a pool that has outlived the service says of its requests; ids are as they come."""
+    """Checks the requests that a worker or pool of an earlier incarnation holds. Their ids may be unknown."""
     if len(held) > HELD_MAX:
         raise InvalidValue("held", f"{len(held)} requests", f"at most {HELD_MAX}")
     if len({each.request_id for each in held}) < len(held):
@@ -85,7 +85,7 @@ def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
 
 
 def checked_pool_report(report: pb.PoolReport) -> None:
-    """What a pool holds, and what it has dropped."""
+    """Checks a pool's contents and drops."""
     for name in ("memory_bytes", "spill_bytes", "pinned_bytes", "spilled"):
         if getattr(report, name) > _TOTAL_MAX:
             raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MAX}")
@@ -105,7 +105,7 @@ def _check_transports(names: Sequence[str]) -> None:
 def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
     """Checks the tokens of a report by themselves. ``ResponseBuffer.accept`` checks that they continue their responses.
 
-    ``kv_tokens``: what fits the worker's KV-cache, as it said itself. ``rows_most``: no request has a higher row.
+    ``kv_tokens``: the size of the worker's KV-cache, as it reported. ``rows_most``: an upper bound of rows.
     """
     for name, most in (
         ("kv_used_tokens", kv_tokens),
@@ -122,8 +122,8 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
     if not len(columns):
         return columns
     for name, column, wrong, allowed in (
-        ("rows", columns.rows, columns.rows >= rows_most, "one that the service gave a request"),
-        # as unsigned numbers negative ones are large
+        ("rows", columns.rows, columns.rows >= rows_most, "the row of a request"),
+        # negative numbers are large as unsigned ones
         ("token_ids", token_ids, token_ids.view("<u4") >= vocab_size, f"0 to {vocab_size - 1}, the vocabulary"),
         # a comparison with NaN is false
         ("logprobs", logprobs, ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MAX)), "finite and not above 0"),
@@ -134,7 +134,7 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
 
 
 def checked_outcome(outcome: pb.WorkerOutcome) -> None:
-    """What an outcome says beside its command's own fields."""
+    """Checks an outcome's general fields."""
     if outcome.error_kind not in ERROR_KINDS:
         raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
     if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false

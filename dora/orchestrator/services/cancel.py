@@ -1,4 +1,4 @@
-"""Taking prompts and groups back: what waits leaves, what is admitted is cancelled, what a step has taken stays."""
+"""Cancels prompts and groups: queued prompts are removed, admitted groups cancelled, groups in a step stay."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,14 +10,14 @@ from dora.orchestrator.executor import ON_REQUEST
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 
-IDS_MAX: Final = 4096  # of one call
+IDS_MAX: Final = 4096  # in one call
 REASON_CHARACTERS_MAX: Final = 200
 
 
 def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.CancelOutcome]:
-    """Cancels each of ``ids``, prompts or else groups; what became of them, in their order.
+    """Cancels each of ``ids``, prompts or groups; returns the outcomes in their order.
 
-    Raises InvalidValue, and changes nothing, for too many ids or a reason that no line of a record could hold.
+    Raises InvalidValue, and changes nothing, for too many ids or a reason that a record's line cannot hold.
     """
     if len(ids) > IDS_MAX:
         raise InvalidValue("ids", f"{len(ids)} ids", f"at most {IDS_MAX}")
@@ -29,7 +29,7 @@ def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.Canc
 
 
 def _cancelled(runtime: Runtime, name: str, group_id: str, reason: str) -> pb.CancelOutcome:
-    """``group_id``: of the prompt of this name, where it has a group; else the name itself."""
+    """``group_id``: of the prompt's group if it has one, else the name itself."""
     prompts, state = runtime.feed.ledger, runtime.machine.state
     if prompts.cancel(name):
         return pb.CancelOutcome(id=name, state="dequeued")

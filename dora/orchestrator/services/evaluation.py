@@ -1,4 +1,4 @@
-"""The Evaluate call: prompts in, the groups of one version out as they are done, then why it ends."""
+"""The Evaluate call: prompts in, finished groups of one version out, then the reason of the end."""
 
 import asyncio
 import math
@@ -17,21 +17,21 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServicerContext
 
 NAME_MAX: Final = 128  # characters
-CALLER_LEFT: Final = "its caller has left"
+CALLER_LEFT: Final = "its caller disconnected"
 
 
 async def evaluating(
     runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio.Lock, context: ServicerContext
 ) -> AsyncIterator[pb.EvaluationPart]:
-    """Runs one evaluation and streams it. ``reading``: held while prompts are decoded.
+    """Runs one evaluation and streams its results. ``reading``: held while prompts are decoded.
 
-    Raises InvalidValue, Conflict, NotFound or LimitExceeded where it cannot begin.
+    Raises InvalidValue, Conflict, NotFound or LimitExceeded if it cannot begin.
     """
     stream = await _begun(runtime, request, reading)
     evaluation_id = stream.evaluation_id
     version = runtime.machine.state.evaluations.running[evaluation_id].version
     context.add_done_callback(lambda _: runtime.end_evaluation(evaluation_id, CALLER_LEFT))  # type: ignore[arg-type]
-    del request  # it may be large, and the call lasts
+    del request  # it may be large, and the call is long
     yield pb.EvaluationPart(evaluation_id=evaluation_id, version=version)
     limit_bytes = runtime.config.service.max_message_bytes
     async for result in stream.results():
@@ -77,7 +77,7 @@ async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio
 
 
 def evaluations_of(runtime: Runtime) -> list[pb.EvaluationStatus]:
-    """Those that run, in the order in which they were asked for."""
+    """The running evaluations in the order of their calls."""
     core = runtime.machine.state.evaluations
     found: list[pb.EvaluationStatus] = []
     for evaluation_id, stream in runtime.evaluations.running.items():

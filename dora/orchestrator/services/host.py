@@ -1,4 +1,4 @@
-"""The agents' service: one stream each, its reports in and its orders out; and the files that hosts fetch."""
+"""The gRPC service for agents: one stream each, with reports and orders; and the files that hosts fetch."""
 
 import asyncio
 import logging
@@ -17,11 +17,11 @@ from dora.weights.files import WeightFile
 log = logging.getLogger("dora.service")
 
 HELLO_S: Final = 60.0
-TROUBLE_MAX: Final = 4000  # characters of one worker's trouble
+TROUBLE_MAX: Final = 4000  # characters of one worker's error
 
 
 class HostService(stubs.HostServicer):
-    """The model's files are hashed once, when the first host joins."""
+    """Hashes the model's files once, when the first host joins."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -40,12 +40,12 @@ class HostService(stubs.HostServicer):
         reading.add_done_callback(lambda _: session.give_up())
         try:
             welcome = hosts.welcome(session, digest, self._runtime.orphan_timeout_s)
-            await self._runtime.journal.settled()  # no later life may give this epoch again, or take it for another one
+            await self._runtime.journal.settled()  # a later incarnation must not reuse this epoch
             yield pb.HostOrder(welcome=welcome)
             how = "came back" if session.goes_on else "joined"
             log.info("host %s %s (epoch %d)", session.name, how, session.epoch)
             hosts.welcomed(session, hello.workers)
-            await self._runtime.journal.settled()  # nor may it lack the workers whose start is ordered
+            await self._runtime.journal.settled()  # a later incarnation must know of the workers whose start is ordered
             while (order := await session.next_order()) is not None:
                 yield order
             if reading.done() and not reading.cancelled() and (error := reading.exception()):
@@ -65,7 +65,7 @@ class HostService(stubs.HostServicer):
         return message.hello
 
     async def _read(self, session: HostSession, messages: AsyncIterator[pb.HostMessage]) -> None:
-        """Raises InvalidValue, of which the agent is told, for a message that is wrong; its epoch is over then."""
+        """Raises InvalidValue, which the agent receives, for a wrong message; its epoch ends."""
         hosts = self._runtime.hosts
         async for message in messages:
             session.heard()

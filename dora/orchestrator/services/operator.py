@@ -1,4 +1,4 @@
-"""The services of those who submit prompts and of operators."""
+"""The gRPC services for prompts and operators."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,17 @@ WATCHES_MAX = 32  # open at once
 
 
 class PromptService(stubs.PromptsServicer):
-    """Takes prompts in, all of a call or none."""
+    """Queues prompts: all of a call or none."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._reading = asyncio.Lock()  # of one batch at a time: decoded, it may take ten times its message's memory
+        self._reading = asyncio.Lock()  # for one batch at a time: decoded, it may take ten times its message's memory
 
     async def Submit(self, request: pb.SubmitRequest, context: ServicerContext) -> pb.SubmitReply:
         feed = self._runtime.feed
         feed.check_room(len(request.prompts))
         async with self._reading:
-            # In a thread: texts are tokenised. The queue may be full by then.
+            # In a thread, because texts are tokenised. The queue may be full afterwards.
             prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
             free = feed.queue(prompts)
         await self._runtime.journal.settled()
@@ -52,7 +52,7 @@ class PromptService(stubs.PromptsServicer):
 
 
 class OperatorService(stubs.OperatorServicer):
-    """Shows what the service is doing, and hands an operator's wishes to the core."""
+    """Shows the service's state, and passes operators' requests to the core."""
 
     def __init__(self, runtime: Runtime, model: Path) -> None:
         self._runtime = runtime
@@ -84,19 +84,19 @@ class OperatorService(stubs.OperatorServicer):
         if hosts.has(name) and name not in self._runtime.machine.state.workers:
             with self._changing() as reply:
                 count = hosts.worker_counts.drain(name)
-                reply.message = f"{name} is being emptied: its workers ({count}) leave, and then it does"
+                reply.message = f"{name} is draining: its workers ({count}) leave, then the host"
             return reply
         with self._changing() as reply:
             hosts.worker_counts.drain_worker(name)
-            reply.message = f"{name} is being emptied and will leave"
+            reply.message = f"{name} is draining and will leave"
         return reply
 
     async def Scale(self, request: pb.ScaleRequest, context: ServicerContext) -> pb.OperatorReply:
         with self._changing() as reply:
             started, emptied = self._runtime.hosts.worker_counts.scale(request.workers, request.host)
             words = [f"started: {', '.join(started)}"] if started else []
-            words += [f"being emptied, to leave: {', '.join(emptied)}"] if emptied else []
-            reply.message = "; ".join(words) or "there are so many already"
+            words += [f"draining: {', '.join(emptied)}"] if emptied else []
+            reply.message = "; ".join(words) or "no change: there are so many already"
         return reply
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: ServicerContext) -> pb.OperatorReply:
@@ -108,8 +108,8 @@ class OperatorService(stubs.OperatorServicer):
     async def Checkpoint(self, request: pb.CheckpointRequest, context: ServicerContext) -> pb.CheckpointReply:
         runtime = self._runtime
         if runtime.journal.log is None:
-            allowed = "of a service with service.state (dora serve --state DIR)"
-            raise Conflict("checkpoint", "a service without a state folder", allowed, why="keeps nothing")
+            allowed = "a service started with --state DIR"
+            raise Conflict("checkpoint", "of a service without a state folder", allowed, why="keeps nothing")
         size, state = await runtime.journal.log.checkpoint(), runtime.machine.state
         return pb.CheckpointReply(
             folder=runtime.config.service.state,
@@ -125,7 +125,7 @@ class OperatorService(stubs.OperatorServicer):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[pb.OperatorReply]:
-        """A reply to be given, which counts the moves and loads that begin meanwhile."""
+        """Yields a reply that counts the moves and loads which begin meanwhile."""
         state, reply = self._runtime.machine.state, pb.OperatorReply()
         moves, loads = len(state.handoffs), sum(worker.loading >= 0 for worker in state.workers.values())
         yield reply

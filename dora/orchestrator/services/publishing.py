@@ -1,8 +1,8 @@
-"""How a version's weights come in: files are uploaded, checked, put into the store, kept on disk and recorded.
+"""Publishes a version's weights: files are uploaded, checked, stored, made durable and recorded.
 
-    upload ──▶ store (checked, one rename) ──▶ record (state folder, then the run's record) ──▶ the core is told
+    upload ──▶ store (checked, one rename) ──▶ record (state folder, then the run record) ──▶ event to the core
 
-Nobody is told of a version before it will last: where one of these fails it is as if it had not been published.
+A version becomes visible only once it is durable: if a step fails, the version counts as not published.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from dora.weights.upload import Upload
 
 log = logging.getLogger("dora.service")
 
-ROOM_WAIT_S: Final = 20.0  # for room in the store that nobody is known to be about to leave
+ROOM_WAIT_S: Final = 20.0  # longest wait for room in the store if no version is about to leave
 ROOM_LOOK_S: Final = 0.1
 _BLAKE3_BYTES: Final = 32
 
@@ -33,13 +33,13 @@ Request: TypeAlias = pb.CommitStepRequest | pb.RepublishVersionRequest
 
 
 class Publishing:
-    """For one version at a time, but for uploads."""
+    """Handles one version at a time, except for uploads."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     async def upload(self, header: pb.WeightFileHeader) -> Upload:
-        """Opens one incoming file, in a thread. Raises as ``WeightStore.upload``."""
+        """Opens one incoming file, in a thread. Raises like ``WeightStore.upload``."""
         opened = functools.partial(
             self._runtime.store.upload,
             header.trainer_epoch,
@@ -52,7 +52,7 @@ class Publishing:
         return await _opened(opened)
 
     async def store(self, request: Request, *, anew: bool) -> Path:
-        """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
+        """Checks a version's announced and uploaded files, and moves them into the store. Returns its folder."""
         canary = convert.canary_from_wire(request.canary)
         longest = self._runtime.config.workers.context_tokens
         if canary is not None and not 2 <= len(canary.token_ids) <= longest:
@@ -61,17 +61,17 @@ class Publishing:
         await self._room(request.version)
         announced = (request.trainer_epoch, request.version, _announced(request), canary)
         state, version = self._runtime.machine.state, request.version
-        is_same = version in state.gone and version in state.proven  # it may have been sampled under
+        is_same = version in state.gone and version in state.proven  # responses may have been sampled under it
         name = self._runtime.hosts.name_of(version) if is_same else ""
         with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
             publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
             return await asyncio.to_thread(publish)
 
     async def _room(self, version: int) -> None:
-        """Waits until the store is within its bound: a version that has left the window stays while a worker loads it,
-        and one that does not end is replaced after ``workers.load_timeout_s``.
+        """Waits until the store has room: a version that has left the window stays while a worker loads it, and a load
+        that does not end is replaced after ``workers.load_timeout_s``.
 
-        Raises LimitExceeded where it stays over it.
+        Raises LimitExceeded if the store stays full.
         """
         runtime, began_s, is_told = self._runtime, time.monotonic(), False
         what = f"weights: version {version}"
@@ -87,7 +87,7 @@ class Publishing:
                 if time.monotonic() - began_s >= most_s:
                     raise
                 if not is_told:
-                    log.warning("a commit waits for room in the store, for %g s at most: %s", most_s, error)
+                    log.warning("a commit waits at most %g s for room in the store: %s", most_s, error)
                     is_told = True
             await asyncio.sleep(ROOM_LOOK_S)
 
@@ -97,9 +97,10 @@ class Publishing:
         folder: Path,
         written: Coroutine[Any, Any, None],
     ) -> None:
-        """Brings what is recorded of a version to disk before it counts, and its weights where the service is to carry
-        on after a crash. Raises ServiceUnavailable where that is not possible now: the version is then as if it had not
-        been published, else other weights could never be."""
+        """Makes a version's record durable before it becomes visible, and its weights if the service can carry on after
+        a crash. Raises ServiceUnavailable if that fails now: the version then counts as not published, so that other
+        weights may follow.
+        """
         try:
             try:
                 await self._keep(request.version, folder)
@@ -113,7 +114,7 @@ class Publishing:
             raise
 
     async def _keep(self, version: int, folder: Path) -> None:
-        """Brings the weights of a version to disk. Raises ServiceUnavailable."""
+        """Makes the weights of a version durable. Raises ServiceUnavailable."""
         runtime = self._runtime
         if runtime.versions is None:
             return
@@ -121,12 +122,12 @@ class Publishing:
             await asyncio.to_thread(runtime.versions.keep, version, folder)
         except OSError as error:
             runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
-            why = f"it is not stored: the service's state folder cannot be written ({error.strerror})"
+            why = f"the write failed: the service's state folder cannot be written ({error.strerror})"
             raise ServiceUnavailable(f"{why}; the call may be repeated") from error
         runtime.storage.works(KEPT)
 
     async def withdraw(self, version: int) -> None:
-        """A version that was stored and recorded is not committed after all: the next commit may bring others."""
+        """Removes a stored and recorded version that was not committed: the next commit may bring others."""
         runtime = self._runtime
         await asyncio.to_thread(runtime.store.withdraw, version)
         if runtime.versions is not None:
@@ -134,17 +135,17 @@ class Publishing:
         runtime.recorder.withdrawn(version)
 
     async def let_go(self, version: int) -> None:
-        """What was stored of a version that has retired meanwhile goes, as it would have gone then."""
+        """Removes the stored weights of a version that was retired meanwhile."""
         runtime = self._runtime
         with runtime.storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(runtime.store.retire, version)
         if version != runtime.config.rollout.reference_version:
             await runtime.executor.drop_kept(version)
-        log.info("version %d has left the window while it was published anew", version)
+        log.info("version %d has left the window while it was being republished", version)
 
 
 async def _opened(opened: Callable[[], Upload]) -> Upload:
-    """Opens it in a thread. Its file is not in upload for ever where the caller hangs up meanwhile."""
+    """Opens an upload in a thread. If the caller disconnects meanwhile, its file is released."""
     opening = asyncio.ensure_future(asyncio.to_thread(opened))
     try:
         return await asyncio.shield(opening)

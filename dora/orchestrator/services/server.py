@@ -19,15 +19,16 @@ from dora.rpc.channel import server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
 
-STREAM_END_S = 1.0  # open streams have so long to end by themselves
+STREAM_END_S = 1.0  # time for open streams to end by themselves
 
 
 @contextlib.asynccontextmanager
 async def serving(
     config: Config, runtime: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b""
 ) -> AsyncIterator[str]:
-    """The gRPC server; yields the address it really listens at (port 0 takes a free one). ``kv_secret``: of the run,
-    where an earlier life has made it."""
+    """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``kv_secret``: of the run,
+    if an earlier incarnation made one.
+    """
     limit_bytes = config.service.max_message_bytes
     interceptors = (*server_interceptors(tokens, limit_bytes), WakingInterceptor(runtime))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
@@ -45,7 +46,7 @@ async def serving(
 
 
 async def check_address(config: Config) -> None:
-    """Raises InvalidValue where ``serving`` would find that it cannot listen at its address."""
+    """Raises InvalidValue if ``serving`` could not listen at its address."""
     server = grpc.aio.server(options=server_options(config.service.max_message_bytes))
     try:
         _bound(server, config)

@@ -1,4 +1,4 @@
-"""The status that operators see, as wire messages. Reads the runtime and changes nothing."""
+"""The status for operators as wire messages. Reads the runtime and changes nothing."""
 
 import time
 from dataclasses import asdict, fields
@@ -15,7 +15,7 @@ from dora.orchestrator.services.evaluation import evaluations_of
 from dora.rpc import dora_pb2 as pb
 
 TRAJECTORIES_DEFAULT = 100
-_STEP: Final = tuple(each.name for each in fields(StepRecord))  # called alike on the wire
+_STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
 
 
 def of_service(runtime: Runtime, model: str) -> pb.Status:
@@ -126,7 +126,7 @@ def _version_state(state: State, version: int) -> str:
 
 
 def _reason(state: State, version: int) -> str:
-    """Why a version is in doubt or rejected, and who says so."""
+    """The reason for which a version is suspect or rejected, with the workers that reported it."""
     if version in state.gone:
         return state.gone[version]
     if version in state.rejected:
@@ -158,7 +158,7 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
 
 
 def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
-    """Those that are connected, then those that are lost."""
+    """The connected pools, then the lost ones."""
     known, sessions = runtime.machine.state.pools, runtime.sessions
     found = []
     for pool_id, session in sorted(sessions.pools.items()):
@@ -185,7 +185,7 @@ def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
 
 
 def _gone(reason: str) -> str:
-    """A worker that was asked to leave is not lost."""
+    """A worker that left on request is not lost."""
     return DRAINED if reason == DRAINED else "lost"
 
 
@@ -200,7 +200,7 @@ def _worker_state(worker: Worker) -> str:
 
 
 def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesReply:
-    """Admitted responses that no commit has ended, the oldest first."""
+    """Admitted responses that are not committed, the oldest first."""
     state = runtime.machine.state
     found: list[pb.TrajectoryStatus] = []
     total = 0

@@ -1,4 +1,6 @@
-"""The trainer's service: attach, stream a step, upload weights, commit. One active trainer, fenced by its epoch."""
+"""The gRPC service for trainers: attach, stream a step, upload weights, commit. One active trainer, fenced by its
+epoch.
+"""
 
 import asyncio
 import hashlib
@@ -29,11 +31,11 @@ from dora.rpc.packed import packed_batches
 
 log = logging.getLogger("dora.service")
 
-UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
+UPLOAD_SILENCE_S: Final = 60.0  # an upload that is silent for so long is given up
 METRICS_MAX: Final = 128  # of one commit
 METRIC_NAME_MAX: Final = 128  # characters
 CLIENT_NAME_MAX: Final = 128  # characters
-SHARES: Final = ("clip_fraction", "effective_sample")  # of a commit's metrics, those that an adaptive window goes by
+SHARES: Final = ("clip_fraction", "effective_sample")  # the metrics of a commit that the adaptive window uses
 
 Reply = TypeVar("Reply")
 
@@ -49,7 +51,7 @@ class TrainerService(stubs.TrainerServicer):
         self._epoch = before.get("trainer_epoch", 0)
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
-        self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
+        self._changes: set[asyncio.Task[Any]] = set()  # running changes: the event loop keeps no reference to a task
         self._last_commit: tuple[int, bytes] | None = None
         self._last_republish: tuple[int, bytes] | None = None
         if before:
@@ -68,7 +70,7 @@ class TrainerService(stubs.TrainerServicer):
         return await self._whole(self._republish(request))
 
     async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
-        """Goes on where the caller hangs up. A version stored and never committed would bar its step for ever."""
+        """Completes a change even if its caller disconnects: a stored but uncommitted version would block its step."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -120,7 +122,7 @@ class TrainerService(stubs.TrainerServicer):
     async def StreamStep(
         self, request: pb.StreamStepRequest, context: ServicerContext
     ) -> AsyncIterator[pb.TrajectoryBatch | bytes]:
-        """Bytes are of a message: what is packed goes out as it was joined."""
+        """Yields serialised messages: packed groups are sent as they were joined."""
         runtime = self._runtime
         self._check_epoch(request.trainer_epoch)
         stream = StepStream(request.trainer_epoch, request.step)
@@ -147,7 +149,7 @@ class TrainerService(stubs.TrainerServicer):
         if stream.error is not None:
             raise stream.error
         if stream.superseded:
-            raise Conflict("step", request.step, "read from the stream that was opened last", why="is streamed anew")
+            raise Conflict("step", request.step, "is streamed by a later call", why="is streamed anew")
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
 
@@ -172,7 +174,7 @@ class TrainerService(stubs.TrainerServicer):
             return pb.UploadReply(file_bytes=await asyncio.to_thread(upload.finish))
 
     async def _next_chunk(self, chunks: AsyncIterator[pb.WeightChunk]) -> pb.WeightChunk | None:
-        """None at the end. Raises InvalidValue where the trainer has gone silent."""
+        """Returns None at the end. Raises InvalidValue if the trainer is silent."""
         try:
             async with asyncio.timeout(UPLOAD_SILENCE_S):
                 return await anext(chunks, None)
@@ -180,9 +182,9 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
-        """Only the version that the open step commits may come, or one that was rejected: no other one is ever read.
+        """Permits only the version that the open step commits, or a rejected one.
 
-        Or that which was published anew last: the reply may be lost, and the trainer at it again.
+        The last republished version is permitted too: its reply may be lost, and the trainer repeats the call.
         """
         self._check_epoch(trainer_epoch)
         state, anew = self._runtime.machine.state, self._last_republish
@@ -195,7 +197,7 @@ class TrainerService(stubs.TrainerServicer):
         async with self._changing:
             digest = _commit_digest(request)
             if self._last_commit == (request.step, digest):
-                return await self._committed()  # the reply was lost, the commit was not
+                return await self._committed()  # the commit succeeded and its reply was lost
             self._check_epoch(request.trainer_epoch)
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
@@ -242,11 +244,11 @@ class TrainerService(stubs.TrainerServicer):
         return pb.RepublishVersionReply(next_step=runtime.machine.state.window.newest)
 
     async def _publish_anew(self, request: pb.RepublishVersionRequest, digest: bytes) -> None:
-        """Raises Conflict for a version that nobody has asked for. One that was found meanwhile stays as it is."""
+        """Raises Conflict unless the version was requested. A version that was found meanwhile stays as it is."""
         runtime, machine, version = self._runtime, self._runtime.machine, request.version
         self._check_epoch(request.trainer_epoch)
         if machine.was_found(version):
-            log.info("version %d has been found: what its trainer brings is not needed any more", version)
+            log.info("version %d has been found: the republished weights are not needed", version)
             return
         machine.check_republish(request.trainer_epoch, version)
         with runtime.hosts.publishing(version):
@@ -255,14 +257,14 @@ class TrainerService(stubs.TrainerServicer):
             if not machine.has_to_come(version):  # it has left the window: its last groups were cancelled
                 await self._publishing.let_go(version)
                 return
-            runtime.hosts.published(version, anew=True)  # first: workers are told its name
+            runtime.hosts.published(version, anew=True)  # first, because workers need its name
             republished = on.VersionRepublished(request.trainer_epoch, version)
             runtime.post(republished, lambda: records.Republished(version, digest))
         self._last_republish = (version, digest)
-        log.info("version %d is published anew", version)
+        log.info("version %d is published again", version)
 
     async def _committed(self) -> pb.CommitStepReply:
-        """What was committed is on disk before anybody is told."""
+        """Returns the reply once the commit is durable."""
         await self._runtime.journal.settled()
         machine = self._runtime.machine
         return pb.CommitStepReply(
@@ -270,13 +272,13 @@ class TrainerService(stubs.TrainerServicer):
         )
 
     def _check_epoch(self, trainer_epoch: int) -> None:
-        if not self._epoch:  # the first is 1: nobody has asked for what an earlier call would wait for
+        if not self._epoch:  # the first epoch is 1
             raise Conflict("trainer_epoch", trainer_epoch, "that of an Attach", why="is early: no trainer has attached")
         check_epoch(trainer_epoch, self._epoch)
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What operators are shown of a step. Raises InvalidValue for more of it than the status could carry."""
+    """Returns a commit's metrics for operators. Raises InvalidValue for more than a status can carry."""
     if len(metrics) > METRICS_MAX:
         raise InvalidValue("metrics", f"{len(metrics)} metrics", f"at most {METRICS_MAX}")
     for name in metrics:
@@ -287,18 +289,18 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _share(metrics: Mapping[str, float], name: str) -> float:
-    """A share among the metrics; -1 where there is none, or what is called so is no share."""
+    """A metric that is a share; -1 if it is missing or out of range."""
     value = metrics.get(name, -1.0)
     return value if 0.0 <= value <= 1.0 else -1.0
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:
-    """What makes a repeated commit the same: the step, the version and the files' hashes."""
+    """Identifies a repeated commit by step, version and the files' hashes."""
     return _digest(f"{request.step}/{request.version}", request)
 
 
 def _republish_digest(request: pb.RepublishVersionRequest) -> bytes:
-    """What makes a repeated request the same: the version, the files' hashes, the canary."""
+    """Identifies a repeated request by version, the files' hashes and the canary."""
     return _digest(f"{request.version}/{request.canary.token_ids.hex()}/{request.canary.logprobs.hex()}", request)
 
 

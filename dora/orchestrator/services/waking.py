@@ -1,4 +1,4 @@
-"""While a service is being restored only workers and pools are let in; other calls wait, some seconds at most."""
+"""Admits only workers and pools while a service is being restored; other calls wait, some seconds at most."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
@@ -12,7 +12,7 @@ WORKERS: Final = "/dora.v1.Worker/"
 
 
 class WakingInterceptor(ServerInterceptor):
-    """Behind those that know who is calling."""
+    """Runs behind the interceptor that identifies callers."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -1,4 +1,4 @@
-"""The workers' service: one stream each, its messages in and its commands out."""
+"""The gRPC service for workers: one stream each, with messages and commands."""
 
 import asyncio
 import logging
@@ -24,17 +24,17 @@ from dora.rpc.roles import CALLER, Tokens
 
 log = logging.getLogger("dora.service")
 
-HELLO_S: Final = 60.0  # a stream on which no worker has said hello by then is closed
+HELLO_S: Final = 60.0  # a stream without a hello by then is closed
 WORKERS_MAX: Final = 4096  # connected at once
 POOLS_MAX: Final = 256
 KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "pool_report or outcome"}
 
 
 class WorkerService(stubs.WorkerServicer):
-    """All workers' engines must be alike: the fingerprint of those that are connected holds for a new one."""
+    """All workers' engines must be alike: a new one must have the fingerprint of the connected ones."""
 
     def __init__(self, runtime: Runtime, snapshot_folder: Path, tokens: Tokens, kv_secret: bytes = b"") -> None:
-        """``kv_secret``: of the run, where an earlier life has made it; empty: a new one."""
+        """``kv_secret``: of the run, if an earlier incarnation made one; empty: a new one is made."""
         self._runtime = runtime
         self._tokens = tokens
         self._snapshot_folder = snapshot_folder
@@ -50,7 +50,7 @@ class WorkerService(stubs.WorkerServicer):
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
-            await runtime.journal.settled()  # no later life may give this epoch again
+            await runtime.journal.settled()  # a later incarnation must not reuse this epoch
             await self._join(session)
             yield pb.WorkerCommand(
                 welcome=pb.Welcome(
@@ -73,7 +73,7 @@ class WorkerService(stubs.WorkerServicer):
             runtime.sessions.lose(session, "its connection broke")
 
     async def _join(self, session: WorkerSession | PoolSession) -> None:
-        """Tells the core who is there: at once, or with its first event, where it is about to be restored."""
+        """Reports the worker to the core: at once, or with its first event if it is about to be restored."""
         runtime, reattachment = self._runtime, self._runtime.reattachment
         if not reattachment.is_over and await reattachment.came(session.worker_id, lambda: self._joined(session)):
             return
@@ -82,8 +82,7 @@ class WorkerService(stubs.WorkerServicer):
         self._introduce_pools()
 
     def _joined(self, session: WorkerSession | PoolSession) -> on.WorkerJoined | on.PoolJoined | None:
-        """What the core is told of it; None: it was lost meanwhile; or, of a pool, it is not known how many tokens it
-        holds."""
+        """The core's event of a join; None if it was lost meanwhile, or a pool's size in tokens is unknown."""
         if self._runtime.sessions.of_epoch(session.worker_id, session.epoch) is not session:
             return None
         if isinstance(session, WorkerSession):
@@ -105,7 +104,7 @@ class WorkerService(stubs.WorkerServicer):
         return on.PoolJoined(session.worker_id, session.epoch, session.kv_tokens, session.host, dict(session.held))
 
     def _goes_on(self, session: WorkerSession | PoolSession) -> list[pb.GoesOn]:
-        """Of what a worker said that it holds, what the core has given it again."""
+        """The requests that the worker held and the core gave back to it."""
         state, worker = self._runtime.machine.state, self._runtime.machine.state.workers.get(session.worker_id)
         if worker is None or worker.epoch != session.epoch:
             return []
@@ -126,13 +125,13 @@ class WorkerService(stubs.WorkerServicer):
             raise InvalidValue("hello", MISSING, f"sent within {HELLO_S:g} s") from error
 
     def _introduce_pools(self) -> None:
-        """Tells the core how many tokens each pool holds, once a worker has said how large its KV is."""
+        """Reports the size of each pool in tokens to the core, once a worker has reported its KV bytes per token."""
         for pool in list(self._runtime.sessions.pools.values()):
             if not pool.kv_tokens and (event := self._joined(pool)) is not None:
                 self._runtime.post(event)
 
     def _open(self, message: pb.WorkerMessage | None) -> WorkerSession | PoolSession:
-        """A session for who says hello. Raises InvalidValue or Conflict for one that cannot serve here."""
+        """Opens a session for a hello. Raises InvalidValue or Conflict for a worker that cannot serve here."""
         if message is not None and message.HasField("pool_hello"):
             pool, sessions = message.pool_hello, self._runtime.sessions
             held = checked_pool_hello(pool)
@@ -148,7 +147,8 @@ class WorkerService(stubs.WorkerServicer):
         workers = runtime.sessions.workers
         self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MAX)
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
-            allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
+            # the fingerprint itself is not disclosed
+            allowed = "that of the other workers: of the same model, engine, KV layout and dtype"
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
         kv = convert.kv_endpoint_from_wire(hello)
         host = runtime.hosts.host_of(hello.worker_id) or hello.host
@@ -159,8 +159,9 @@ class WorkerService(stubs.WorkerServicer):
         return session
 
     def _note_hosted(self, session: WorkerSession, hello: pb.WorkerHello) -> None:
-        """What a worker that has outlived the service hosts and holds, as far as it is of weights that are still those
-        of its version, and as far as it can report what the service lacks."""
+        """Notes the version and requests of a worker of an earlier incarnation, if its weights are still those of the
+        version and it can report the tokens that the service lacks.
+        """
         version, store = hello.hosts.version, self._runtime.store
         if version not in store.versions() or store.name(version) != hello.hosts.name:
             return
@@ -171,10 +172,10 @@ class WorkerService(stubs.WorkerServicer):
                 session.held[each.request_id] = each.tokens
 
     def _check_name(self, field: str, name: str, connected: int, most: int) -> None:
-        """Raises PermissionDenied or Conflict where a worker or pool may not take this name."""
+        """Raises PermissionDenied or Conflict if a worker or pool must not use this name."""
         caller = CALLER.get()
         if not self._tokens.may_take(caller, name):
-            allowed = caller.worker_id or "a name that the service has not given to a worker which it started itself"
+            allowed = caller.worker_id or "a name other than those of workers that the service started"
             raise PermissionDenied(field, name, allowed)
         if self._runtime.sessions.end(name) is not None:
             raise Conflict(field, name, "an id that no connected worker or pool has", why="is taken")
@@ -182,7 +183,7 @@ class WorkerService(stubs.WorkerServicer):
             raise Conflict(field, name, f"one of at most {most}", why="is one too many")
 
     async def _read(self, session: WorkerSession | PoolSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
+        """Raises InvalidValue, which the worker receives, for a wrong message; the worker is replaced."""
         try:
             async for message in messages:
                 async with self._turns:
@@ -193,7 +194,7 @@ class WorkerService(stubs.WorkerServicer):
             raise
 
     def _take(self, session: WorkerSession | PoolSession, message: pb.WorkerMessage) -> None:
-        """Raises InvalidValue for a message that is wrong."""
+        """Raises InvalidValue for a wrong message."""
         reports = self._runtime.reports
         kind = message.WhichOneof("kind")
         if isinstance(session, PoolSession) and kind == "pool_report":
@@ -212,7 +213,7 @@ class WorkerService(stubs.WorkerServicer):
 
 
 def _kv_settings(config: KvConfig, secret: bytes) -> pb.KvSettings:
-    """What all workers of this run have alike: with a secret that nobody else holds."""
+    """Settings that all workers of this run share, with a secret that only they know."""
     return pb.KvSettings(
         secret=secret,
         transports=config.transports.split(","),
