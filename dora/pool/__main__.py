@@ -22,8 +22,8 @@ from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
+from dora.session.link import Link, at_host, plane_of
 from dora.worker.absence import await_service
-from dora.worker.link import Link, at_host, plane_of
 
 log = logging.getLogger("dora.worker")
 

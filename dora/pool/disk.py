@@ -12,7 +12,7 @@ from dora.errors import DoraError, TransferFailed
 from dora.kvtransfer.memory import Pool
 from dora.pool.parked import Bodies, Parked
 from dora.pool.spill import SpillFolder
-from dora.worker.failure import NotMovable
+from dora.session.failure import NotMovable
 
 Written = Callable[[Path | None, str], None]  # its file, or why it could not be written; neither: it was not wanted
 NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another time

@@ -18,8 +18,8 @@ from dora.kvtransfer.plane import DataPlane
 from dora.pool.sending import Sending
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.worker.failure import fail
-from dora.worker.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
+from dora.session.failure import fail
+from dora.session.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
 
 log = logging.getLogger("dora.worker")
 

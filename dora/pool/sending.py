@@ -15,8 +15,8 @@ from dora.kvtransfer.transfer import Sent, Transfer
 from dora.pool.parked import Parked
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.worker.failure import NotMovable
-from dora.worker.orders import REASON_MAX
+from dora.session.failure import NotMovable
+from dora.session.orders import REASON_MAX
 
 Answer = Callable[[pb.WorkerOutcome, DoraError | None], None]
 

@@ -25,7 +25,7 @@ from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Arrival
 from dora.pool.disk import Disk
 from dora.pool.parked import Bodies, Parked, Round
-from dora.worker.failure import NotMovable
+from dora.session.failure import NotMovable
 
 log = logging.getLogger("dora.worker")
 

@@ -9,7 +9,7 @@ from typing import Final
 from dora.errors import Conflict, DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.worker.link import OPEN_TIMEOUT_S, Link
+from dora.session.link import OPEN_TIMEOUT_S, Link
 
 log = logging.getLogger("dora.worker")
 

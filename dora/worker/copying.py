@@ -22,8 +22,8 @@ from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.snapshot import NO_PREFIX, FullBlocks, Stay
 from dora.kvtransfer.transfer import Sent, Transfer
+from dora.session.failure import NotMovable
 from dora.worker.engine import RolloutEngine
-from dora.worker.failure import NotMovable
 from dora.worker.prefixes import SentPrefixes
 
 ROUNDS_MAX: Final = 8  # while it decodes

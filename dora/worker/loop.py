@@ -27,11 +27,11 @@ from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.session.failure import fail
+from dora.session.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
 from dora.weights.holds import held
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
-from dora.worker.failure import fail
-from dora.worker.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.reporting import IDLE_S, Reporting
 from dora.worker.responses import Responses

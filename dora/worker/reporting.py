@@ -10,9 +10,9 @@ from typing import Final
 from dora.data.types import TokenDelta
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.session.orders import Orders
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
-from dora.worker.orders import Orders
 
 IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
 END_WAITS_S: Final = 0.05  # for others, to be reported with them

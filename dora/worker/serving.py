@@ -12,9 +12,9 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import installed, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
+from dora.session.link import Link, at_host, plane_of
 from dora.worker.absence import await_service
 from dora.worker.engine import RolloutEngine
-from dora.worker.link import Link, at_host, plane_of
 from dora.worker.loop import EngineLoop, Versions, of_store
 
 log = logging.getLogger("dora.worker")

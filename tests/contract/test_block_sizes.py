@@ -10,8 +10,8 @@ from dora.data.types import SamplingParams
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
+from dora.session.failure import fail
 from dora.worker.copying import Copying
-from dora.worker.failure import fail
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import Driver, Response, make_request, over_the_wire, run

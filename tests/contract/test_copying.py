@@ -10,8 +10,8 @@ from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.transfer import Sent
 from dora.models.tiny import make_tiny
+from dora.session.failure import NotMovable
 from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MAX, Copying
-from dora.worker.failure import NotMovable
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import Driver, Response, make_request, run

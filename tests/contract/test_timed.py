@@ -9,9 +9,9 @@ import pytest
 
 from dora.errors import NotFound
 from dora.kvtransfer.snapshot import KvSnapshot
+from dora.session.failure import NotMovable
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
-from dora.worker.failure import NotMovable
 from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import SLOTS, Driver, mixed_requests, run
 from tests.contract.planes import HERE, WAIT_S, End, a_plane, until

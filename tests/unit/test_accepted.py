@@ -7,7 +7,7 @@ from dora.config import RolloutConfig
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.accepted import SegmentStart
+from dora.orchestrator.rollout.accepted import BegunSegment
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rpc.columns import columns_from_wire, columns_to_wire
@@ -63,12 +63,12 @@ def test_an_evaluation_is_accepted_and_not_recorded(book: ResponseBuffer) -> Non
 def test_a_segment_begins_with_the_first_token_on_a_worker(book: ResponseBuffer) -> None:
     telemetry = Telemetry()
     begun = book.accept("w0", 0, reported(TokenSpan(0, 0, (3, 4), (-1.0, -1.0))), 11.0)
-    assert begun.segments == (SegmentStart(0, 0, "new", None),) and begun.blackouts_ms() == []
+    assert begun.segments == (BegunSegment(0, 0, "new", None),) and begun.blackouts_ms() == []
     book.arrives("g0.0", "w1", "migrated")
     late = book.accept("w0", 0, reported(TokenSpan(0, 2, (5,), (-1.0,))), 12.0)
     assert late.segments == (), "the source still reports"
     there = book.accept("w1", 0, reported(TokenSpan(0, 3, (6,), (-1.0,))), 12.5)
-    assert there.segments == (SegmentStart(0, 3, "migrated", 0.5),)
+    assert there.segments == (BegunSegment(0, 3, "migrated", 0.5),)
     telemetry.accepted(there)
     assert list(telemetry.blackouts_ms) == [500.0] and telemetry.tokens_delivered == 1
     record = there.record()

@@ -8,7 +8,7 @@ from dora.data.types import EngineCapability
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.worker.link import OUTCOMES_TOGETHER_MAX, Link, one_by_one
+from dora.session.link import OUTCOMES_TOGETHER_MAX, Link, one_by_one
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
