@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from one_engine import SLOT_TOKENS, SLOTS, Ends, a_request
 
+from dora.kvtransfer.copying import Copying
 from dora.kvtransfer.transfer import Transfer
-from dora.worker.copying import Copying
 
 STEPS = 64
 ROUNDS = 9

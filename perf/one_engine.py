@@ -16,12 +16,13 @@ from typing import Final
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dora.data.types import RequestSpec, SamplingParams
+from dora.kvtransfer.copying import Copying
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
-from dora.worker.copying import Copying
 from dora.worker.prefixes import SentPrefixes
+from dora.worker.rounds import EngineRounds
 from dora.worker.vllm_engine import VllmEngine
 
 SLOTS: Final = 16
@@ -48,7 +49,9 @@ class Ends:
         request = self.engine.request(request_id)
         kv_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self.target.expect(request_id, 1, MOST_BYTES, self.engine.reserve(request_id, kv_tokens))
-        return Copying(self.engine, self.source, self.peer, request_id, SentPrefixes())
+        return Copying(
+            self.source, self.peer, request_id, EngineRounds(self.engine, self.peer, request_id, SentPrefixes())
+        )
 
 
 @contextmanager

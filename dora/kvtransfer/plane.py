@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dora.errors import InvalidValue
 from dora.kvtransfer.arena import Arena
@@ -52,6 +52,14 @@ class PlaneSettings:
     bandwidth_bytes_per_s: float = 0.0  # of all that a worker sends; 0: no cap
     memory_bytes: int = 1 << 30  # in flight: of what a worker sends by shared memory, and again of what it receives
     timeout_s: float = 10.0  # a peer that stops for so long has failed
+
+
+class Arrived(NamedTuple):
+    """A snapshot that has arrived, and how it came."""
+
+    snapshot: KvSnapshot
+    head: bytes
+    rounds: Sequence[Arrival]
 
 
 def installed() -> tuple[str, ...]:
@@ -148,15 +156,16 @@ class DataPlane:
 
         Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
         """
+        return self.take_all(key).snapshot
+
+    def take_all(self, key: str) -> Arrived:
+        """The same with its head and rounds, for a process that sends them on. Raises as ``take``."""
         head, rounds = self._arrivals.take(key)
         bodies = [each.body for each in rounds if not each.ahead_bytes]
         opening = rounds[0].opening
         known = opening if isinstance(opening, Opening) else None
-        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds), opening=known)
-
-    def take_rounds(self, key: str) -> tuple[bytes, list[Arrival]]:
-        """The head of a snapshot that has arrived, and its rounds with their checksums. Raises NotFound."""
-        return self._arrivals.take(key)
+        ahead_bytes = sum(each.ahead_bytes for each in rounds)
+        return Arrived(snapshot_of(head, *bodies, ahead_bytes=ahead_bytes, opening=known), head, rounds)
 
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""

@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from dora.errors import DoraError, TransferFailed
+from dora.kvtransfer.copying import NotMovable
 from dora.kvtransfer.memory import Pool
 from dora.pool.parked import Bodies, Parked
 from dora.pool.spill import SpillFolder
-from dora.session.failure import NotMovable
 
 Written = Callable[[Path | None, str], None]  # its file, or why it could not be written; neither: it was not wanted
 NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another time

@@ -23,9 +23,9 @@ from typing import Final
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Arrival
+from dora.kvtransfer.copying import NotMovable
 from dora.pool.disk import Disk
 from dora.pool.parked import Bodies, Parked, Round
-from dora.session.failure import NotMovable
 
 log = logging.getLogger("dora.worker")
 
@@ -63,7 +63,7 @@ class Store:
         """``secret``: of the run, for keyed checksums."""
         self._arena = arena
         self._disk = disk
-        self._secret = secret
+        self.secret = secret
         self._clock = clock
         self._parked: dict[str, Parked] = {}  # the one that has lain longest first
         self._let_in: dict[str, int] = {}  # bytes that are expected
@@ -98,13 +98,9 @@ class Store:
                 waiting.done.set_exception(TransferFailed("it was cancelled"))
             self._make_room()
 
-    def leave(self) -> dict[str, int]:
-        """The service is gone: nobody who is expected will come. Returns who is parked, with the tokens of each."""
+    def parked(self) -> dict[str, int]:
+        """The requests that are parked, with the tokens of each."""
         with self._lock:
-            for waiting in self._waiting:
-                waiting.done.set_exception(TransferFailed("the service is gone"))
-            self._waiting.clear()
-            self._let_in.clear()
             return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
     def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
@@ -175,10 +171,6 @@ class Store:
     def held(self) -> Held:
         with self._lock:
             return Held(len(self._parked), self._arena.lent_bytes(), self._spill_bytes(), self._spilled)
-
-    def check(self, parked: Parked, bodies: Bodies) -> str:
-        """What is wrong with bytes that were kept; empty: nothing."""
-        return parked.damage(bodies, self._secret)
 
     def close(self) -> None:
         """Forgets everything. What is being written or read breaks off."""

@@ -10,11 +10,8 @@ from dora.errors import (
     SnapshotRefused,
     TransferFailed,
 )
+from dora.kvtransfer.copying import NotMovable
 from dora.rpc import dora_pb2 as pb
-
-
-class NotMovable(DoraError):
-    """The request's KV cannot move exactly; it must be re-prefilled."""
 
 
 def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from dora.data.types import TokenDelta
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.session.orders import Orders
+from dora.session.commands import Orders
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
 
@@ -110,6 +110,10 @@ class Reporting:
         """Ahead of tokens that wait: of a request that nothing was sampled of."""
         outcome.at = time.time()
         self._orders.send(pb.WorkerMessage(outcome=outcome))
+
+    def report_tokens(self) -> None:
+        if self._sampled:
+            self.report()
 
     def began_copy(self, command_id: int) -> None:
         """A request's KV is on its way while the request decodes."""

@@ -11,11 +11,10 @@ from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
 from dora.session.failure import fail
-from dora.worker.copying import Copying
 from dora.worker.fake_engine import FakeEngine
-from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import Driver, Response, make_request, over_the_wire, run
 from tests.contract.planes import WAIT_S, End, a_plane
+from tests.contract.workers import copying_of
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=150, ignore_eos=True)
 REQUEST = make_request(1, LONG, 60)
@@ -51,7 +50,7 @@ def an_engine(model: Path, block_tokens: int, window_tokens: int = 0) -> FakeEng
 def moved_in_rounds(planes: tuple[End, End], driver: Driver, taker: FakeEngine, steps: list[int]) -> str:
     source, target = planes
     target.plane.expect("r1", 1, MOST_BYTES, taker.reserve("r1", 100))
-    copying = Copying(driver.engine, source.plane, target.peer, "r1", SentPrefixes())
+    copying = copying_of(driver.engine, source.plane, target.peer, "r1")
     for count in steps:
         assert copying.advance() is None and copying.is_ahead and copying.current is not None
         driver.step(count)

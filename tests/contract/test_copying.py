@@ -8,14 +8,14 @@ import pytest
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import NotFound, TransferFailed
+from dora.kvtransfer.copying import Copying, NotMovable
 from dora.kvtransfer.transfer import Sent
 from dora.models.tiny import make_tiny
-from dora.session.failure import NotMovable
-from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MAX, Copying
 from dora.worker.fake_engine import FakeEngine
-from dora.worker.prefixes import SentPrefixes
+from dora.worker.rounds import LEFT_BLOCKS, ROUNDS_MAX
 from tests.contract.driver import Driver, Response, make_request, run
 from tests.contract.planes import WAIT_S, End, a_plane, until
+from tests.contract.workers import copying_of
 from tests.refusals import refused
 
 BLOCK_TOKENS = 4
@@ -36,7 +36,7 @@ class Ends:
 
     def copying(self) -> Copying:
         self.target.plane.expect("r1", 1, MOST_BYTES)
-        return Copying(self.driver.engine, self.source.plane, self.target.peer, "r1", SentPrefixes())
+        return copying_of(self.driver.engine, self.source.plane, self.target.peer, "r1")
 
     def start(self, steps: int = 1) -> None:
         self.driver.add(self.request)
@@ -85,7 +85,7 @@ def test_rounds_shrink_to_the_tail_and_are_one_snapshot_at_the_target(ends: Ends
     ends.start()
     copying = ends.copying()
     key = rounds_until_frozen(ends, copying, [40, 20, 4])
-    first, second, third = (sent.body_bytes for sent in copying.ahead)
+    first, second, third = (sent.body_bytes for sent in copying.arrived)
     block_bytes = ends.driver.engine.layout.block_bytes
     assert (first, second, third) == (14 * block_bytes, 10 * block_bytes, 5 * block_bytes)
     assert arrived(copying).body_bytes <= (LEFT_BLOCKS + 2) * block_bytes, "what the freeze has to wait for"
@@ -102,12 +102,12 @@ def test_what_does_not_shrink_is_copied_while_frozen(ends: Ends) -> None:
     ends.start()
     copying = ends.copying()
     key = rounds_until_frozen(ends, copying, [20, 20])
-    assert [sent.body_bytes for sent in copying.ahead][1:] == [5 * ends.driver.engine.layout.block_bytes]
+    assert [sent.body_bytes for sent in copying.arrived][1:] == [5 * ends.driver.engine.layout.block_bytes]
     assert ends.target.plane.take(key).kv_tokens == PROMPT_TOKENS + 40
 
 
 def test_the_rounds_have_an_end(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dora.worker.copying.LEFT_BLOCKS", -1)  # it never counts as little
+    monkeypatch.setattr("dora.worker.rounds.LEFT_BLOCKS", -1)  # it never counts as little
     ends.start()
     copying = ends.copying()
     counts = [36, 32, 28, 20, 12, 8, 4, 0]
@@ -119,7 +119,7 @@ def test_a_short_request_is_frozen_at_once(ends: Ends) -> None:
     ends.request = make_request(1, LONG, 3 * BLOCK_TOKENS)
     ends.start()
     copying = ends.copying()
-    assert copying.advance() is not None and not copying.ahead
+    assert copying.advance() is not None and not copying.arrived
     assert ends.target.plane.take(arrived(copying).key).kv_tokens == 3 * BLOCK_TOKENS
 
 
@@ -161,7 +161,7 @@ def test_a_target_that_cannot_take_the_request_in_says_so_with_the_first_round(e
     ends.start()
     other = an_engine(ends.model, version=2)
     ends.target.plane.expect("r1", 1, MOST_BYTES, other.reserve("r1", PROMPT_TOKENS))
-    copying = Copying(ends.driver.engine, ends.source.plane, ends.target.peer, "r1", SentPrefixes())
+    copying = copying_of(ends.driver.engine, ends.source.plane, ends.target.peer, "r1")
     assert copying.advance() is None
     with pytest.raises(TransferFailed, match=r"request\.version = 1, this engine has loaded 2"):
         arrived(copying)
@@ -212,7 +212,7 @@ def test_rounds_of_before_a_preemption_are_void(ends: Ends) -> None:
     assert engine.full_blocks("r1", 0).stay > stay
     assert copying.advance() is None
     arrived(copying)
-    assert copying.ahead[0].body_bytes < arrived(copying).body_bytes, "all of it, once more"
+    assert copying.arrived[0].body_bytes < arrived(copying).body_bytes, "all of it, once more"
     assert copying.advance() is not None
     snapshot = ends.target.plane.take(arrived(copying).key)
     assert snapshot.kv_tokens == PROMPT_TOKENS + len(ends.driver.responses["r1"].token_ids) - 1
@@ -225,7 +225,7 @@ def test_what_a_source_sent_before_it_died_is_dropped_with_its_reservation(ends:
     ends.start()
     with a_plane(tmp_path, 3, ends.target.transports) as source:
         ends.target.plane.expect("r1", 3, MOST_BYTES)
-        copying = Copying(ends.driver.engine, source.plane, ends.target.peer, "r1", SentPrefixes())
+        copying = copying_of(ends.driver.engine, source.plane, ends.target.peer, "r1")
         assert copying.advance() is None
         ends.driver.step(40)
         first = arrived(copying)

@@ -66,8 +66,8 @@ def copied_out(worker: Worker, pool: PoolEnd, request_id: str) -> pb.WorkerOutco
     """Round by round: no step is done while one is on its way."""
     number = worker.order(copy_out=pb.CopyOut(request_id=request_id, target=peer_of(pool.end)))
     worker.turn()
-    copy = worker.loop._copies[request_id]
-    while copy.copying.current is not None and copy.copying.current.done.exception(WAIT_S) is None and not copy.is_last:
+    copy = worker.loop.endpoint.copies[request_id]
+    while (current := copy.copying.current) and current.done.exception(WAIT_S) is None and not copy.is_last:
         worker.turn()
     return worker.outcome(number)
 

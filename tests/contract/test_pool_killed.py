@@ -43,7 +43,7 @@ class Ends:
         assert bool(worker.engine.load().reprefilled_tokens) == reprefilled
         assert self.source.finish("r2") == alone(self.model, OTHER)
         for each in (self.source, self.target):
-            assert each.end is not None and each.engine.reserved == 0 and not each.loop._copies
+            assert each.end is not None and each.engine.reserved == 0 and not each.loop.endpoint.copies
             plane = each.end.plane
             until(lambda plane=plane: sum(plane.held_bytes()) == 0)  # type: ignore[misc]
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from dora.data.types import RequestSpec
+from dora.kvtransfer.copying import Copying
 from dora.kvtransfer.layout import blocks_for
-from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import FILLING, SAMPLINGS, Driver, make_request, run
 from tests.contract.planes import WAIT_S, End, a_plane
 from tests.contract.test_copying import arrived
+from tests.contract.workers import copying_of
 
 MOST_BYTES = 1 << 24
 PROMPT_TOKENS = 140
@@ -62,7 +63,7 @@ class Ends:
         return self.copying(name)
 
     def copying(self, name: str) -> Copying:
-        return Copying(self.engine, self.source.plane, self.target.peer, name, self.sent)
+        return copying_of(self.engine, self.source.plane, self.target.peer, name, self.sent)
 
     def move(self, name: str) -> int:
         """A whole move; how many blocks were sent for it."""
@@ -75,7 +76,7 @@ class Ends:
         while copying.advance() is None:
             if copying.current is not None:
                 copying.current.done.exception(WAIT_S)
-        sent = sum(each.body_bytes for each in [*copying.ahead, arrived(copying)])
+        sent = sum(each.body_bytes for each in [*copying.arrived, arrived(copying)])
         blocks, odd = divmod(sent, self.engine.layout.block_bytes)
         assert not odd
         return blocks
@@ -197,7 +198,7 @@ def test_claimed_blocks_are_not_written_again(ends: Ends, order: tuple[str, str]
     ends.driver.step(3)
     again = ends.copying("r0")
     assert ends.copied(again) == ends.whole("r0")
-    assert not any(sent.is_ahead for sent in again.ahead)
+    assert not any(sent.is_ahead for sent in again.arrived)
     for name in order:
         ends.land(name, {"r0": again, "r1": second}[name])
         ends.driver.step()

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from dora.errors import NotFound
+from dora.kvtransfer.copying import Copying, NotMovable
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.session.failure import NotMovable
-from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
-from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import SLOTS, Driver, mixed_requests, run
 from tests.contract.planes import HERE, WAIT_S, End, a_plane, until
+from tests.contract.workers import copying_of
 
 SEEDS = 3
 MOVES_MIN = 10  # of each seed
@@ -74,7 +73,7 @@ def test_no_timing_costs_a_token(engine: RolloutEngine, driver: Driver, ends: En
         if here and step > 1 and chance.random() < 0.5:
             name = chance.choice(here)
             ends.other.plane.expect(name, 1, MOST_BYTES)
-            copying = Copying(engine, ends.engine.plane, ends.other.peer, name, SentPrefixes())
+            copying = copying_of(engine, ends.engine.plane, ends.other.peer, name)
             leaving[name] = Leaving(copying, chance.random() < GIVEN_UP_SHARE)
             due[name] = step
         driver.step()

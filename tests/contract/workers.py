@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dora.data.types import FinishReason
+from dora.kvtransfer.copying import Copying
+from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Transfer
 from dora.rpc import dora_pb2 as pb
@@ -15,6 +17,8 @@ from dora.rpc.columns import columns_from_wire
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop, Versions
+from dora.worker.prefixes import SentPrefixes
+from dora.worker.rounds import EngineRounds
 from tests.contract.planes import WAIT_S, End
 
 TURNS_MAX = 20_000
@@ -116,7 +120,7 @@ class Worker:
         while number not in self.outcomes:
             self.turn()
             self.await_sent()
-            copy = self.loop._copies.get(request_id)
+            copy = self.loop.endpoint.copies.get(request_id)
             if copy is not None and copy.is_last and number not in self.outcomes:
                 self._hear(self._said.get(timeout=WAIT_S))
         return self.outcomes.pop(number)
@@ -143,7 +147,7 @@ class Worker:
 
     def await_round(self, request_id: str) -> None:
         """Until the round that is on its way has arrived; no step is done meanwhile."""
-        current = self.loop._copies[request_id].copying.current
+        current = self.loop.endpoint.copies[request_id].copying.current
         assert current is not None
         current.done.result(20)
 
@@ -166,6 +170,13 @@ class Worker:
             self.logprobs.setdefault(request_id, []).extend(span.logprobs)
             self.routed[request_id] = self.routed.get(request_id, b"") + span.routed_experts
             self.ends[request_id] = span.finish_reason
+
+
+def copying_of(
+    engine: RolloutEngine, plane: DataPlane, peer: Peer, request_id: str, sent: SentPrefixes | None = None
+) -> Copying:
+    """A request on its way out of an engine."""
+    return Copying(plane, peer, request_id, EngineRounds(engine, peer, request_id, sent or SentPrefixes()))
 
 
 def peer_of(end: End) -> pb.KvPeer:

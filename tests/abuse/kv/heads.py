@@ -10,6 +10,7 @@ from typing import Final
 
 from dora.errors import NotFound
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+from dora.kvtransfer.plane import Arrived
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.rpc import dora_pb2 as pb
 from tests.abuse.kv.changed_heads import CHANGES, differing
@@ -22,16 +23,16 @@ CONTROL_EVERY: Final = 200
 
 
 class Given:
-    """A data plane that has one snapshot: what ``take`` gives is what a test has put there."""
+    """A data plane that has one snapshot: what ``take_all`` gives is what a test has put there."""
 
     def __init__(self) -> None:
         self.parcel: tuple[bytes, bytes] | None = None
 
-    def take(self, key: str) -> KvSnapshot:
+    def take_all(self, key: str) -> Arrived:
         if self.parcel is None:
             raise NotFound("locator", key, "a snapshot that has arrived")
         parcel, self.parcel = self.parcel, None
-        return snapshot_of(*parcel)
+        return Arrived(snapshot_of(*parcel), parcel[0], [])
 
     def forget(self, _ticket: str) -> None:
         self.parcel = None
@@ -42,7 +43,7 @@ def stormed(model: Path, count: int, seed: int) -> Room:
     expected, snapshots = untouched(model), exported(model)
     plane = Given()
     target = Worker(None, model, engine=an_engine(model))
-    target.loop._plane = plane  # type: ignore[assignment]
+    target.loop.endpoint._plane = plane  # type: ignore[assignment]
     assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     while room.goes_on(count):
         snapshot = chance.choice(snapshots)

@@ -1,0 +1,45 @@
+"""One parked snapshot on its way out of the pool: the rounds in which it came, each under the sums it came with.
+
+The bytes are sent from where they lie. If they do not arrive they are checked: what has changed meanwhile is lost.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from dora.errors import DoraError
+from dora.kvtransfer.copying import NotMovable, Round
+from dora.pool.parked import Parked
+from dora.pool.store import Store
+
+
+class ParkedRounds:
+    """Any thread may ask for rounds, one after the other."""
+
+    def __init__(self, store: Store, parked: Parked, opened: "Future[Sequence[np.ndarray]]") -> None:
+        self._store = store
+        self._parked = parked
+        self._sent = 0
+        self.opened = opened
+        self.tokens = parked.tokens
+
+    def next_round(self) -> Round:
+        bodies, number = self.opened.result(), self._sent
+        self._sent += 1
+        head = b"" if number else self._parked.head  # first, so that the worker makes the request ready meanwhile
+        goes_on, seal = self._sent < len(bodies), self._parked.rounds[number].seal
+        return Round([bodies[number].data], head, seal, goes_on, is_first=not number)
+
+    def restarts(self) -> bool:
+        return False
+
+    def close(self, error: DoraError | None) -> DoraError | None:
+        opened, self.opened = self.opened, Future()  # the bytes are free once nobody else reads them
+        if opened.exception() is not None:  # the store has closed it
+            return None
+        wrong = self._parked.damage(opened.result(), self._store.secret) if error is not None else ""
+        if wrong:
+            self._store.drop(self._parked, wrong)
+        self._store.close_snapshot(self._parked)
+        return NotMovable(f"{self._parked.request_id} is lost: {wrong}") if wrong else None

@@ -1,0 +1,185 @@
+"""A loop that obeys a service's commands, one after the other; and of these the commands of a handoff.
+
+Those that worker and pool share are obeyed by their ``Endpoint``.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from dora.errors import Conflict, DoraError
+from dora.kvtransfer.endpoint import Copied, Endpoint, Reserve
+from dora.kvtransfer.peer import Peer
+from dora.rpc import dora_pb2 as pb
+from dora.session.failure import fail
+
+log = logging.getLogger("dora.worker")
+
+REASON_MAX: Final = 500  # characters of why a KV transport failed, or a snapshot was dropped
+LATER: Final = object()  # the answer to a command follows by itself
+
+Handler = Callable[[Any, pb.WorkerOutcome], object]  # of an order; its outcome is filled in
+
+
+class Orders(Protocol):
+    """The source of commands and the sink of messages; ``Link``, or a list in a test."""
+
+    def take(self, timeout_s: float) -> pb.WorkerCommand | None: ...
+    def send(self, message: pb.WorkerMessage) -> None: ...
+
+
+class Voice(Protocol):
+    """Answers one service, also when another is there by then: its commands have the same numbers."""
+
+    def answer(self, outcome: pb.WorkerOutcome) -> None:
+        """In its turn: tokens that were sampled before are reported first."""
+
+    def answer_ahead(self, outcome: pb.WorkerOutcome) -> None:
+        """At once. Any thread may call it."""
+
+    def report_tokens(self) -> None:
+        """Reports all tokens that were sampled."""
+
+    def began_copy(self, command_id: int) -> None:
+        """Reports that a request's KV is on its way while the request decodes."""
+
+
+V = TypeVar("V", bound=Voice)
+
+
+class CommandLoop(Generic[V]):
+    """``run`` returns at Shutdown or when told to stop. Kinds of commands are added to ``handlers``."""
+
+    def __init__(self, orders: Orders, endpoint: Endpoint, voice: V) -> None:
+        self._orders = orders
+        self._voice = voice
+        self._shutdown = False
+        self.endpoint = endpoint
+        self.notices: dict[str, Callable[[Any], None]] = {}  # commands without an outcome
+        self.handlers: dict[str, Handler] = {
+            "reserve_slot": self._reserve_slot,
+            "cancel_reservation": lambda order, _: endpoint.cancel_reservation(order.request_id),
+            "copy_out": self._copy_out,
+            "copy_in": lambda order, _: endpoint.copy_in(order.request_id, order.version, order.locator, order.row),
+            "thaw": lambda order, _: endpoint.thaw(order.request_id),
+            "remove_request": lambda order, _: endpoint.remove(order.request_id),
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        while not (stop.is_set() or self._shutdown):
+            self.turn()
+
+    def turn(self) -> None:
+        """All commands that wait, and what is due."""
+        raise NotImplementedError
+
+    def obey_waiting(self, timeout_s: float) -> bool:
+        """Obeys all commands that wait, the first of them awaited. False: the last one was Shutdown."""
+        for command in waiting(self._orders, timeout_s):
+            self._obey(command)
+        return not self._shutdown
+
+    def _obey(self, command: pb.WorkerCommand) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "shutdown":
+            self._shutdown = True
+            return
+        if kind in self.notices:
+            self.notices[kind](getattr(command, kind))
+            return
+        outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
+        try:
+            handler = self.handlers.get(kind or "")
+            if handler is None:
+                raise Conflict("command", kind, f"one of {', '.join(self.handlers)}", why="is not for this process")
+            if handler(getattr(command, kind or ""), outcome) is LATER:
+                return
+        except DoraError as error:
+            fail(kind, outcome, error)
+            log.warning("%s: %s", kind, outcome.error)  # not the error: its traceback holds KV that has come
+        self._answer(kind or "", outcome)
+
+    def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
+        self._voice.answer(outcome)
+
+    def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:
+        granted = self.endpoint.reserve(
+            Reserve(
+                order.request_id,
+                order.version,
+                order.kv_tokens,
+                order.kv_bytes,
+                order.most_bytes,
+                order.source_epoch,
+                order.needs_slot,
+            )
+        )
+        if granted is None:
+            return None
+        voice = self._voice
+
+        def answer(done: "Future[None]") -> None:
+            error = done.exception()
+            if error is not None:
+                assert isinstance(error, DoraError), error
+                fail("reserve_slot", outcome, error)
+            answer_late(voice, outcome)
+
+        granted.add_done_callback(answer)
+        return LATER
+
+    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> object:
+        target = order.target
+        peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
+        self.endpoint.copy_out(order.request_id, peer, _CopyReply(outcome, self._voice))
+        return LATER
+
+
+class _CopyReply:
+    """The answer to CopyOut."""
+
+    def __init__(self, outcome: pb.WorkerOutcome, voice: Voice) -> None:
+        self._outcome = outcome
+        self._voice = voice
+        self._is_frozen = False
+
+    def began(self) -> None:
+        self._voice.began_copy(self._outcome.command_id)
+
+    def freezes(self) -> None:
+        self._is_frozen = True
+        self._voice.report_tokens()
+
+    def ends(self, copied: Copied, error: DoraError | None) -> None:
+        outcome = self._outcome
+        outcome.locator, outcome.kv_transport = copied.key, copied.transport
+        outcome.tokens, outcome.snapshot_bytes = copied.tokens, copied.body_bytes
+        outcome.kv_fallbacks.extend(reason[:REASON_MAX] for reason in copied.fallbacks)
+        if error is not None:
+            fail("copy_out", outcome, error)
+            log.warning("copy_out: %s", outcome.error)
+        if self._is_frozen:
+            answer_late(self._voice, outcome)
+        else:
+            self._voice.answer(outcome)
+
+
+def waiting(orders: Orders, timeout_s: float) -> Iterator[pb.WorkerCommand]:
+    """All commands that wait, the first of them awaited. Shutdown is the last: the stream ends after it, which is no
+    fault then."""
+    while (command := orders.take(timeout_s)) is not None:
+        yield command
+        if command.HasField("shutdown"):
+            return
+        timeout_s = 0.0
+
+
+def answer_late(voice: Voice, outcome: pb.WorkerOutcome) -> None:
+    """Answers from any thread."""
+    try:
+        voice.answer_ahead(outcome)
+    except DoraError as gone:  # the loop finds out by itself
+        log.info("an outcome was not sent: %s", gone)
