@@ -56,10 +56,9 @@ def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
 
 
 class Link:
-    """``open`` once, then ``take`` commands and ``send`` messages from one other thread, ``close`` at the end.
+    """``begin`` once, then ``take`` commands and ``send`` messages from one other thread, ``close`` at the end.
 
-    A broken stream ends the worker's epoch: ``take`` raises. Then the process ends, and whoever started it starts it
-    again; or it outlives the service, and comes back with another link (absence.py).
+    A broken stream ends the epoch: ``take`` raises. The process then ends, or comes back with another link.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Link:
         """``name``: of the worker, or of the pool, as ``capability`` is of the one or the other. ``held``: what
         its hello says of the time before, where it has outlived an earlier link. ``host``: the name of its host;
         empty: what the system calls it."""
-        self._address = address
+        self.address = address
         self._token = token
         process, host = os.getpid(), host or socket.gethostname()
         self._hello = (
@@ -92,14 +91,6 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MESSAGES_QUEUED_MAX)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-
-    def open(self) -> pb.Welcome:
-        """Connects, says hello. Raises the service's refusal, or ServiceUnavailable."""
-        self.begin()
-        first = self.take(OPEN_TIMEOUT_S)
-        if first is None or not first.HasField("welcome"):
-            raise ServiceUnavailable(f"{self._address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
-        return first.welcome
 
     def begin(self) -> None:
         """Begins to connect. Welcome is the first that ``take`` then returns, if it raises nothing."""
@@ -120,7 +111,7 @@ class Link:
         try:
             self._loop.call_soon_threadsafe(self._put, message)
         except RuntimeError as error:  # its loop is closed
-            raise ServiceUnavailable(f"the stream to {self._address} has ended") from error
+            raise ServiceUnavailable(f"the stream to {self.address} has ended") from error
 
     def close(self) -> None:
         """Sends what is queued, then ends the stream."""
@@ -133,17 +124,17 @@ class Link:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            self._inbox.put(ServiceUnavailable(f"{self._address} reads nothing: {MESSAGES_QUEUED_MAX} messages wait"))
+            self._inbox.put(ServiceUnavailable(f"{self.address} reads nothing: {MESSAGES_QUEUED_MAX} messages wait"))
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._talk())
         finally:
-            self._inbox.put(ServiceUnavailable(f"the stream to {self._address} has ended"))
+            self._inbox.put(ServiceUnavailable(f"the stream to {self.address} has ended"))
 
     async def _talk(self) -> None:
-        async with open_channel(self._address, proxied=False) as channel:
+        async with open_channel(self.address, proxied=False) as channel:
             call = stubs.WorkerStub(channel).Connect(self._messages(), metadata=bearer(self._token))
             try:
                 async for command in call:

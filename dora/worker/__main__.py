@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError, InvalidValue
+from dora.session.linked import Address
 from dora.worker.engine import RolloutEngine
-from dora.worker.serving import Address, serve
+from dora.worker.serving import WorkerMember
 
 SWITCH_S: Final = 0.5e-3
 
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
             address = Address(
                 options.orchestrator, token, options.worker_id, options.kv_host, options.host, options.host_folder
             )
-            serve(address, engine, stop)
+            member = WorkerMember(address, engine, stop)
+            stack.callback(member.close)
+            member.serve()
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3

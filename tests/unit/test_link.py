@@ -8,7 +8,7 @@ from dora.data.types import EngineCapability
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.session.link import OUTCOMES_TOGETHER_MAX, Link, one_by_one
+from dora.session.link import OPEN_TIMEOUT_S, OUTCOMES_TOGETHER_MAX, Link, one_by_one
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
@@ -19,7 +19,8 @@ def test_a_stream_that_ended_is_a_plain_error_for_who_sends() -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         link = Link(address, "token", "w0", CAPABILITY)
         with pytest.raises(ServiceUnavailable):
-            link.open()
+            link.begin()
+            link.take(OPEN_TIMEOUT_S)
         link._thread.join()
         with pytest.raises(ServiceUnavailable, match="has ended"):
             link.send(pb.WorkerMessage(report=pb.WorkerReport()))

@@ -1,0 +1,170 @@
+"""A worker or a pool as a member: its session is a ``Link``, and a data plane under the epoch that it was given."""
+
+import contextlib
+import logging
+import threading
+import time
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
+from dora.errors import Conflict, DoraError
+from dora.kvtransfer.listener import Door
+from dora.kvtransfer.plane import DataPlane, installed, local_host
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
+from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
+from dora.session.member import TOLD_TO_END, Member, run_blocking
+
+log = logging.getLogger("dora.worker")
+
+IDLE_S: Final = 0.05  # between two checks if there is nothing to do meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The service's address, and what this process is to it."""
+
+    orchestrator: str  # host:port
+    token: str
+    name: str  # of the worker or pool
+    kv_host: str = ""  # empty: that by which we reach the service
+    host: str = ""  # the name of ours; empty: what the system calls it
+    host_folder: str = ""  # with this host's store; empty: on the service's host
+
+
+class LinkedMember(Member):
+    """Ends where its service is lost, unless the service has said at the welcome that it may be outlived.
+
+    A pool's arena goes on from each session to the next. It lies in the folder of its data plane, which is closed once
+    the next one has the arena.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        capability: EngineCapability | PoolCapability,
+        fingerprint: str,
+        stop: threading.Event,
+        arena_bytes: int = 0,
+    ) -> None:
+        super().__init__()
+        self._address = address
+        self._capability = capability
+        self._fingerprint = fingerprint
+        self._stop = stop
+        self._arena_bytes = arena_bytes
+        self._plane: DataPlane | None = None  # of the session before, if it holds an arena
+        self._secret = b""  # of the run
+        self._door: Door | None = None
+        self._orphan_timeout_s = 0.0
+
+    @abstractmethod
+    def held(self) -> pb.WorkerHello | pb.PoolHello:
+        """What the hello says of earlier sessions."""
+
+    @abstractmethod
+    def begin_session(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> None:
+        """The service has said welcome, the first time or again."""
+
+    @abstractmethod
+    def obey(self) -> None:
+        """Obeys until told to end. Raises ServiceUnavailable once the stream has ended."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """The service is lost, and is to be outlived."""
+
+    def step_alone(self) -> bool:
+        """Does some work without a service; False: there is none."""
+        return False
+
+    def serve(self) -> None:
+        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if it is lost and is not to be
+        outlived, or was lost for too long."""
+        run_blocking(self.stay_connected())
+
+    def close(self) -> None:
+        if self._plane is not None:
+            self._plane.close()
+        if self._door is not None:
+            self._door.close()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    async def run_session(self) -> str | None:
+        address = self._address
+        self._door = self._door or Door(address.kv_host or local_host(address.orchestrator))
+        kv = KvEndpoint(self._door.address, installed())
+        with contextlib.ExitStack() as session:
+            link = Link(
+                address.orchestrator, address.token, address.name, self._capability, kv, self.held(), address.host
+            )
+            session.callback(link.close)
+            link.begin()
+            welcome = self._await_welcome(link)
+            if welcome is None:
+                return None
+            self.has_joined, self._orphan_timeout_s = True, 0.0
+            plane = self._open_plane(self._door, at_host(welcome, address.host_folder))
+            session.callback(self._end_plane, plane)
+            try:
+                self.begin_session(link, welcome, plane)
+                self.obey()
+            except ServiceUnavailable as error:
+                if welcome.orphan_timeout_s and link.is_lost:
+                    self._orphan_timeout_s = welcome.orphan_timeout_s
+                    log.warning("the service is away, and is awaited for %g s: %s", welcome.orphan_timeout_s, error)
+                    self.leave()
+                raise
+        return TOLD_TO_END
+
+    def patience_s(self, error: DoraError) -> float:
+        """While its name is in use the service has not noticed yet that the earlier session is over."""
+        is_in_use = isinstance(error, Conflict) and error.field in ("worker_id", "pool_id")
+        return self._orphan_timeout_s if is_in_use or isinstance(error, ServiceUnavailable) else 0.0
+
+    def given_up(self, error: DoraError, patience_s: float) -> DoraError:
+        return ServiceUnavailable(f"no service within {patience_s:g} s ({error})") if patience_s else error
+
+    async def live_on(self, pause_s: float, error: DoraError) -> None:
+        ends_s = time.monotonic() + pause_s
+        while time.monotonic() < ends_s and not self._stop.is_set():
+            if not self.step_alone():
+                self._stop.wait(IDLE_S)
+
+    def _await_welcome(self, link: Link) -> pb.Welcome | None:
+        """None: told to end meanwhile. Raises the service's refusal, or ServiceUnavailable."""
+        ends_s = time.monotonic() + OPEN_TIMEOUT_S
+        while not self._stop.is_set():
+            command = link.take(0.0 if self.step_alone() else IDLE_S)
+            if command is not None:
+                if not command.HasField("welcome"):
+                    raise ServiceUnavailable(f"it said {command.WhichOneof('kind')}, not welcome")
+                log.log(logging.INFO if self.was_joined else logging.DEBUG, "the service is there again")
+                return command.welcome
+            if time.monotonic() >= ends_s:
+                raise ServiceUnavailable(f"{link.address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
+        return None
+
+    def _open_plane(self, door: Door, welcome: pb.Welcome) -> DataPlane:
+        before, name = self._plane, self._address.name
+        if before is None:
+            self._secret = welcome.kv.secret
+            return plane_of(door, name, self._fingerprint, welcome, self._arena_bytes)
+        if welcome.kv.secret != self._secret:  # what is parked is under the other's sums
+            raise ServiceUnavailable("the service is another one")
+        plane = plane_of(door, name, self._fingerprint, welcome, arena=before.give_arena())
+        self._plane = None
+        before.close()
+        return plane
+
+    def _end_plane(self, plane: DataPlane) -> None:
+        self._door = None  # it is the plane's
+        if plane.arena is not None:
+            self._plane = plane
+        else:
+            plane.close()

@@ -1,0 +1,89 @@
+"""How a worker, a pool or a host's agent stays connected to its service: every kind of member, one harness.
+
+    connect, hello ─▶ session ─▶ the end, with a reason
+          ▲              │
+          └── live on ◀──┘ the connection was lost: for a stated time, with one attempt after another
+
+A host's agent runs the harness in its event loop. A worker and a pool have none, as an engine may need one of its own:
+their coroutines never wait, and ``run_blocking`` runs them.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, ClassVar, Final, TypeVar
+
+from dora.errors import Conflict, DoraError, LimitExceeded
+from dora.rpc.errors import ServiceUnavailable
+
+T = TypeVar("T")
+
+TOLD_TO_END: Final = "told to end"
+
+
+class Member(ABC):
+    """A process that is connected to a service, in one session after another. Each session is an epoch of its own."""
+
+    pause_s: ClassVar[float] = 0.2  # between two attempts; doubled at each, up to
+    pause_max_s: ClassVar[float] = 1.0
+
+    def __init__(self) -> None:
+        self.has_joined = False  # in the latest attempt: the service has said welcome
+        self.was_joined = False  # in any attempt
+
+    async def stay_connected(self) -> str:
+        """Connects again and again; returns the reason for which it ends.
+
+        Raises the service's refusal, and ServiceUnavailable, once either has lasted for longer than ``patience_s``.
+        """
+        since_s, pause_s = time.monotonic(), self.pause_s
+        while True:
+            self.has_joined = False
+            error: DoraError = ServiceUnavailable("the stream has ended")
+            try:
+                reason = await self.run_session()
+                if reason is not None:
+                    return reason
+            except (ServiceUnavailable, Conflict, LimitExceeded) as failed:
+                error = failed.with_traceback(None)  # its frames would hold the session, and so memory of KV
+            if self.has_joined:
+                since_s, pause_s, self.was_joined = time.monotonic(), self.pause_s, True
+            if self.is_stopped:
+                return TOLD_TO_END
+            patience_s = self.patience_s(error)
+            if time.monotonic() - since_s >= patience_s:
+                raise self.given_up(error, patience_s)
+            await self.live_on(pause_s, error)
+            pause_s = min(2 * pause_s, self.pause_max_s)
+
+    @property
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Whether it was told to end."""
+
+    @abstractmethod
+    async def run_session(self) -> str | None:
+        """Connects with a hello and obeys. Sets ``has_joined``. Returns the reason for which the member ends; None: the
+        stream has ended without one. Raises ServiceUnavailable, and the service's refusal."""
+
+    @abstractmethod
+    def patience_s(self, error: DoraError) -> float:
+        """For how long this error may last, since the start or the last session; 0: it ends the member."""
+
+    def given_up(self, error: DoraError, patience_s: float) -> DoraError:
+        """The error by which the member ends."""
+        return error
+
+    @abstractmethod
+    async def live_on(self, pause_s: float, error: DoraError) -> None:
+        """Lives without a service for so long, or until it is told to end."""
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that never waits, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("a coroutine that must not wait has waited")
