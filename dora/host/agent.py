@@ -21,7 +21,7 @@ from typing import Final
 
 import grpc
 
-from dora.errors import Conflict, DoraError, LimitExceeded
+from dora.errors import Conflict, DoraError
 from dora.host.capacity import capacity_to_wire, chosen_device, gpus
 from dora.host.command import LaunchContext
 from dora.host.files import digest_of, model_files
@@ -34,13 +34,14 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.session.member import TOLD_TO_END, Member
 from dora.weights.reference import read_reference
 
 log = logging.getLogger("dora.host")
 
 REPORT_S: Final = 1.0
 JOIN_PAUSE_S: Final = 0.5  # doubled at each attempt, up to
-JOIN_PAUSE_MOST_S: Final = 2.0
+JOIN_PAUSE_MAX_S: Final = 2.0
 JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is being started does later
 WELCOME_S: Final = 120.0  # the service may hash the model first
 LEAVE_S: Final = 60.0  # workers have so long to be emptied, where the machine is to be shut down
@@ -83,33 +84,9 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
             digest = digest_of(await asyncio.to_thread(model_files, given))
         agent = _Agent(options, device, digest, folder, stop, said)
         try:
-            return await _stay_joined(agent, options.rejoin_s, stop, said)
+            return await agent.stay_connected()
         finally:
             await agent.close()
-
-
-async def _stay_joined(agent: "_Agent", rejoin_s: float, stop: asyncio.Event, said: Callable[[str], None]) -> str:
-    """Joins again and again. Returns and raises as ``run_agent``."""
-    loop = asyncio.get_running_loop()
-    begun_s, joined, pause_s = loop.time(), False, JOIN_PAUSE_S
-    while True:
-        try:
-            if (reason := await agent.runtime()) is not None:
-                return reason
-            error: DoraError = ServiceUnavailable("the stream has ended")
-        except (ServiceUnavailable, Conflict, LimitExceeded) as refused:  # these may pass
-            error = refused
-        if agent.joined:
-            begun_s, joined, pause_s = loop.time(), True, JOIN_PAUSE_S
-        allowed_s = rejoin_s if joined else min(rejoin_s, _first_join_s(error))
-        if stop.is_set():
-            return "told to end"
-        if loop.time() - begun_s >= allowed_s:
-            raise error
-        said(f"{'the service is lost' if joined else 'not joined yet'} ({error}); joining again")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), pause_s)
-        pause_s = min(2 * pause_s, JOIN_PAUSE_MOST_S)
 
 
 def _first_join_s(error: DoraError) -> float:
@@ -119,8 +96,11 @@ def _first_join_s(error: DoraError) -> float:
     return NAME_S if isinstance(error, Conflict) and error.field == "name" else 0.0
 
 
-class _Agent:
-    """Joins, once a call of ``stay``."""
+class _Agent(Member):
+    """One stream is one session."""
+
+    pause_s = JOIN_PAUSE_S
+    pause_max_s = JOIN_PAUSE_MAX_S
 
     def __init__(
         self,
@@ -131,6 +111,7 @@ class _Agent:
         stop: asyncio.Event,
         said: Callable[[str], None],
     ) -> None:
+        super().__init__()
         self._options = options
         self._device = device
         self._digest = digest
@@ -139,11 +120,21 @@ class _Agent:
         self._said = said
         self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MAX)
         self._keeping = Orphaned(said)
-        self.joined = False  # in the latest stay
 
-    async def runtime(self) -> str | None:
-        """One epoch. Returns why the service let the host go; None where the stream ended without a word."""
-        self.joined = False
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def patience_s(self, error: DoraError) -> float:
+        rejoin_s = self._options.rejoin_s
+        return rejoin_s if self.was_joined else min(rejoin_s, _first_join_s(error))
+
+    async def live_on(self, pause_s: float, error: DoraError) -> None:
+        self._said(f"{'the service is lost' if self.was_joined else 'not joined yet'} ({error}); joining again")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), pause_s)
+
+    async def run_session(self) -> str | None:
         self._outbox = asyncio.Queue(MESSAGES_MAX)
         async with open_channel(self._options.address, proxied=False) as channel:
             stub = stubs.HostStub(channel)
@@ -152,7 +143,7 @@ class _Agent:
                 welcome = await asyncio.wait_for(anext(aiter(call), None), WELCOME_S)
                 if welcome is None or not welcome.HasField("welcome"):
                     raise ServiceUnavailable(f"{self._options.address} did not say welcome")
-                self.joined = True
+                self.has_joined = True
                 how = "is back at" if welcome.welcome.goes_on else "has joined"
                 self._said(f"{self._options.name} {how} {self._options.address}")
                 return await self._stayed(call, stub, welcome.welcome)
@@ -180,7 +171,7 @@ class _Agent:
             if reporting.done():
                 reporting.result()
             if not working.done():  # told to stop, and not let go in time
-                return "told to end"
+                return TOLD_TO_END
             is_lost = (reason := working.result()) is None
             return reason
         except grpc.aio.AioRpcError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from dora.errors import LimitExceeded
 from dora.host import agent
-from dora.host.agent import AgentOptions, _Agent, _stay_joined
+from dora.host.agent import AgentOptions, _Agent
 from dora.host.folder import MODEL, WEIGHTS
 from dora.journal.ledger import Ledger
 from dora.rpc import dora_pb2 as pb
@@ -42,26 +42,24 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
     life.hosts.join(free(model_bytes), DIGEST)  # for the version that is on its way in
 
 
-class Refused:
+class Refused(_Agent):
     """An agent that the service refuses for want of memory, in some of its attempts to join."""
 
-    def __init__(self, *attempts: str) -> None:
-        self.attempts, self.joined = list(attempts), False
+    pause_s = 0.0
 
-    async def runtime(self) -> str | None:
+    def __init__(self, *attempts: str) -> None:
+        super().__init__(AgentOptions("127.0.0.1:1", "", "h1"), "cpu", "", Path(), asyncio.Event(), lambda _: None)
+        self.attempts = list(attempts)
+
+    async def run_session(self) -> str | None:
         attempt = self.attempts.pop(0)
-        self.joined = attempt == "lost"
+        self.has_joined = attempt == "lost"
         if attempt == "refused":
             raise LimitExceeded("store_free_bytes", 1, "2 bytes", why="is too little")
         return None if attempt == "lost" else attempt
 
 
-async def joined(refused: Refused) -> str:
-    return await _stay_joined(refused, 600.0, asyncio.Event(), lambda _: None)  # type: ignore[arg-type]
-
-
-async def test_only_a_host_that_had_joined_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "JOIN_PAUSE_S", 0.0)
-    assert await joined(Refused("lost", "refused", "refused", "let go")) == "let go"
+async def test_only_a_host_that_had_joined_waits_for_memory() -> None:
+    assert await Refused("lost", "refused", "refused", "let go").stay_connected() == "let go"
     with pytest.raises(LimitExceeded):
-        await joined(Refused("refused", "let go"))
+        await Refused("refused", "let go").stay_connected()
