@@ -167,6 +167,10 @@ class DataPlane:
         ahead_bytes = sum(each.ahead_bytes for each in rounds)
         return Arrived(snapshot_of(head, *bodies, ahead_bytes=ahead_bytes, opening=known), head, rounds)
 
+    def take_rounds(self, key: str) -> tuple[bytes, Sequence[Arrival]]:
+        """Returns the head and the rounds of an arrived snapshot, without joining them. Raises NotFound."""
+        return self._arrivals.take(key)
+
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""
         self._arrivals.forget(ticket)

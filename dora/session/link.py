@@ -15,7 +15,7 @@ import grpc
 from dora.data.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import DoraError
 from dora.kvtransfer.arena import Arena
-from dora.kvtransfer.listener import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.rpc import convert
@@ -33,7 +33,12 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 def plane_of(
-    door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena_bytes: int = 0, arena: Arena | None = None
+    listener: Listener,
+    name: str,
+    fingerprint: str,
+    welcome: pb.Welcome,
+    arena_bytes: int = 0,
+    arena: Arena | None = None,
 ) -> DataPlane:
     """This process's part of the data plane, as the service wants it. ``arena_bytes``, ``arena``: of a pool."""
     settings = PlaneSettings(
@@ -44,7 +49,7 @@ def plane_of(
         memory_bytes=welcome.kv.memory_bytes,
         timeout_s=welcome.kv.timeout_s,
     )
-    return DataPlane(door, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
+    return DataPlane(listener, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
 
 
 def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:

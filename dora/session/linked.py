@@ -10,7 +10,7 @@ from typing import Final
 
 from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import Conflict, DoraError
-from dora.kvtransfer.listener import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import DataPlane, installed, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
@@ -57,7 +57,7 @@ class LinkedMember(Member):
         self._arena_bytes = arena_bytes
         self._plane: DataPlane | None = None  # of the session before, if it holds an arena
         self._secret = b""  # of the run
-        self._door: Door | None = None
+        self._door: Listener | None = None
         self._orphan_timeout_s = 0.0
 
     @abstractmethod
@@ -97,7 +97,7 @@ class LinkedMember(Member):
 
     async def run_session(self) -> str | None:
         address = self._address
-        self._door = self._door or Door(address.kv_host or local_host(address.orchestrator))
+        self._door = self._door or Listener(address.kv_host or local_host(address.orchestrator))
         kv = KvEndpoint(self._door.address, installed())
         with contextlib.ExitStack() as session:
             link = Link(
@@ -150,14 +150,14 @@ class LinkedMember(Member):
                 raise ServiceUnavailable(f"{link.address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
         return None
 
-    def _open_plane(self, door: Door, welcome: pb.Welcome) -> DataPlane:
+    def _open_plane(self, listener: Listener, welcome: pb.Welcome) -> DataPlane:
         before, name = self._plane, self._address.name
         if before is None:
             self._secret = welcome.kv.secret
-            return plane_of(door, name, self._fingerprint, welcome, self._arena_bytes)
+            return plane_of(listener, name, self._fingerprint, welcome, self._arena_bytes)
         if welcome.kv.secret != self._secret:  # what is parked is under the other's sums
             raise ServiceUnavailable("the service is another one")
-        plane = plane_of(door, name, self._fingerprint, welcome, arena=before.give_arena())
+        plane = plane_of(listener, name, self._fingerprint, welcome, arena=before.give_arena())
         self._plane = None
         before.close()
         return plane
