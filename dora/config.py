@@ -202,6 +202,9 @@ class WorkersConfig(Section):
 
     count: int = Field(2, ge=0, le=1024, description="workers that the service starts itself")
     engine: Literal["vllm", "fake"] = Field("vllm", description="fake: no model, for tests of the service")
+    launcher: str = Field(
+        "processes", min_length=1, description="starts the workers: processes, or an entry point of dora.launchers"
+    )
     slots: int = Field(16, ge=1, le=4096, description="requests decoded at once")
     kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
     block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
@@ -260,7 +263,7 @@ class KvConfig(Section):
 
     transports: str = Field(
         "shm,tcp",
-        pattern=r"^(shm|tcp|gloo|nccl|nixl)(,(shm|tcp|gloo|nccl|nixl))*$",
+        pattern=r"^[a-z]+(,[a-z]+)*$",
         description="of shm, tcp, gloo, nccl, nixl, in order of preference, with commas; a faster later one is taken",
     )
     host: str = Field("", description="address at which workers are reached by others; empty: that towards the service")

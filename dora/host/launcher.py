@@ -6,9 +6,9 @@ Two launchers exist: ``processes.Processes``, on the machine that it is on, and 
 
 import asyncio
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from dora.errors import DoraError, InvalidValue
 
@@ -53,6 +53,28 @@ class Launcher(Protocol):
 
     def scale(self, workers: int) -> Scaled:
         """So many workers are to be there. Raises InvalidValue for more than a host may have."""
+
+
+class OwnLauncher(Launcher, Protocol):
+    """The launcher of the service's own workers (``launchers.py``). It also starts and ends with the service."""
+
+    def names(self, workers: int) -> Set[str]:
+        """Ids of its pools, and of so many workers."""
+
+    def adopt(self, living: Mapping[str, Any], workers: int) -> None:
+        """Continues processes of an earlier incarnation, by name. Called before ``begin``."""
+
+    async def begin(self, workers: int) -> None:
+        """Starts processes that import their libraries, before their commands are known."""
+
+    def open(self) -> None:
+        """Starts the pools; workers may be started from now on."""
+
+    def early_death(self) -> str | None:
+        """The reason for which a worker ends again and again at its start; None: there is none."""
+
+    async def close(self) -> None:
+        """Ends all processes. May be called again."""
 
 
 def scaled(prefix: str, present: Collection[str], workers: int) -> Scaled:

@@ -6,6 +6,7 @@ memory of its own; a chunk is announced once it is there. Only descriptors trave
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import secrets
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Memory
-from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, nixl_package, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 4
@@ -35,6 +36,14 @@ def _agent() -> Any:
 def _place(array: np.ndarray) -> tuple[int, int, int]:
     """Address, bytes, device."""
     return array.ctypes.data, array.nbytes, 0
+
+
+_WHEELS: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # of one library
+
+
+def nixl_package() -> str:
+    """The name under which NIXL is installed; empty: it is not."""
+    return next((name for name in _WHEELS if importlib.util.find_spec(name) is not None), "")
 
 
 class NixlSender(Sender):

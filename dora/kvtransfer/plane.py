@@ -13,9 +13,10 @@ target's word that everything is there and checked, so a source may die from the
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,17 +28,15 @@ from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.memory import Memory, Pool
-from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
 from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
+from dora.kvtransfer.registry import TRANSPORTS, Resources, Transport, is_installed
 from dora.kvtransfer.segments import SegmentPool
-from dora.kvtransfer.shm import ShmArenaReceiver, ShmReceiver, ShmSender
 from dora.kvtransfer.snapshot import NO_PREFIX, KvSnapshot, Prefix
-from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transfer import Transfer
-from dora.kvtransfer.transport import NAMES, is_installed
+from dora.kvtransfer.transport import Receiver, Sender
+from dora.kvtransfer.wire import Stream
 
 HELPERS: Final = 2  # threads
 
@@ -60,11 +59,6 @@ class Arrived(NamedTuple):
     snapshot: KvSnapshot
     head: bytes
     rounds: Sequence[Arrival]
-
-
-def installed() -> tuple[str, ...]:
-    """The transports that this process could use."""
-    return tuple(name for name in NAMES if is_installed(name))
 
 
 def local_host(address: str) -> str:
@@ -218,25 +212,24 @@ class DataPlane:
                 self._pairs[peer.worker_id, peer.epoch] = pair
             return pair
 
-    def _senders(self, target: str) -> Mapping[str, MakeSender]:
-        known: dict[str, MakeSender] = {
-            "shm": lambda _own, _stream: ShmSender(self._segments, self._settings.folder, target),
-            "tcp": lambda _own, _stream: TcpSender(self._helpers),
-            "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s, self._helpers),
-            "nixl": lambda _own, _stream: NixlSender(self._settings.timeout_s),
-            "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s, self._helpers),
-        }
-        return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
+    def _senders(self, owner: str) -> Mapping[str, MakeSender]:
+        resources = self._resources(owner)
+        return {name: partial(_send, TRANSPORTS[name], resources) for name in self._usable()}
 
     def _receivers(self) -> Mapping[str, MakeReceiver]:
-        known: dict[str, MakeReceiver] = {
-            "shm": lambda peer, _stream: self._shm_receiver(str(peer.epoch)),
-            "tcp": lambda _peer, _stream: TcpReceiver(self._helpers),
-            "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
-            "nixl": lambda _peer, _stream: NixlReceiver(),
-            "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),
-        }
-        return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
+        return {name: partial(_receive, TRANSPORTS[name], self._resources) for name in self._usable()}
 
-    def _shm_receiver(self, owner: str) -> ShmReceiver | ShmArenaReceiver:
-        return ShmReceiver(self._settings.folder, owner) if self.arena is None else ShmArenaReceiver(self.arena)
+    def _usable(self) -> list[str]:
+        return [name for name in self._settings.transports if is_installed(name)]
+
+    def _resources(self, owner: str) -> Resources:
+        settings = self._settings
+        return Resources(owner, settings.folder, self._segments, self.arena, self._helpers, settings.timeout_s)
+
+
+def _send(transport: Transport, resources: Resources, _own: Identity, stream: Stream) -> Sender:
+    return transport.sender(resources, stream)
+
+
+def _receive(transport: Transport, resources: Callable[[str], Resources], peer: Identity, stream: Stream) -> Receiver:
+    return transport.receiver(resources(str(peer.epoch)), stream)

@@ -11,11 +11,9 @@ A pair's halves are each used by one thread, which is none of the engine's.
     finish: all have left   ─COMMIT──▶                              once a snapshot
 """
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -29,22 +27,6 @@ CHUNK_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 1 << 20  # is still in the cache when its checksum is made, and costs little of Python
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MAX: Final = 8 << 20
-NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
-_NIXL: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # the wheels of one library
-
-
-def is_installed(name: str) -> bool:
-    """Whether this process could use a transport. Nothing is imported: that is left to the first pair that uses it."""
-    if name == "nixl":
-        return bool(nixl_package())
-    if name == "nccl" and not Path("/dev/nvidiactl").exists():
-        return False
-    return name not in ("gloo", "nccl") or importlib.util.find_spec("torch") is not None
-
-
-def nixl_package() -> str:
-    """The name under which NIXL is installed; empty: it is not."""
-    return next((name for name in _NIXL if importlib.util.find_spec(name) is not None), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from dora.core import events as on
 from dora.core.policies import check_live
 from dora.errors import DoraError
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
-from dora.host.launcher import LOCAL, WorkerStartError
-from dora.host.processes import Processes
+from dora.host.launcher import LOCAL, OwnLauncher, WorkerStartError
+from dora.host.launchers import launcher_named
 from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
@@ -150,7 +150,7 @@ class _Start:
     def handle(self) -> ServiceHandle:
         return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s)
 
-    async def launch(self) -> Processes:
+    async def launch(self) -> OwnLauncher:
         """Starts the worker processes, which import their libraries meanwhile, and adopts those still running."""
         config, state, tokens = self.config, self.state, self.tokens
         living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of)
@@ -168,7 +168,7 @@ class _Start:
                 return pool_argv(settings.kv, name, context)
             return worker_argv(settings.workers, name, context)
 
-        launcher = Processes(
+        launcher = launcher_named(config.workers.launcher)(
             config.workers,
             command,
             lambda worker_id: worker_environment(self.config.workers, tokens.started(worker_id)),
@@ -230,7 +230,7 @@ class _Start:
         stack.push_async_callback(runtime.close)
         return runtime
 
-    async def open(self, runtime: Runtime, launcher: Processes) -> None:
+    async def open(self, runtime: Runtime, launcher: OwnLauncher) -> None:
         """Opens the gRPC server, at first only for workers of an earlier incarnation, and starts the workers."""
         config, state, stack = self.config, self.state, self.stack
         restored = None
@@ -293,7 +293,7 @@ async def _tier_of(
 
 
 async def _until_ready(
-    config: Config, runtime: Runtime, launcher: Processes, stop: asyncio.Event, failures: Failures
+    config: Config, runtime: Runtime, launcher: OwnLauncher, stop: asyncio.Event, failures: Failures
 ) -> bool:
     """Returns whether all workers hold version 0; False if the service was stopped before. Raises if they die or time
     out.
@@ -314,7 +314,7 @@ async def _until_ready(
     return False
 
 
-def _alone(launcher: Processes, runtime: Runtime) -> asyncio.Future[None]:
+def _alone(launcher: OwnLauncher, runtime: Runtime) -> asyncio.Future[None]:
     """Fails like the launcher does, unless other hosts have workers: the service continues without this host's."""
     alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -18,7 +18,9 @@ from dora.config import Config, validated
 from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
+from dora.host.launchers import launcher_named
 from dora.kvtier.server import remove_left
+from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.system.files import try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned
@@ -104,10 +106,12 @@ def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
 
 
 def check_engine(config: Config) -> None:
-    """Raises InvalidValue if the workers' engine is not installed; otherwise each worker would fail at its start."""
+    """Raises InvalidValue if the workers' engine is not installed, or a transport or the launcher is unknown."""
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
         allowed = "an engine that is installed: pip install 'dora-rollout[cpu]', or [cuda], brings vLLM; or fake"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
+    check_transports(config.kv.transports)
+    launcher_named(config.workers.launcher)
 
 
 @contextlib.contextmanager

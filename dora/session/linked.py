@@ -11,7 +11,8 @@ from typing import Final
 from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import Conflict, DoraError
 from dora.kvtransfer.listener import Listener
-from dora.kvtransfer.plane import DataPlane, installed, local_host
+from dora.kvtransfer.plane import DataPlane, local_host
+from dora.kvtransfer.registry import installed
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
@@ -57,7 +58,7 @@ class LinkedMember(Member):
         self._arena_bytes = arena_bytes
         self._plane: DataPlane | None = None  # of the session before, if it holds an arena
         self._secret = b""  # of the run
-        self._door: Listener | None = None
+        self._listener: Listener | None = None
         self._orphan_timeout_s = 0.0
 
     @abstractmethod
@@ -88,8 +89,8 @@ class LinkedMember(Member):
     def close(self) -> None:
         if self._plane is not None:
             self._plane.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
     @property
     def is_stopped(self) -> bool:
@@ -97,8 +98,8 @@ class LinkedMember(Member):
 
     async def run_session(self) -> str | None:
         address = self._address
-        self._door = self._door or Listener(address.kv_host or local_host(address.orchestrator))
-        kv = KvEndpoint(self._door.address, installed())
+        self._listener = self._listener or Listener(address.kv_host or local_host(address.orchestrator))
+        kv = KvEndpoint(self._listener.address, installed())
         with contextlib.ExitStack() as session:
             link = Link(
                 address.orchestrator, address.token, address.name, self._capability, kv, self.held(), address.host
@@ -109,7 +110,7 @@ class LinkedMember(Member):
             if welcome is None:
                 return None
             self.has_joined, self._orphan_timeout_s = True, 0.0
-            plane = self._open_plane(self._door, at_host(welcome, address.host_folder))
+            plane = self._open_plane(self._listener, at_host(welcome, address.host_folder))
             session.callback(self._end_plane, plane)
             try:
                 self.begin_session(link, welcome, plane)
@@ -163,7 +164,7 @@ class LinkedMember(Member):
         return plane
 
     def _end_plane(self, plane: DataPlane) -> None:
-        self._door = None  # it is the plane's
+        self._listener = None  # it is the plane's
         if plane.arena is not None:
             self._plane = plane
         else:

@@ -11,7 +11,7 @@ from typing import Any
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.kvtransfer.transport import is_installed
+from dora.kvtransfer.registry import is_installed
 
 WAIT_S = 20.0
 SECRET = bytes(range(32))

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.checksum import digest_with
 from dora.kvtransfer.peer import Identity, Peer, greet
+from dora.kvtransfer.registry import is_installed
 from dora.kvtransfer.segments import sweep
 from dora.kvtransfer.transfer import Sent, Transfer
-from dora.kvtransfer.transport import CHUNK_BYTES, is_installed
+from dora.kvtransfer.transport import CHUNK_BYTES
 from dora.kvtransfer.wire import Kind, Stream
 from tests.contract.planes import SECRET, TRANSPORTS, WAIT_S, End, a_plane, until
 

@@ -57,7 +57,7 @@ def test_an_evaluation_is_accepted_and_not_recorded(buffer: ResponseBuffer) -> N
     both = buffer.accept("w0", 0, reported(TokenSpan(2, 1, (4,), (-1.0,)), TokenSpan(0, 0, (5, 6), (-1.0, -2.0))), 12.0)
     record = both.record()
     assert record is not None and (record.numbers.tolist(), record.token_ids.tolist()) == ([0], [5, 6])
-    assert record.stays == [[0, "w0", 0, "new"]], "by its place in the record"
+    assert record.segment_starts == [[0, "w0", 0, "new"]], "by its place in the record"
 
 
 def test_a_segment_begins_with_the_first_token_on_a_worker(buffer: ResponseBuffer) -> None:
@@ -72,7 +72,7 @@ def test_a_segment_begins_with_the_first_token_on_a_worker(buffer: ResponseBuffe
     telemetry.accepted(there)
     assert telemetry.counters()["blackout_ms_p50"] == pytest.approx(500.0, rel=0.2) and telemetry.tokens_delivered == 1
     record = there.record()
-    assert record is not None and record.stays == [[0, "w1", 3, "migrated"]]
+    assert record is not None and record.segment_starts == [[0, "w1", 3, "migrated"]]
     assert [segment.worker_id for segment in buffer["g0.0"].worker_history()] == ["w0", "w1"]
 
 

@@ -14,7 +14,7 @@ from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
 from dora.data.token_spans import TokenColumns
 from dora.data.types import EngineCapability, PoolCapability
 from dora.errors import MISSING, InvalidValue
-from dora.kvtransfer.transport import NAMES
+from dora.kvtransfer.registry import TRANSPORTS
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire
@@ -98,8 +98,8 @@ def _check_text(name: str, text: str, most: int = _TEXT_MAX) -> None:
 
 
 def _check_transports(names: Sequence[str]) -> None:
-    if len(names) > len(NAMES) or not set(names) <= set(NAMES):
-        raise InvalidValue("kv_transports", list(names)[:9], f"of {', '.join(NAMES)}")
+    if len(names) > len(TRANSPORTS) or not set(names) <= set(TRANSPORTS):
+        raise InvalidValue("kv_transports", list(names)[:9], f"of {', '.join(TRANSPORTS)}")
 
 
 def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
@@ -141,8 +141,8 @@ def checked_outcome(outcome: pb.WorkerOutcome) -> None:
         raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")
     if outcome.snapshot_bytes > _TOTAL_MAX:
         raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MAX}")
-    if outcome.kv_transport and outcome.kv_transport not in NAMES:
-        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NAMES)}")
-    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MAX for each in outcome.kv_fallbacks):
-        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MAX} characters"
+    if outcome.kv_transport and outcome.kv_transport not in TRANSPORTS:
+        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(TRANSPORTS)}")
+    if len(outcome.kv_fallbacks) > len(TRANSPORTS) or any(len(each) > _REASON_MAX for each in outcome.kv_fallbacks):
+        allowed = f"at most {len(TRANSPORTS)} reasons of at most {_REASON_MAX} characters"
         raise InvalidValue("kv_fallbacks", len(outcome.kv_fallbacks), allowed)
