@@ -2,10 +2,11 @@
 
 No clock, randomness, I/O, torch or vLLM in here. The service and the simulator drive the same object.
 
-    event ──▶ machine ──▶ lifecycle   prompts, groups, scores, steps      (what is generated and delivered)
-                      ──▶ fleet       workers, versions, loads            (where it can run)
-                      ──▶ handoffs    one live request between workers    (table in handoff.py)
-                      ──▶ balance     triggers, applies a policy's plan   (partition.py, migration.py, policies/)
+    event ──▶ machine ──▶ rules/      admission, lifecycle, membership, handoff, rejection, ...
+                      ──▶ scheduler   runs after every event until nothing is left to do
+                      ──▶ balance     triggers, applies a policy's plan (policies/)
+
+The rules are functions over ``state``, which is made of groups/, fleet/, handoff/ and forecast/.
 """
 
 from dora.core.machine import Machine

@@ -1,4 +1,4 @@
-"""When to re-balance, and what a plan changes (DORA, section 4.3)."""
+"""Decides when to re-balance, and applies a plan (DORA, section 4.3)."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from dora.core.policy import Policy
 from dora.core.rules import evaluation, handoff, rejection
 from dora.core.state import State
 
-PRESSURE_REST_S: Final = 5.0  # pressure is looked at again after this
-RELIEF_REST_S: Final = 1.0  # between two looks for moves: else one would be taken at every response's end
-FRUITLESS_REST_S: Final = 5.0  # after one that found none, unless a slot has become free where one was looked for
+PRESSURE_REST_S: Final = 5.0  # pause between two checks of pressure
+RELIEF_REST_S: Final = 1.0  # pause between two searches for moves: otherwise each ended response would start one
+FRUITLESS_REST_S: Final = 5.0  # pause after a search without result, unless a slot has become free
 
-# The events that re-balance by themselves. A Tick does when a period is over or KV is nearly full; so does a version
-# that no worker hosts any more, or a worker that starves (scheduler.py).
+# Events that re-balance by themselves. A Tick does so when a period has passed or KV is nearly full; so do a version
+# without a worker and a starved worker (scheduler.py).
 TRIGGERS: Final[dict[type, Trigger]] = {
     on.WorkerJoined: Trigger.MEMBERSHIP,
     on.WorkerLost: Trigger.MEMBERSHIP,
@@ -31,17 +31,17 @@ TRIGGERS: Final[dict[type, Trigger]] = {
 
 
 class Balance:
-    """Asks the policy for plans and moves, and carries them out as far as they still make sense."""
+    """Asks the policy for plans and moves, and carries out those that still make sense."""
 
     def __init__(self, state: State, policy: Policy) -> None:
         self._state, self.policy = state, policy
-        self._moves: deque[Move] = deque()  # of the last plan, those that have not begun
+        self._moves: deque[Move] = deque()  # moves of the last plan that have not begun
         self._balanced_s = 0.0
-        self._relief_s = 0.0  # moves between plans are not looked for before
-        self._no_free_slot: frozenset[int] = frozenset()  # versions whose last look for a free slot found none
+        self._relief_s = 0.0  # earliest time of the next search for moves between plans
+        self._no_free_slot: frozenset[int] = frozenset()  # versions without a free slot at the last search
 
     def trigger(self, event: Any) -> Trigger | None:
-        """Why this event re-balances; None: it does not."""
+        """The trigger of a re-balancing by this event; None: there is none."""
         if self._state.replan:
             return Trigger.UPDATE
         if isinstance(event, on.Tick):
@@ -58,7 +58,7 @@ class Balance:
         return None
 
     def rebalance(self, trigger: Trigger) -> None:
-        """Sets the targets of a new plan and keeps its moves; settling then begins moves and loads empty workers."""
+        """Applies a new plan's targets and keeps its moves; settling then begins moves and loads empty workers."""
         state = self._state
         state.counters.rebalances += 1
         self._balanced_s = state.now_s
@@ -67,13 +67,13 @@ class Balance:
         plan = self.policy.plan(view_of(state), trigger)
         for index, version in plan.targets.items():
             self._retarget(index, version)
-        self._moves = deque(plan.moves)  # what the last plan wanted and did not begin is void
+        self._moves = deque(plan.moves)  # unstarted moves of the last plan are void
         state.worklist.wake()
 
     def hand_over(self, starved: Iterable[int], evaluated: Iterable[int] = ()) -> None:
-        """Starved workers get another version: the one that the policy names at once, else what a plan says.
+        """Gives starved workers another version: the one that the policy names at once, else a plan's.
 
-        Of those that a plan leaves as they are, the ``evaluated`` get the newest, which an evaluation wants.
+        The ``evaluated`` ones that a plan leaves unchanged get the newest version, for an evaluation.
         """
         successor = self.policy.successor(Dispatcher(self._state))
         if successor is None:
@@ -87,7 +87,7 @@ class Balance:
             self._retarget(index, successor)
 
     def begin_moves(self) -> None:
-        """Begins the planned moves that still make sense, as many as may be under way."""
+        """Begins planned moves that still make sense, up to the limit of concurrent moves."""
         state = self._state
         while self._moves and len(state.handoffs) < state.config.balance.moves_at_once:
             move = self._moves.popleft()
@@ -111,9 +111,9 @@ class Balance:
             handoff.begin(state, move.row, target)
 
     def relieve(self) -> None:
-        """Looks for moves where workers are to be left; again soon only if the last look found some, or might now."""
+        """Searches for moves off vacating workers; again soon only if the last search found some, or might now."""
         state = self._state
-        if self._no_free_slot:  # where something has changed there may be one now
+        if self._no_free_slot:  # a change may have freed one
             touched = map(state.worker_list.__getitem__, state.worklist.touched)
             self._no_free_slot -= {worker.hosts for worker in touched if worker is not None}
         if self._moves or state.now_s < self._relief_s:
@@ -131,12 +131,12 @@ class Balance:
         self.begin_moves()
 
     def _has_free_slot(self, versions: Iterable[int]) -> bool:
-        """Whether a worker hosts one of these versions and takes one more request."""
+        """Returns whether a worker that hosts one of these versions can take one more request."""
         hosts = (worker for version in versions for worker in self._state.workers_of(version))
         return any(map(self._takes_one, hosts))
 
     def _takes_one(self, worker: Worker) -> bool:
-        """Whether a request may move to this worker: into a free slot; without a pool it may queue for one."""
+        """Returns whether a request may move to this worker: into a free slot; without a pool it may queue for one."""
         return worker.held < (1 if self._state.pools else QUEUE_SLOTS) * worker.slots
 
     def _target(self, index: int) -> int:
@@ -145,9 +145,9 @@ class Balance:
         return worker.target
 
     def _retarget(self, index: int, version: int) -> None:
-        """The worker with this index is to host this version from now on; if that is withheld, the newest that is not.
+        """Assigns a version to the worker with this index; instead of a quarantined one, the newest that is not.
 
-        A worker that is to try a version in doubt stays with that, and one that an evaluation keeps with its version.
+        A worker that is trying a suspect version keeps it, and one that an evaluation retains keeps its version.
         """
         worker = self._state.worker_list[index]
         assert worker is not None, f"a version for index {index}, which no worker has"

@@ -1,6 +1,6 @@
-"""What the core wants done. The shell runs each command; its outcome, where it has one, is exactly one event.
+"""The commands of the core. The shell runs each; its outcome, if it has one, is exactly one event.
 
-Commands to a worker carry that worker's epoch and a ``command_id`` that their ``CommandDone`` repeats. An end of a
+A command to a worker carries the worker's epoch and a ``command_id`` that its ``CommandDone`` repeats. An end of a
 handoff may be a pool: it gets the same commands, with its id and epoch.
 """
 
@@ -28,7 +28,7 @@ class AdmitGroup:
 
 @dataclass(frozen=True, slots=True)
 class DropPrompt:
-    """A prompt on offer was taken back: forget it."""
+    """Forget an offered prompt that was cancelled."""
 
     prompt_id: str
 
@@ -42,7 +42,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class DropGroup:
-    """A group was cancelled: forget its trajectories, record the reason."""
+    """Forget the trajectories of a cancelled group; record the reason."""
 
     group_id: str
     reason: str
@@ -50,7 +50,7 @@ class DropGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeliverGroup:
-    """Send a finished group to the trainer; ``again``: it was sent to an earlier stream of this step."""
+    """Send a finished group to the trainer; ``again``: an earlier stream of this step has delivered it."""
 
     group_id: str
     step: int
@@ -60,7 +60,7 @@ class DeliverGroup:
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """The step has all its groups: end its stream. ``exhausted``: it ends short because prompts ran out."""
+    """End the stream of a full step. ``exhausted``: the step ends short because prompts ran out."""
 
     step: int
     trainer_epoch: int
@@ -69,14 +69,14 @@ class CloseStep:
 
 @dataclass(frozen=True, slots=True)
 class ForgetGroup:
-    """A group was trained on and committed: its record may go."""
+    """Forget a group that was trained on and committed."""
 
     group_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BeginEvaluationGroup:
-    """A prompt of an evaluation is sampled under the evaluation's version; make its trajectories."""
+    """Sample a prompt under its evaluation's version; make its trajectories."""
 
     evaluation_id: str
     group_id: str
@@ -87,14 +87,14 @@ class BeginEvaluationGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoreEvaluated:
-    """The same for a response of an evaluation, whose group no filter sees."""
+    """Score a response of an evaluation; no filter sees its group. Outcome: RequestScored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndEvaluationGroup:
-    """All responses of the group are scored: give it to who asked. ``reason``: why it was let go instead."""
+    """Give a fully scored group to the evaluation's caller. ``reason``: of its drop instead."""
 
     evaluation_id: str
     group_id: str
@@ -103,7 +103,7 @@ class EndEvaluationGroup:
 
 @dataclass(frozen=True, slots=True)
 class EndEvaluation:
-    """Nothing more comes of it; forget what was begun. ``reason``: why it ends before it is done; empty: it is done."""
+    """Forget an evaluation. ``reason``: of an early end; empty: it is done."""
 
     evaluation_id: str
     reason: str = ""
@@ -111,14 +111,14 @@ class EndEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """No open or later group can be of this version: its weights may go."""
+    """Delete a version's weights: no open or later group can be of it."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeWindow:
-    """From here on groups are admitted for ``size`` versions. Those admitted before keep their deadlines."""
+    """Admit groups for ``size`` versions from now on. Earlier groups keep their deadlines."""
 
     size: int
     reason: str
@@ -126,10 +126,10 @@ class ResizeWindow:
 
 @dataclass(frozen=True, slots=True)
 class RejectVersion:
-    """No worker has loaded this version well and these have refused its weights: its trainer must publish it anew.
-    Without workers: its weights are gone.
+    """Ask the trainer to publish a version again: these workers have refused its weights, and none has loaded it well.
+    Without workers: no host has its weights.
 
-    The trainer's stream ends with that. ``canary_difference``: the largest of a logprob; 0 where none was compared.
+    The trainer's stream ends with that. ``canary_difference``: the largest of a logprob; 0 if none was compared.
     Outcome: VersionRepublished.
     """
 
@@ -141,10 +141,10 @@ class RejectVersion:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSnapshot:
-    """A handoff is over: nobody has a use for its KV snapshot any more.
+    """Release the KV snapshot of an ended handoff.
 
-    The target was told to take it in or to drop it, so a service has nothing left to do. The simulator deletes its own
-    copy, and finds what was released twice or never.
+    The target was told to import or drop it, so a service has nothing to do. The simulator deletes its own copy, and
+    detects snapshots that are released twice or never.
     """
 
     locator: str
@@ -152,7 +152,7 @@ class ReleaseSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EvictWorker:
-    """The worker cannot be trusted any more (wrong version, failed or endless loads): end it. Outcome: WorkerLost."""
+    """End a faulty worker (wrong version, failed or endless loads). Outcome: WorkerLost."""
 
     worker_id: str
     epoch: int
@@ -161,7 +161,7 @@ class EvictWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """A drained worker is empty: let it leave. Outcome: WorkerLost."""
+    """Let an empty, drained worker leave. Outcome: WorkerLost."""
 
     worker_id: str
     epoch: int
@@ -184,7 +184,7 @@ class LoadVersion(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class StartRequest(WorkerCommand):
-    """Begin a response, or resume it after its delivered tokens by re-prefilling them."""
+    """Begin a response, or resume it by re-prefilling its delivered tokens."""
 
     request_id: str
     version: int
@@ -198,7 +198,7 @@ class RemoveRequest(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class ReserveSlot(WorkerCommand):
-    """Handoff: does the target take this request? If so, it keeps a slot for it."""
+    """Handoff: ask the target to accept this request, and to keep a slot for it."""
 
     request_id: str
     version: int
@@ -214,9 +214,9 @@ class CancelReservation(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class CopyOut(WorkerCommand):
-    """Handoff: copy the request to the target, full blocks while it decodes and the rest once it is frozen.
+    """Handoff: copy the request to the target: full blocks while it decodes, the rest once it is frozen.
 
-    The source keeps everything until told.
+    The source keeps everything until Thaw or RemoveRequest.
     """
 
     request_id: str
@@ -229,12 +229,12 @@ class Park(CopyOut):
 
 @dataclass(frozen=True, slots=True)
 class Resume(CopyOut):
-    """CopyOut from a pool, to the worker that is to go on with the request."""
+    """CopyOut from a pool to the worker that continues the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyIn(WorkerCommand):
-    """Handoff: check the snapshot and go on with the request; a pool keeps it."""
+    """Handoff: check the snapshot and continue the request; a pool stores it."""
 
     request_id: str
     version: int
@@ -243,7 +243,7 @@ class CopyIn(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class Thaw(WorkerCommand):
-    """Handoff undone: the source goes on as if nothing had happened."""
+    """Handoff undone: the source continues the request."""
 
     request_id: str
 

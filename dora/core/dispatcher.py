@@ -1,6 +1,6 @@
-"""What a policy may see and do while it gives idle workers something to do.
+"""The dispatcher: the state and the actions that a policy has while it assigns work.
 
-The promises do not depend on the policy: ``place`` and ``admit`` refuse what would break them.
+The promises do not depend on the policy: ``place`` and ``admit`` refuse actions that would break them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ NO_LINE = WaitingRequests()
 
 
 class Dispatcher:
-    """The state as a policy sees it in ``dispatch``. Workers, lines and the backlog are to be read only."""
+    """The state in a policy's ``dispatch``. Workers, queues and the backlog are read-only."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -36,15 +36,15 @@ class Dispatcher:
         return self._state.backlog
 
     def versions(self) -> range:
-        """Live versions, the newest first. One that is withheld has no worker, and admits nothing."""
+        """Live versions, the newest first. A quarantined one has no worker, and admits nothing."""
         return range(self.newest, self.window.oldest_live - 1, -1)
 
     def admissible(self, version: int) -> int:
-        """How many groups of this version should begin now: what the window allows, as far as steps will want it."""
+        """The number of groups of this version that should begin now: allowed by the window and needed by a step."""
         return admission.admissible(self._state, version)
 
     def waiting_requests(self, version: int) -> WaitingRequests:
-        """Admitted requests of this version that no worker holds, the parked ones among them."""
+        """Admitted requests of this version without a worker, including parked ones."""
         return self._state.waiting.get(version, NO_LINE)
 
     def workers_of(self, version: int) -> Sequence[Worker]:
@@ -52,10 +52,12 @@ class Dispatcher:
         return self._state.workers_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
-        """Those of them that may have room: something has left them or their ration grew since they were found full."""
+        """The workers of this version that may have room: a request has left, or the ration grew, since they were found
+        full.
+        """
         state = self._state
         hosts, roomy = state.workers_of(version), state.worklist.roomy
-        if len(roomy) < len(hosts):  # a look at those few alone
+        if len(roomy) < len(hosts):  # only those few are checked
             found = (state.worker_list[index] for index in sorted(roomy))
             candidates = [worker for worker in found if worker is not None and worker.hosts == version]
         else:
@@ -63,13 +65,13 @@ class Dispatcher:
         return [worker for worker in candidates if worker.rests_until_s <= state.now_s]
 
     def loading(self, version: int) -> int:
-        """How many workers are loading this version, and will soon host it."""
+        """The number of workers that are loading this version."""
         return len(self._state.hosting.loading(version))
 
     def ration(self, version: int, most: int | None) -> None:
-        """Each host of this version is to hold at most ``most`` requests for now; None: as many as it has room for.
+        """Limits the requests of each host of this version to ``most`` for now; None: no limit.
 
-        Whoever was found full under a smaller ration is a candidate again.
+        Workers that were full under a smaller ration become candidates again.
         """
         self._state.worklist.ration(version, most, (worker.index for worker in self.workers_of(version)))
 
@@ -78,7 +80,7 @@ class Dispatcher:
         return np.flatnonzero(unfinished(self.requests))
 
     def full(self, worker: Worker) -> None:
-        """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""
+        """Marks a worker as full: it is no candidate until a request leaves it or its ration grows."""
         self._state.worklist.full(worker.index)
 
     def context_tokens(self, row: int) -> int:
@@ -87,28 +89,28 @@ class Dispatcher:
         return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
 
     def lacking(self) -> float:
-        """Share of a step's groups that have not finished yet, of those that this step still takes."""
+        """The share of a step's groups that it still needs and that have not finished."""
         state = self._state
         finished = sum(len(groups) for groups in state.finished.values())
         return max(0, self.window.left - finished) / max(1, self.window.groups_per_step)
 
     def workers(self) -> Iterable[Worker]:
-        """All workers there are."""
+        """All workers."""
         return self._state.workers.values()
 
     def groups(self) -> int:
-        """workers that are to stay."""
+        """The number of workers that stay."""
         return self._state.hosting.staying()[0]
 
     def kv_tokens(self) -> int:
-        """KV of the workers that are to stay."""
+        """KV of the workers that stay, in tokens."""
         return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:
-        """Starts a waiting request on a worker that hosts its version, or resumes it there: from its pool if parked."""
+        """Starts a waiting request on a worker that hosts its version, or resumes it there, from its pool if parked."""
         version = int(self._state.requests["version"][row])
         if worker.hosts != version:
-            raise IllegalTransition(f"a request of version {version} does not run on {worker.worker_id} (C1)")
+            raise IllegalTransition(f"a request of version {version} cannot run on {worker.worker_id} (C1)")
         self._state.waiting[version].remove(row)
         pool = self._state.pool_of(row)
         if pool is None:
@@ -119,10 +121,10 @@ class Dispatcher:
     def admit(
         self, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None
     ) -> None:
-        """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it.
+        """Makes an offered prompt a group of this version; its requests wait. Raises if C3 forbids it.
 
-        ``rank`` of the entry and a request's expected tokens orders the line: the lowest starts first, equal ones as
-        they came; None: all as they came.
+        ``rank`` of the prompt and a request's expected tokens orders the requests: the lowest starts first, equal ones
+        in order of arrival; None: all in order of arrival.
         """
         self._state.window.admit(version)
         self._state.backlog.remove(entry)

@@ -1,6 +1,6 @@
-"""What happens to the core. Every event is plain data; ``Machine.handle`` takes one at a time.
+"""The events of the core. Every event is plain data; ``Machine.handle`` takes one at a time.
 
-``worker_epoch`` and ``trainer_epoch`` fence the past: an event of an epoch that is over is acknowledged and ignored.
+``worker_epoch`` and ``trainer_epoch`` fence the past: an event of an ended epoch is acknowledged and ignored.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from dora.data.types import FINISH_REASONS, FinishReason
 Int32Column = NDArray[np.int32]
 Uint8Column = NDArray[np.uint8]
 
-NEWEST: Final = -1  # in place of a version: the newest that workers may load
+NEWEST: Final = -1  # instead of a version: the newest that workers may load
 
 # ------------------------------------------------------------------------------------------------- prompts and groups
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedPrompt:
-    """A prompt as the core needs to know it.
+    """A prompt in the core's form.
 
-    ``key`` names it over epochs (empty: it has no history), ``features`` is what it shows of its difficulty, and
-    ``known_tokens`` the lengths of its responses where somebody knows them: a simulator, or the user's own estimates.
-    Of the prompts on offer those of the highest ``priority`` are admitted first.
+    ``key`` names it over epochs (empty: it has no history), ``features`` describe its difficulty, and ``known_tokens``
+    are the lengths of its responses if known: from a simulator, or the user's own estimates. Prompts of the highest
+    ``priority`` are admitted first.
     """
 
     prompt_id: str
@@ -43,7 +43,7 @@ class OfferedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptsOffered:
-    """The answer to DrawPrompts: at most as many prompts as were asked for; ``exhausted``: there will be no more."""
+    """The outcome of DrawPrompts: at most as many prompts as requested; ``exhausted``: there will be no more."""
 
     prompts: tuple[OfferedPrompt, ...]
     exhausted: bool = False
@@ -51,26 +51,26 @@ class PromptsOffered:
 
 @dataclass(frozen=True, slots=True)
 class PromptCancelled:
-    """A user takes a prompt back that was offered and not admitted: nothing was promised of it."""
+    """A user cancels an offered prompt that is not admitted: nothing was promised of it."""
 
     prompt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionEnded:
-    """The service drains: nothing more is admitted, and the last step may be short."""
+    """The service drains: nothing is admitted, and the last step may be short."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestScored:
-    """The verifier has judged a finished request."""
+    """The verifier has scored a finished request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCancelled:
-    """A user, a filter or an impossible prompt ends an open group. Recorded with its reason; never silent."""
+    """A user, a filter or an impossible prompt ends an open group. Recorded with its reason."""
 
     group_id: str
     reason: str
@@ -78,9 +78,9 @@ class GroupCancelled:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationAsked:
-    """These prompts are to be sampled under ``version`` (NEWEST: the newest that workers may load), beside training.
+    """Sample these prompts under ``version`` (NEWEST: the newest that workers may load), beside training.
 
-    ``share`` of the slots and KV of each worker of that version is lent to them; 0: they take what is idle.
+    ``share`` of the slots and KV of each worker of that version is allotted to them; 0: they use idle slots.
     """
 
     evaluation_id: str
@@ -91,7 +91,7 @@ class EvaluationAsked:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationCancelled:
-    """Who asked wants nothing more of it."""
+    """The caller of an evaluation has cancelled it."""
 
     evaluation_id: str
     reason: str
@@ -102,9 +102,9 @@ class EvaluationCancelled:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker comes, or comes back: one that has outlived the service hosts a version and runs requests already.
+    """A worker joins. One of an earlier incarnation hosts a version and runs requests already.
 
-    Of ``requests`` the core takes over those that wait and are of that version; the worker is told to remove the rest.
+    The core gives it those of ``requests`` that wait and are of that version; the worker is told to remove the rest.
     """
 
     worker_id: str
@@ -112,8 +112,8 @@ class WorkerJoined:
     slots: int
     kv_tokens: int
     host: str = ""  # its name; empty: not known
-    version: int = -1  # in its memory, as it is published now; -1: none
-    requests: dict[str, int] = field(default_factory=dict)  # request id -> response tokens that the worker has of it
+    version: int = -1  # in its memory, as published now; -1: none
+    requests: dict[str, int] = field(default_factory=dict)  # request id -> its response tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +125,16 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokensReported:
-    """A worker's report, by the rows of requests in the core: who moved on and how far, and who finished.
+    """A worker's report by the core's rows: the lengths of responses, and those that ended.
 
-    Each row comes once. ``Machine.owned`` says of which of them tokens are taken over.
+    Each row comes once. ``Machine.owned`` marks the rows whose tokens count.
     """
 
     worker_id: str
     epoch: int
     version: int  # the weights that sampled these tokens
     rows: Int32Column  # (n,)
-    tokens: Int32Column  # (n,), response tokens delivered in all
+    tokens: Int32Column  # (n,), delivered response tokens in total
     ends: Uint8Column  # (n,), indexes of FINISH_REASONS: 0 while running
     waiting: int = 0
     kv_used_tokens: int = 0
@@ -151,7 +151,7 @@ class TokensReported:
         return self.worker_id, self.epoch, self.version, *columns, self.waiting, self.kv_used_tokens
 
     def by_name(self, request_id: Mapping[int, str]) -> "Progress":
-        """The same by the ids of requests, those rows left out that none has."""
+        """The same by request ids; rows without a request are left out."""
         named = [(request_id[row], place) for place, row in enumerate(self.rows.tolist()) if row in request_id]
         reasons = ((name, FINISH_REASONS[int(self.ends[place])]) for name, place in named)
         return Progress(
@@ -167,18 +167,18 @@ class TokensReported:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``TokensReported`` by the ids of requests: as people read it, simulated workers say it, older logs have it."""
+    """``TokensReported`` by request ids, for people, simulated workers and older logs."""
 
     worker_id: str
     epoch: int
     version: int  # the weights that sampled these tokens
-    tokens: dict[str, int] = field(default_factory=dict)  # request id -> response tokens delivered in all
+    tokens: dict[str, int] = field(default_factory=dict)  # request id -> delivered response tokens in total
     finished: dict[str, FinishReason] = field(default_factory=dict)
     waiting: int = 0
     kv_used_tokens: int = 0
 
     def in_rows(self, request_row: Mapping[str, int]) -> TokensReported:
-        """The same by rows: who goes on, then who finished, in that order. Ids that have no row are left out."""
+        """The same by rows: running requests, then finished ones. Ids without a row are left out."""
         names = [name for name in self.tokens if name not in self.finished and name in request_row]
         ended = [name for name in self.finished if name in request_row]
         ends = [FINISH_REASONS.index(self.finished[name]) for name in ended]
@@ -205,9 +205,9 @@ class CommandDone:
     ok: bool = True
     error: str = ""
     error_kind: str = ""  # refused | not_movable | unknown_request | invalid | weights | missing
-    locator: str = ""  # CopyOut, Park, Resume: where the snapshot lies
-    tokens: int = 0  # the same: response tokens in the snapshot
-    canary_difference: float = 0.0  # LoadVersion: largest of a logprob, where the canary was not reproduced
+    locator: str = ""  # CopyOut, Park, Resume: key of the snapshot
+    tokens: int = 0  # of these: response tokens in the snapshot
+    canary_difference: float = 0.0  # LoadVersion: largest of a logprob, if the canary was not reproduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +224,10 @@ class CopyBegan:
 
 @dataclass(frozen=True, slots=True)
 class HostJoined:
-    """A host that does not share the service's own store: its workers load what has arrived there, and nothing else.
+    """A host with a store of its own: its workers load only versions that have arrived there.
 
-    ``versions`` are there already. It comes before its workers do, and a host of this name is not there; or is one that
-    ``Restored`` has named, and of which it is known only now what it holds.
+    ``versions`` are there already. This event precedes those of its workers. The host is new, or ``Restored`` has named
+    it and its versions become known now.
     """
 
     host: str
@@ -236,22 +236,22 @@ class HostJoined:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """It is gone, with its workers and its pool, whose losses are events of their own."""
+    """The host is lost, with its workers and its pool; their losses are separate events."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
 class VersionArrived:
-    """The host holds the version now, whole and checked."""
+    """The host has the whole version, checked."""
 
-    host: str  # empty: the service's own store, in which it was missing
+    host: str  # empty: the service's own store, which lacked it
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class VersionUnavailable:
-    """No host has the weights of this version any more: nobody can load it until it is published anew."""
+    """No host has the weights of this version: nobody can load it until it is published again."""
 
     version: int
     reason: str
@@ -259,18 +259,18 @@ class VersionUnavailable:
 
 @dataclass(frozen=True, slots=True)
 class PoolJoined:
-    """A pool of host memory, with what it may spill to disk: it holds parked requests of ``kv_tokens`` in all."""
+    """A pool of host memory, with its disk space: it holds parked requests of ``kv_tokens`` in total."""
 
-    pool_id: str  # that no worker has
+    pool_id: str  # different from all worker ids
     epoch: int
     kv_tokens: int
-    host: str = ""  # as of a worker: a request is parked on its own host, where there is room
-    requests: dict[str, int] = field(default_factory=dict)  # parked there before, as of a worker
+    host: str = ""  # a request is parked on its own host if there is room
+    requests: dict[str, int] = field(default_factory=dict)  # parked there before
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLost:
-    """A pool is gone with all that it held: what was parked there is re-prefilled."""
+    """A pool is lost: its parked requests are re-prefilled."""
 
     pool_id: str
     epoch: int
@@ -279,7 +279,9 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class PoolDropped:
-    """A pool has lost the KV of these requests (memory and disk are full, a snapshot is damaged): re-prefill them."""
+    """A pool has dropped the KV of these requests (memory and disk are full, a snapshot is damaged): they are
+    re-prefilled.
+    """
 
     pool_id: str
     epoch: int
@@ -292,7 +294,7 @@ class PoolDropped:
 
 @dataclass(frozen=True, slots=True)
 class TrainerAttached:
-    """A trainer became the active one; ``groups_per_step`` 0 takes what is set."""
+    """A trainer became the active one; ``groups_per_step`` 0: as configured."""
 
     trainer_epoch: int
     groups_per_step: int
@@ -308,21 +310,21 @@ class StepRequested:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """The trainer trained on ``step``; the weights of version ``step + 1`` lie in the store.
+    """The trainer has trained on ``step``; the weights of version ``step + 1`` are in the store.
 
-    What follows is what it says of the step, for an adaptive window; below 0: it does not say.
+    The other fields are its figures for an adaptive window; below 0: not given.
     """
 
     trainer_epoch: int
     step: int
-    waited_s: float = -1.0  # it stood waiting for groups
+    waited_s: float = -1.0  # its wait for groups
     clip_fraction: float = -1.0  # of the trained tokens
     effective_sample: float = -1.0  # 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRepublished:
-    """Weights of a version that is rejected, or gone, lie in the store, in the place of those that nobody can load."""
+    """New weights of a rejected or unavailable version are in the store."""
 
     trainer_epoch: int
     version: int
@@ -333,22 +335,22 @@ class VersionRepublished:
 
 @dataclass(frozen=True, slots=True)
 class RestoredGroup:
-    """An admitted group that was neither trained on nor cancelled."""
+    """An admitted group that is neither trained nor cancelled."""
 
     group_id: str
     prompt: OfferedPrompt
     version: int
-    deadline: int  # the last step that may train on it, by the window in force at its admission
-    age_s: float = 0.0  # since that
+    deadline: int  # the last step that may train on it, by the window at its admission
+    age_s: float = 0.0  # since its admission
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoredRequests:
     """The requests of all groups, group by group, each in the order of its samples: one a response, columns (n,)."""
 
-    rows: Int32Column  # by which reports name them, each another one
+    rows: Int32Column  # names in reports, all different
     tokens: Int32Column  # response tokens that the service has
-    stages: Uint8Column  # 0: unfinished. 1: finished, and its verdict is due. 2: scored
+    stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored
 
     def __eq__(self, other: object) -> bool:
         mine, theirs = (each._values() if isinstance(each, RestoredRequests) else None for each in (self, other))
@@ -363,7 +365,7 @@ class RestoredRequests:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a service that starts again has kept of its earlier life, and who has outlived it: a core's first event.
+    """The durable state of an earlier incarnation, and the reattached workers: a core's first event.
 
     ``newest`` is the newest version, ``step`` the one being filled, which takes ``left`` more groups.
     """
@@ -371,22 +373,22 @@ class Restored:
     newest: int
     step: int
     left: int
-    groups_per_step: int  # 0: no trainer has said
+    groups_per_step: int  # 0: not set by a trainer
     window_versions: int  # the size in force
-    retired: int  # versions below were let go
+    retired: int  # lower versions were retired
     trainer_epoch: int
     groups_named: int  # the number in the next group's id
-    commands_sent: int  # no command before has had a higher id
-    groups: tuple[RestoredGroup, ...]  # as they were admitted
+    commands_sent: int  # highest command id so far
+    groups: tuple[RestoredGroup, ...]  # in the order of admission
     requests: RestoredRequests
-    leased: tuple[str, ...] = ()  # groups of the step that is not committed, as they were delivered
-    finished: tuple[str, ...] = ()  # groups that wait for a step, as they were finished
-    left_behind: int = 0  # versions below had left the window when its size changed last
-    short_step: int = -1  # the step that ended short, as prompts had run out
-    rejected: tuple[RejectVersion, ...] = ()  # versions that are to be published anew
-    learnt: str = ""  # ``restoring.learnt``, as of the last commit or later; empty: nothing
-    counters: dict[str, int] = field(default_factory=dict)  # of state.Counters, those that are kept
-    hosts: tuple[HostJoined, ...] = ()  # with stores of their own, whose agents have yet to come back
+    leased: tuple[str, ...] = ()  # groups of the uncommitted step, in the order of delivery
+    finished: tuple[str, ...] = ()  # groups that wait for a step, in the order of finishing
+    left_behind: int = 0  # lower versions had left the window when its size changed last
+    short_step: int = -1  # the step that ended short because prompts ran out
+    rejected: tuple[RejectVersion, ...] = ()  # versions that must be published again
+    learnt: str = ""  # ``learning.learnt``, as of the last commit or later; empty: nothing
+    counters: dict[str, int] = field(default_factory=dict)  # the durable ones of state.Counters
+    hosts: tuple[HostJoined, ...] = ()  # with stores of their own, whose agents have not yet returned
     workers: tuple[WorkerJoined, ...] = ()
     pools: tuple[PoolJoined, ...] = ()
 
@@ -396,14 +398,14 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passes: triggers and time limits are looked at."""
+    """Time passes: triggers and time limits are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageChanged:
-    """Where the service can write has changed. ``fault`` says where it cannot, and why; empty: it can everywhere.
+    """The writable storage has changed. ``fault``: the places that cannot be written, with reasons; empty: none.
 
-    While there is a fault nothing is admitted. What was admitted goes on.
+    Nothing is admitted during a fault. Admitted groups continue.
     """
 
     fault: str
@@ -417,7 +419,7 @@ class MigrateAsked:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """Empty the worker and let it leave."""
+    """Drain the worker and let it leave."""
 
     worker_id: str
 

@@ -1,4 +1,4 @@
-"""The one entrance to the core: an event in, commands out."""
+"""The one entry point of the core: an event in, commands out."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,12 +34,12 @@ from dora.core.table import Column
 class Machine:
     """Window, admission, partition and handoff of a whole service, as a deterministic object.
 
-    ``handle`` takes every event, in order, with the time it happened at, and returns the commands to run, in order.
-    An event that is not allowed raises a DoraError and changes nothing; one of an epoch that is over is ignored.
+    ``handle`` takes every event, in order, with its time, and returns the commands to run, in order. An event that is
+    not allowed raises a DoraError and changes nothing; one of an ended epoch is ignored.
     """
 
     def __init__(self, config: Config, policy: Policy | None = None) -> None:
-        """``policy``: instead of the one that the configuration names."""
+        """``policy``: replaces the configured one."""
         self._state = State(config)
         strategy = POLICIES.get(config.balance.policy)
         if strategy is not None and not strategy.by_freshness:
@@ -65,7 +65,7 @@ class Machine:
                 selection.drop_surplus(state)
             settled = self._scheduler.run()
             if settled or state.evaluations.stirred or not isinstance(event, on.TokensReported | on.Progress):
-                evaluation.settle(state)  # a mere report takes no slot
+                evaluation.settle(state)  # a report alone takes no slot
             return state.out
         finally:
             state.out = []
@@ -77,7 +77,7 @@ class Machine:
 
     @property
     def policy(self) -> Policy:
-        """The strategy that decides. One that knows nothing yet may take its place at any time (policy.py)."""
+        """The deciding strategy. A new instance may replace it at any time (policy.py)."""
         return self._balance.policy
 
     @policy.setter
@@ -86,13 +86,13 @@ class Machine:
 
     @property
     def state(self) -> State:
-        """The state, to read: operators' views, invariants. Only ``handle`` may change it."""
+        """The state, for reading: operators' views, invariants. Only ``handle`` may change it."""
         return self._state
 
     def owned(self, worker_id: str, epoch: int, rows: Column) -> Column:
-        """Which of these rows' tokens are to be taken over from this worker's report; bool (rows,).
+        """Marks the rows whose tokens in this worker's report count; bool (rows,).
 
-        Of any other the shell takes nothing over. Rows are below ``state.requests.capacity``.
+        The shell ignores tokens of all others. Rows are below ``state.requests.capacity``.
         """
         state, worker = self._state, self._state.worker_at(worker_id, epoch)
         if worker is None:
@@ -101,23 +101,23 @@ class Machine:
         return trained | state.evaluations.reported(worker_id, rows) if state.evaluations.running else trained
 
     def check_commit(self, trainer_epoch: int, step: int) -> None:
-        """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
+        """Raises Conflict if StepCommitted would be refused; called before the weights are stored."""
         lifecycle.check_commit(self._state, trainer_epoch, step)
 
     def check_republish(self, trainer_epoch: int, version: int) -> None:
-        """Raises Conflict where VersionRepublished would be refused; asked before the weights are stored."""
+        """Raises Conflict if VersionRepublished would be refused; called before the weights are stored."""
         lifecycle.check_republish(self._state, trainer_epoch, version)
 
     def has_to_come(self, version: int) -> bool:
-        """Whether ``version`` is rejected, or gone."""
+        """Returns whether ``version`` is rejected or unavailable."""
         return rejection.has_to_come(self._state, version)
 
     def was_found(self, version: int) -> bool:
-        """Whether ``version`` was rejected since the last commit, and nobody has to publish it anew any more."""
+        """Returns whether ``version`` was rejected since the last commit and need not be republished after all."""
         return rejection.was_found(self._state, version)
 
     def counts_load(self, worker_id: str, version: int) -> bool:
-        """Whether what this worker makes of ``version``, which it loads, is of the weights that are published now."""
+        """Returns whether a worker's load of ``version`` concerns the weights that are published now."""
         return not self.has_to_come(version) and not self._state.workers[worker_id].load_is_void
 
 
@@ -142,13 +142,13 @@ def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     membership.overdue(state)
     evaluation.end_unhosted(state)
-    state.worklist.wake()  # what rested may go on
+    state.worklist.wake()  # pauses may be over
 
 
 def _done(state: State, event: on.CommandDone) -> None:
     pending = state.pending.get(event.command_id)
     if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
-        return  # of an epoch that is over
+        return  # of an ended epoch
     del state.pending[event.command_id]
     if pending.handoff is not None:
         handoff.done(state, pending, event)
@@ -161,19 +161,19 @@ def _done(state: State, event: on.CommandDone) -> None:
 def _copy_began(state: State, event: on.CopyBegan) -> None:
     pending = state.pending.get(event.command_id)
     if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
-        return  # of an epoch, or a handoff, that is over
+        return  # of an ended epoch or handoff
     handoff.copy_began(state, pending)
 
 
 def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
-    """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
+    """Cancels a request that no engine can take, with the reason; a worker that disagrees is replaced."""
     if command.request_id in state.evaluations.requests:
         evaluation.started(state, command, event)
         return
     row = state.request_row.get(command.request_id)
     worker = state.workers[command.worker_id]
     if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
-        return  # it has gone elsewhere meanwhile
+        return  # it has moved elsewhere
     if event.ok:
         state.requests["starting"][row] = 0
     elif event.error_kind == "invalid":
@@ -183,7 +183,7 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
         membership.evict(state, worker, f"{command.request_id} could not start: {event.error}")
 
 
-# False is the answer to an event of an epoch that is over.
+# a handler returns False for an event of an ended epoch
 _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
     on.PromptCancelled: _prompt_cancelled,

@@ -1,4 +1,4 @@
-"""Makes the view that plans are made from: copies of the worker columns (few), views of the request columns (many)."""
+"""Makes the view for plans: copies of the worker columns (few), views of the request columns (many)."""
 
 import numpy as np
 
@@ -45,13 +45,13 @@ def view_of(state: State) -> View:
 
 
 def _admissible(state: State, version: int) -> int:
-    """All that the newest version may begin, now or later; of an older one what is wanted now."""
+    """For the newest version all groups that may begin, now or later; for an older one those wanted now."""
     newest = version == state.window.newest_sound
     return state.window.admissible(version) if newest else admissible(state, version)
 
 
 def _seen(requests: Table, window: Window) -> Column:
-    """Unfinished requests, without those of a withheld version: no worker can take them now."""
+    """Unfinished requests, except those of quarantined versions, which no worker can take now."""
     mask = unfinished(requests)
     return mask & ~np.isin(requests["version"], list(window.quarantined)) if window.quarantined else mask
 

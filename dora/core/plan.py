@@ -1,4 +1,4 @@
-"""What a policy answers: a plan, and why it was asked for one."""
+"""A policy's answer: a plan, and the trigger that asked for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ from typing import Final
 
 
 class Trigger(Enum):
-    """Why a re-balancing cycle runs."""
+    """The reason of a re-balancing cycle."""
 
     UPDATE = "update"  # a version was published
     PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
-    TIME = "time"  # the period is over
-    MEMBERSHIP = "membership"  # a worker came or went, or a version's last worker did
+    TIME = "time"  # the period has passed
+    MEMBERSHIP = "membership"  # a worker joined or left, or a version lost its last worker
     STARVED = "starved"  # a worker of an old version has nothing left to do
     OPERATOR = "operator"
 
 
-POOL: Final = -2  # in place of a worker's index: park it
-LINE: Final = -3  # its KV is dropped: it waits in line, and is re-prefilled
+POOL: Final = -2  # instead of a worker's index: park the request
+LINE: Final = -3  # its KV is dropped: the request waits and is re-prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``targets``: index -> version it is to host, for every living index that is not draining; ``moves``: in order."""
+    """``targets``: index -> version to host, for every live index that is not draining; ``moves``: in order."""
 
     targets: Mapping[int, int] = field(default_factory=dict)
     moves: tuple[Move, ...] = ()

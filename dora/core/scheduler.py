@@ -1,14 +1,14 @@
-"""What runs after every event, in this order:
+"""Runs after every event, in this order:
 
-1. ``settle``, where anything has changed hands:
-   moves begin (those planned, else moves off workers that are to be left), empty workers load their target version or
-   leave, the policy gives work to whoever has room, prompts are drawn, and idle workers are noted.
-2. Each new situation gets one plan: a version that requests wait for and no worker hosts or is to host; workers that
-   starve, with nothing of their old version left to do. With too few workers a second plan would change nothing.
-3. ``settle`` again, where 2 has changed anything.
-4. Versions that nobody can need any more are retired.
+1. ``settle``, if anything has changed:
+   moves begin (planned ones, else moves off vacating workers), empty workers load their target version or leave, the
+   policy assigns work to workers with room, prompts are drawn, and idle workers are noted.
+2. Each new situation gets one plan: a version with waiting requests and no worker; starved workers, whose old version
+   has nothing left to do. With too few workers a second plan would change nothing.
+3. ``settle`` again, if 2 has changed anything.
+4. Versions that nobody can need are retired.
 
-*When* a plan is made for another reason (a commit, a period, pressure, a worker that comes or goes) is in balance.py.
+balance.py has the other triggers of a plan (a commit, a period, pressure, a worker that joins or leaves).
 """
 
 from dora.core.balance import Balance
@@ -21,15 +21,15 @@ from dora.core.state import State
 
 
 class Scheduler:
-    """Drives the state to where nothing is left to do until the next event."""
+    """Brings the state to where nothing is left to do until the next event."""
 
     def __init__(self, state: State, balance: Balance) -> None:
         self._state, self._balance = state, balance
-        self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
+        self._unhosted: frozenset[int] = frozenset()  # versions without a worker at the last check
         self._starved: tuple[frozenset[int], int, int, frozenset[int]] | None = None  # see _look_around
 
     def run(self) -> bool:
-        """See the module. Returns whether there was anything to look at."""
+        """Runs the steps above. Returns whether there was anything to do."""
         state, window = self._state, self._state.window
         if not state.worklist.awake:
             return False
@@ -37,7 +37,7 @@ class Scheduler:
         self._look_around()
         if state.worklist.awake:
             self._settle()
-        retire(state)  # the window moves, and loads end, in events that settle
+        retire(state)  # the window moves and loads end in events that settle
         live = window.newest - window.oldest_live + 1
         state.counters.versions_live_max = max(state.counters.versions_live_max, live)
         return True
@@ -68,7 +68,7 @@ class Scheduler:
         self._unhosted, self._starved = unhosted, situation
 
     def _without_worker(self) -> frozenset[int]:
-        """The versions that requests wait for while no worker hosts them or is to host them; none that is withheld."""
+        """Versions with waiting requests that no worker hosts or will host; without quarantined ones."""
         state = self._state
         waited = {
             version
@@ -81,7 +81,7 @@ class Scheduler:
         return frozenset(waited)
 
     def _without_work(self) -> frozenset[int]:
-        """Indexes of idle workers whose version, an old one, has no waiting work, and none that is to begin."""
+        """Indexes of idle workers whose old version has no waiting or upcoming work."""
         state, window = self._state, self._state.window
         if not state.worklist.idle:
             return frozenset()
@@ -94,7 +94,7 @@ class Scheduler:
         return frozenset(indexes - kept)
 
     def _begins(self, version: int) -> bool:
-        """Whether a group of this old version is to begin: window and policy let it, and there is a prompt."""
+        """Returns whether a group of this old version will begin: window and policy allow it, and there is a prompt."""
         state = self._state
         if not state.backlog or admissible(state, version) < 1:
             return False

@@ -1,4 +1,4 @@
-"""Everything the core knows, in one place. The modules beside this one are functions over it."""
+"""The whole state of the core. The modules in rules/ are functions over it."""
 
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from dora.core.worklist import Worklist
 
 
 class RequestStatus(IntEnum):
-    """0 is a free row."""
+    """0 marks a free row."""
 
     WAITING = 1  # admitted, on no worker; it may be parked
     RUNNING = 2  # owned by a worker
@@ -42,7 +42,7 @@ WAITING, RUNNING, FINISHED, SCORED = map(int, RequestStatus)
 class GroupStatus(IntEnum):
     OPEN = 1  # some response is unfinished or unscored
     FINISHED = 2  # waits for a step
-    LEASED = 3  # taken by the step that the trainer has not committed
+    LEASED = 3  # taken by the uncommitted step
 
 
 OPEN, GROUP_FINISHED, LEASED = map(int, GroupStatus)
@@ -50,7 +50,7 @@ OPEN, GROUP_FINISHED, LEASED = map(int, GroupStatus)
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A command to a worker whose outcome is due."""
+    """A command to a worker without an outcome yet."""
 
     command: WorkerCommand
     handoff: Handoff | None = None
@@ -58,31 +58,31 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a worker said of a version's weights, in which of its lives."""
+    """A worker's refusal of a version's weights, with its epoch."""
 
     epoch: int
     reason: str
-    canary_difference: float  # largest of a logprob; 0 where none was compared
+    canary_difference: float  # largest of a logprob; 0 if none was compared
 
 
 @dataclass(slots=True)
 class SuspectVersion:
-    """A version that nobody has loaded well and somebody has refused."""
+    """A version that a worker has refused and none has loaded well."""
 
     refusals: dict[str, Refusal] = field(default_factory=dict)  # by worker id
-    second: str = ""  # the one worker that may try it now; empty: none can
+    second: str = ""  # the one worker that may try it now; empty: there is none
 
 
 @dataclass(slots=True)
 class Counters:
     """Since the start; shown to operators."""
 
-    prompts_cancelled: int = 0  # taken back before they were admitted
+    prompts_cancelled: int = 0  # cancelled before admission
     groups_admitted: int = 0
     groups_taken: int = 0
     groups_trained: int = 0
     groups_cancelled: int = 0
-    groups_redundant: int = 0  # of these, dropped as their step had enough
+    groups_redundant: int = 0  # of these, dropped because their step had enough
     migrations_kv: int = 0
     migrations_reprefill: int = 0
     migrations_failed: int = 0  # undone: refused, timed out, a worker lost
@@ -90,7 +90,7 @@ class Counters:
     requests_orphaned: int = 0
     requests_parked: int = 0  # into a pool
     requests_resumed: int = 0  # from a pool, with their KV
-    parked_lost: int = 0  # lost or dropped by a pool, or it could not be resumed: re-prefilled
+    parked_lost: int = 0  # lost or dropped by a pool, or impossible to resume: re-prefilled
     workers_lost: int = 0
     loads_failed: int = 0
     versions_rejected: int = 0
@@ -101,7 +101,7 @@ class Counters:
 
 
 class State:
-    """The core's whole state. ``out`` collects the commands of the event now handled."""
+    """The core's whole state. ``out`` collects the commands of the present event."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -137,45 +137,46 @@ class State:
                 "group": np.int64,
                 "version": np.int64,
                 "worker": np.int64,  # index + 1, so that 0 is none
-                "pool": np.int64,  # the same of the pool where its KV lies while it waits or is being resumed
+                "pool": np.int64,  # likewise the pool that has its KV while it waits or resumes
                 "prompt_tokens": np.int64,
                 "tokens": np.int64,
                 "max_tokens": np.int64,
                 "log_mean": np.float64,  # belief on the response's length: a lognormal's parameters
                 "log_sd": np.float64,
                 "expected": np.int64,  # its mean
-                "placed_s": np.float64,  # when its present stay on a worker began, and with how many tokens
+                "placed_s": np.float64,  # start of its present segment, and its tokens then
                 "placed_tokens": np.int64,
                 "claim": np.int64,  # at its worker, or at its pool
                 "claim_inbound": np.int64,  # claimed at the target of its handoff
                 "moving": np.bool_,
                 "moves": np.int64,
-                "starting": np.int64,  # its StartRequest, until obeyed: reports before are of an earlier stay
-                "rests_until_s": np.float64,  # a move of it failed: not planned again before
+                "starting": np.int64,  # its StartRequest, until obeyed: earlier reports concern an earlier segment
+                "rests_until_s": np.float64,  # a move of it failed: not planned again before then
             }
         )
         self.request_id: dict[int, str] = {}
         self.request_row: dict[str, int] = {}
-        self.traits: dict[int, PromptTraits] = {}  # group row -> what lengths are predicted from
-        self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows on no worker
-        self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step, where there are any
-        self.evaluations = Evaluations()  # beside all of that
+        self.traits: dict[int, PromptTraits] = {}  # group row -> traits that lengths are predicted from
+        self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows without a worker
+        self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step; no empty entries
+        self.evaluations = Evaluations()  # apart from all of these
         # trainer
         self.trainer_epoch = 0
-        self.stream_step: int | None = None  # the step whose stream is open
-        self.leased: list[int] = []  # group rows taken by the step not yet committed
-        self.short_step = -1  # the step that ended short, as prompts had run out
-        self.step_disturbed = False  # its times say nothing: a trainer has begun anew, or weights had to come again
-        self.retired = 0  # versions below are retired
-        self.arrived: dict[str, set[int]] = {}  # versions by host, of those with a store of their own (arrival.py)
-        self.missing: set[int] = set()  # kept versions that the service's own store has not, though it should
-        # what workers make of versions (rejection.py)
-        self.proven: set[int] = set()  # kept versions that some worker has loaded well
-        self.suspects: dict[int, SuspectVersion] = {}  # version -> who has refused it so far
-        self.rejected: dict[int, RejectVersion] = {}  # version -> why, until it is published anew
-        self.gone: dict[int, str] = {}  # kept versions whose weights no host has any more -> why
-        self.asked: set[int] = set()  # versions that were rejected since the last commit, and are not published anew
-        self.replan = False  # which versions may be loaded has changed: the next plan is due at once
+        self.stream_step: int | None = None  # the step with an open stream
+        self.leased: list[int] = []  # group rows taken by the uncommitted step
+        self.short_step = -1  # the step that ended short because prompts ran out
+        self.step_disturbed = False  # its times do not count: a trainer has attached again, or weights were republished
+        self.retired = 0  # lower versions are retired
+        # versions by host, for hosts with a store of their own (rules/arrival.py)
+        self.arrived: dict[str, set[int]] = {}
+        self.missing: set[int] = set()  # stored versions that the service's own store lacks
+        # results of loads (rules/rejection.py)
+        self.proven: set[int] = set()  # stored versions that a worker has loaded well
+        self.suspects: dict[int, SuspectVersion] = {}  # version -> its refusals
+        self.rejected: dict[int, RejectVersion] = {}  # version -> reason, until it is published again
+        self.gone: dict[int, str] = {}  # stored versions without weights on any host -> reason
+        self.asked: set[int] = set()  # versions rejected since the last commit and not republished
+        self.replan = False  # the set of loadable versions has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
         self.worker_list: list[Worker | None] = []
@@ -198,42 +199,42 @@ class State:
         return self.worker_list[index] if index >= 0 else None
 
     def reported(self, worker: Worker, rows: Column) -> Column:
-        """Of the rows in a worker's report those whose tokens are to be taken over; bool (rows,).
+        """Marks the rows of a worker's report whose tokens count; bool (rows,).
 
-        Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker, or of
-        another request that had its row.
+        A row counts only after its StartRequest was obeyed: until then its tokens are of an earlier segment of the
+        request on this worker, or of another request that had the row.
         """
         requests = self.requests
         taken: Column = (requests["worker"][rows] == worker.index + 1) & (requests["starting"][rows] == 0)
         return taken
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
-        """The living worker of this id and epoch; None if either is over."""
+        """The live worker with this id and epoch; None if either has ended."""
         worker = self.workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
     def end(self, name: str) -> Worker | Pool | None:
-        """The living worker or pool of this id: an end of a handoff."""
+        """The live worker or pool with this id: an end of a handoff."""
         return self.workers.get(name) or self.pools.get(name)
 
     def pool_of(self, row: int) -> Pool | None:
-        """The pool that has the KV of a request which no worker holds."""
+        """The pool that has the KV of a request without a worker."""
         index = int(self.requests["pool"][row]) - 1
         return self.pool_list[index] if index >= 0 else None
 
     def pool_with(self, kv_tokens: int, host: str) -> Pool | None:
-        """Where so much KV may be parked: of the pools of this host, else of all, that with the most room; or None."""
+        """The pool for so much KV: the one with the most room on this host, else on any; None: there is none."""
         fit = (pool for pool in self.pools.values() if pool.free >= kv_tokens)
         return max(fit, key=lambda pool: (pool.host == host, pool.free, -pool.index), default=None)
 
     def names(self) -> Mapping[int, str]:
-        """The ids of all requests, those of evaluations among them, by their rows."""
+        """The ids of all requests by row, including those of evaluations."""
         if not self.evaluations.at:
             return self.request_id
         return self.request_id | {row: request.request_id for row, request in self.evaluations.at.items()}
 
     def rows(self) -> Mapping[str, int]:
-        """The rows of all requests, those of evaluations among them, by their ids."""
+        """The rows of all requests by id, including those of evaluations."""
         return ChainMap(self.request_row, self.evaluations.row_of) if self.evaluations.row_of else self.request_row
 
     def workers_of(self, version: int) -> Sequence[Worker]:
@@ -243,12 +244,12 @@ class State:
     # --------------------------------------------------------------------------------------------------- small writes
 
     def rehosted(self, worker: Worker) -> None:
-        """What this worker hosts, or is to host, has changed."""
+        """Notes a change of the version that this worker hosts or will host."""
         self.hosting.moved(worker.index, self.worker_list[worker.index])
         self.worklist.changed(worker.index)
 
     def uses(self, worker: Worker, kv_tokens: int) -> None:
-        """So much KV is in use on this worker now."""
+        """Sets the KV in use on this worker."""
         worker.kv_used, worker.kv_change = kv_tokens, 0
         self.loads.changed(worker.index)
         self.worklist.fills(worker.index, kv_tokens > self.config.balance.pressure * worker.kv_tokens)
@@ -258,12 +259,12 @@ class State:
         return self.commands_sent
 
     def send(self, command: WorkerCommand, handoff: Handoff | None = None) -> None:
-        """Sends a command to a worker and waits for its outcome."""
+        """Sends a command to a worker and expects its outcome."""
         self.pending[command.command_id] = Pending(command, handoff)
         self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
 
     def send_first(self, command: WorkerCommand) -> None:
-        """The same, before all that this event sends."""
+        """Sends a command before all others of this event."""
         self.pending[command.command_id] = Pending(command)
         self.out.insert(0, command)  # type: ignore[arg-type]
 
@@ -277,7 +278,7 @@ class State:
         self.rehosted(worker)
 
     def remove_worker(self, worker: Worker) -> None:
-        """The worker is gone."""
+        """Removes a lost worker."""
         del self.workers[worker.worker_id]
         self.worker_list[worker.index] = None
         self.worklist.fills(worker.index, False)
@@ -288,7 +289,7 @@ class State:
         return _free_index(self.worker_list)
 
     def answers_no_more(self, name: str, epoch: int) -> None:
-        """This epoch of a worker or a pool is over: no outcome of a command to it is due any more."""
+        """Forgets pending commands of an ended epoch of a worker or pool."""
         self.pending = {
             number: pending
             for number, pending in self.pending.items()
@@ -301,25 +302,25 @@ class State:
         return pool
 
     def remove_pool(self, pool: Pool) -> None:
-        """The pool is gone."""
+        """Removes a lost pool."""
         del self.pools[pool.pool_id]
         self.pool_list[pool.index] = None
 
     def wait_first(self, row: int) -> None:
-        """The request waits from now on, before those of its version that have not begun."""
+        """Queues a request before those of its version that have not begun."""
         self.requests["status"][row] = RequestStatus.WAITING
         self.waiting.setdefault(int(self.requests["version"][row]), WaitingRequests()).push_first(row)
         self.worklist.wake()
 
     def park(self, row: int, pool: Pool, kv_tokens: int) -> None:
-        """The KV of a request that no worker holds lies in the pool from now on."""
+        """Notes that the pool has the KV of a request without a worker."""
         self.requests["pool"][row] = pool.index + 1
         self.requests["claim"][row] = kv_tokens
         pool.rows.add(row)
         pool.kv_claimed += kv_tokens
 
     def unpark(self, row: int) -> Pool:
-        """The pool has the KV of the request no more, or need not keep it. Returns that pool."""
+        """Removes a request from its pool. Returns the pool."""
         pool = self.pool_of(row)
         assert pool is not None, f"request {self.request_id[row]} is in no pool"
         pool.rows.discard(row)
@@ -329,7 +330,7 @@ class State:
         return pool
 
     def give(self, row: int, worker: Worker) -> None:
-        """The worker owns the request from now on."""
+        """Makes the worker the owner of the request."""
         requests = self.requests
         tokens, prompt_tokens = int(requests["tokens"][row]), int(requests["prompt_tokens"][row])
         claim = prompt_tokens + max(tokens, int(requests["expected"][row]))
@@ -345,9 +346,9 @@ class State:
         worker.kv_change += prompt_tokens + tokens
 
     def give_all(self, rows: Sequence[int], worker: Worker, held: Sequence[int]) -> None:
-        """The worker owns these requests from now on, as it did before; ``held``: response tokens that it has of each.
+        """Makes a reattached worker the owner of its requests; ``held``: its response tokens of each.
 
-        What it has and has not told was generated before: it says nothing of its pace.
+        Tokens that it has not reported yet were generated before, so they do not count for its pace.
         """
         requests, indexes = self.requests, np.array(rows, np.int64)
         context = requests["prompt_tokens"][indexes] + requests["tokens"][indexes]
@@ -363,16 +364,17 @@ class State:
         self.loads.changed(worker.index)
 
     def move_off(self, row: int) -> Worker:
-        """Its worker is told to let go of the request, which it owns no more. Returns that worker.
+        """Takes the request off its worker, which is told to remove it. Returns that worker.
 
-        Engines may report seldom: until they do, moves that only ever added would make all of them look full.
+        Its claim leaves the worker at once: engines report seldom, and moves that only added claims would make all look
+        full.
         """
         worker = self.take_away(row)
         worker.kv_change -= int(self.requests["prompt_tokens"][row] + self.requests["tokens"][row])
         return worker
 
     def take_away(self, row: int) -> Worker:
-        """Its worker owns the request no more. Returns that worker."""
+        """Takes the request off its worker. Returns that worker."""
         worker = self.owner(row)
         assert worker is not None, f"request {self.request_id[row]} is on no worker"
         worker.rows.discard(row)
@@ -389,7 +391,7 @@ def _free_index(members: Sequence[object | None]) -> int:
 
 
 def unfinished(requests: Table) -> Column:
-    """Whether a row is of an admitted request that has not ended; bool."""
+    """Marks rows of admitted requests that have not ended; bool."""
     status = requests["status"]
     mask: Column = (status == WAITING) | (status == RUNNING)
     return mask

@@ -1,7 +1,7 @@
-"""Columns in numpy for the many small things: one row a request or a group, re-used when freed.
+"""Numpy columns for the many small things: one row a request or a group, reused after it is freed.
 
-At 131,072 requests a plan must not walk Python objects. Single cells are read and written event by event; planners
-get whole columns as views (see snapshot.py).
+At 131,072 requests a plan must not walk Python objects. Single cells are read and written event by event; planners get
+whole columns as views (see view.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Column = NDArray[Any]
 class Table(dict[str, Column]):
     """Growable named columns with a free list. ``table["tokens"][row]`` reads one cell.
 
-    A dictionary of its columns, as a cell is read some ten times an event, and Python finds no method as fast.
+    It is a dictionary of its columns, because a cell is read some ten times an event and no Python method is as fast.
     """
 
     def __init__(self, columns: Mapping[str, DTypeLike], rows: int = 1024) -> None:
@@ -38,7 +38,7 @@ class Table(dict[str, Column]):
         return self._rows
 
     def allocate(self, count: int) -> list[int]:
-        """So many zeroed rows."""
+        """Allocates ``count`` zeroed rows."""
         while len(self._free) < count:
             self._grow()
         kept = len(self._free) - count
@@ -47,14 +47,14 @@ class Table(dict[str, Column]):
         return rows
 
     def take(self, rows: Column) -> None:
-        """These zeroed rows, each another one and none in use."""
+        """Allocates these zeroed rows, all different and unused."""
         while len(rows) and int(rows.max()) >= self._rows:
             self._grow()
         free = np.array(self._free, np.int64)
         self._free = free[~np.isin(free, rows)].tolist()
 
     def free(self, rows: list[int]) -> None:
-        """Gives rows back. The caller forgets them."""
+        """Frees rows. The caller forgets them."""
         for column in self.values():
             column[rows] = 0
         self._free.extend(reversed(rows))
@@ -67,7 +67,7 @@ class Table(dict[str, Column]):
 
 
 class IndexedColumns:
-    """Named int64 columns of as many indexes as were asked about; ``empty`` is the row of one that was not set."""
+    """Named int64 columns by index; ``empty`` is the row of an index that was not set."""
 
     def __init__(self, names: Sequence[str], empty: Sequence[int]) -> None:
         self._names, self._empty = tuple(names), np.array(empty, dtype=np.int64)
@@ -78,12 +78,12 @@ class IndexedColumns:
         self._rows[index] = row
 
     def copies(self, indexes: int) -> dict[str, Column]:
-        """All columns for the first so many indexes."""
+        """Copies of all columns for the first ``indexes`` indexes."""
         self._reach(indexes)
         return {name: self._rows[:indexes, place].copy() for place, name in enumerate(self._names)}
 
     def rows(self, indexes: int) -> list[tuple[int, ...]]:
-        """The rows of the first so many indexes."""
+        """The rows of the first ``indexes`` indexes."""
         self._reach(indexes)
         return [tuple(row) for row in self._rows[:indexes].tolist()]
 

@@ -1,14 +1,15 @@
-"""What the scheduler has still to look at, so that an event costs the same with a thousand workers as with ten.
+"""The scheduler's worklist: an event costs the same with a thousand workers as with ten.
 
-Whoever changes the state says here what has happened; the scheduler then looks at what was touched, and at nothing
-else. Workers go by their indexes.
+Code that changes the state notes the change here; the scheduler then checks only the touched workers, by index.
 """
 
 from collections.abc import Iterable, Set
 
 
 class Worklist:
-    """Four questions: is there anything to settle; who was touched; who may have room; who is idle, or nearly full?"""
+    """Answers four questions: is there anything to settle; which workers were touched; which may have room; which are
+    idle or nearly full?
+    """
 
     def __init__(self) -> None:
         self._awake = False
@@ -21,44 +22,44 @@ class Worklist:
     # ------------------------------------------------------------------------------------------- what has happened
 
     def wake(self) -> None:
-        """A version, worker or request changed hands, or a rest is over: there may be work to move or to give."""
+        """A version, worker or request changed hands, or a pause has ended: there may be work to move or assign."""
         self._awake = True
 
     def changed(self, index: int) -> None:
-        """This worker hosts, or is to host, another version, or a request has left it."""
+        """The worker's version or target has changed, or a request has left it."""
         self._awake = True
         self._touched.add(index)
 
     def may_have_room(self, index: int) -> None:
-        """Something has left this worker, or its KV is used otherwise, since it was found full."""
+        """A request has left this worker, or its KV use has changed, since it was found full."""
         self._roomy.add(index)
 
     def full(self, index: int) -> None:
-        """This worker was found without room: it is no candidate until something leaves it."""
+        """This worker has no room: it is no candidate until a request leaves it."""
         self._roomy.discard(index)
 
     def fills(self, index: int, nearly_full: bool) -> None:
-        """Whether this worker's KV in use is above the pressure."""
+        """Notes whether this worker's KV in use is above the pressure threshold."""
         if nearly_full:
             self._nearly_full.add(index)
         else:
             self._nearly_full.discard(index)
 
     def given(self, index: int) -> None:
-        """This worker has something to do, or soon will."""
+        """This worker has work, or soon will."""
         self._idle.discard(index)
 
     def rests(self, index: int, idle: bool) -> None:
-        """Once all is settled: whether this worker holds nothing, loads nothing and is to stay."""
+        """Notes after settling whether this worker holds nothing, loads nothing and stays."""
         if idle:
             self._idle.add(index)
         else:
             self._idle.discard(index)
 
     def ration(self, version: int, most: int | None, hosts: Iterable[int]) -> None:
-        """Each of the ``hosts`` of this version is to hold at most ``most`` requests for now; None: as many as fit.
+        """Limits the requests of each of the ``hosts`` of this version to ``most`` for now; None: no limit.
 
-        Those that were found full under a smaller ration are candidates again.
+        Workers that were full under a smaller ration become candidates again.
         """
         before = self._rations.get(version)
         if before is not None and (most is None or most > before):
@@ -69,7 +70,7 @@ class Worklist:
             del self._rations[version]
 
     def retire(self, version: int) -> None:
-        """This version is over."""
+        """Removes a retired version."""
         self._rations.pop(version, None)
 
     # -------------------------------------------------------------------------------------------- what is to be done
@@ -81,15 +82,15 @@ class Worklist:
 
     @property
     def touched(self) -> Set[int]:
-        """Workers that something happened to since they were last taken."""
+        """Workers touched since the last ``take_touched``."""
         return self._touched
 
     def settle(self) -> None:
-        """The scheduler begins: what happens from now on is for its next look."""
+        """Begins settling: later changes are for the next check."""
         self._awake = False
 
     def take_touched(self) -> list[int]:
-        """Those touched, in order, each for the last time; all of them may have room."""
+        """Returns and clears the touched workers, in order; all of them may have room."""
         indexes = sorted(self._touched)
         self._touched.clear()
         self._roomy.update(indexes)
@@ -102,7 +103,7 @@ class Worklist:
 
     @property
     def idle(self) -> Set[int]:
-        """Workers that hold nothing, load nothing and are to stay, as of the last settling."""
+        """Workers that hold nothing, load nothing and stay, as of the last settling."""
         return self._idle
 
     @property

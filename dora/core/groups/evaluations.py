@@ -1,4 +1,4 @@
-"""The accounts of evaluations: which run, their requests, who has which of these. The rules are in evaluation.py."""
+"""The bookkeeping of evaluations: their requests and the workers that run these. rules/evaluation.py has the rules."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from dora.core.table import Column
 class EvalRequest:
     """One response of an evaluation."""
 
-    row: int  # of the table of requests, where it is empty: by it reports name the request
+    row: int  # in the table of requests, where it is empty; reports name the request by it
     request_id: str
     evaluation_id: str
     group_id: str
     prompt_tokens: int
-    tokens: int = 0  # response tokens delivered so far
-    worker_id: str = ""  # that runs it
-    starting: int = 0  # its StartRequest, until obeyed: reports before are of an earlier stay
-    finished: bool = False  # its verdict is due
+    tokens: int = 0  # delivered response tokens
+    worker_id: str = ""  # the worker that runs it
+    starting: int = 0  # its StartRequest, until obeyed: earlier reports concern an earlier segment
+    finished: bool = False  # its verdict is pending
     scored: bool = False
 
     @property
@@ -31,52 +31,53 @@ class EvalRequest:
 
 @dataclass(slots=True, eq=False)
 class Evaluation:
-    """One evaluation that runs. ``groups``: begun and not scored whole, with how many responses have no verdict."""
+    """One running evaluation. ``groups``: those begun and not fully scored, with their numbers of missing verdicts."""
 
     evaluation_id: str
     version: int
     share: float  # of each worker's slots and KV; 0: idle slots alone
     asked: int  # groups
-    todo: deque[OfferedPrompt]  # not begun
+    todo: deque[OfferedPrompt]  # not yet begun
     groups: dict[str, int] = field(default_factory=dict)
     held: int = 0  # requests on workers
-    waiting: deque[str] = field(default_factory=deque)  # requests begun and on no worker, in order
+    waiting: deque[str] = field(default_factory=deque)  # begun requests without a worker, in order
     begun: int = 0  # groups
     done: int = 0  # groups whose responses are all scored
     refused: int = 0  # groups that no engine can take
-    hosted_s: float = 0.0  # when a worker hosted its version last, or was to
-    preempted: int = 0  # times that training took a slot back
+    hosted_s: float = 0.0  # last time at which a worker hosted its version, or was about to
+    preempted: int = 0  # slots taken back by training
 
 
 class Evaluations:
-    """Those that run, in the order in which they were asked for."""
+    """The running evaluations in the order of their calls."""
 
     def __init__(self) -> None:
         self.running: dict[str, Evaluation] = {}
-        self.requests: dict[str, EvalRequest] = {}  # begun, of groups that are not scored whole
+        self.requests: dict[str, EvalRequest] = {}  # begun, of groups that are not fully scored
         self.row_of: dict[str, int] = {}  # by their ids
         self.at: dict[int, EvalRequest] = {}  # by their rows
-        self.held: dict[str, dict[str, None]] = {}  # worker id -> requests that it runs, the youngest last; none empty
-        self.lent: set[str] = set()  # workers that have lent slots and KV
-        self.stirred = False  # one of them may begin something
+        # worker id -> requests that it runs, the youngest last; no empty entries
+        self.held: dict[str, dict[str, None]] = {}
+        self.lent: set[str] = set()  # workers with allotted slots and KV
+        self.stirred = False  # an evaluation may be able to begin a request
         self.closed = False  # the service drains
-        self._kv_tokens: Counter[str] = Counter()  # worker id -> context of what it runs
+        self._kv_tokens: Counter[str] = Counter()  # worker id -> context of its requests
 
     def count(self, worker_id: str) -> int:
-        """Requests that a worker runs."""
+        """The number of requests that a worker runs."""
         return len(self.held.get(worker_id, ()))
 
     def kv_tokens(self, worker_id: str) -> int:
-        """KV of these, as far as the worker has told."""
+        """The KV tokens of these requests, as last reported."""
         return self._kv_tokens[worker_id]
 
     def youngest(self, worker_id: str) -> EvalRequest | None:
-        """The last of these that came; None: the worker runs none."""
+        """The last of these requests to arrive; None: the worker runs none."""
         held = self.held.get(worker_id)
         return self.requests[next(reversed(held))] if held else None
 
     def reported(self, worker_id: str, rows: Column) -> Column:
-        """Of which of these rows tokens are to be taken over from this worker's report; bool (rows,)."""
+        """Marks the rows whose tokens in this worker's report count; bool (rows,)."""
         found = np.zeros(len(rows), np.bool_)
         for place, row in enumerate(rows.tolist()):
             request = self.at.get(row)
@@ -88,23 +89,23 @@ class Evaluations:
         self.row_of[request.request_id] = request.row
 
     def forget(self, request: EvalRequest) -> None:
-        """No worker runs it, and it waits for none."""
+        """Removes a request: no worker runs it, and it does not wait."""
         del self.requests[request.request_id], self.at[request.row], self.row_of[request.request_id]
 
     def grows(self, request: EvalRequest, tokens: int) -> None:
-        """Its worker has delivered so many of its tokens."""
+        """Notes the delivered tokens of a request."""
         self._kv_tokens[request.worker_id] += tokens - request.tokens
         request.tokens = tokens
 
     def give(self, request: EvalRequest, worker_id: str, command_id: int) -> None:
-        """The worker is told to run the request, by this command."""
+        """Assigns the request to a worker by this command."""
         request.worker_id, request.starting = worker_id, command_id
         self.running[request.evaluation_id].held += 1
         self._kv_tokens[worker_id] += request.context
         self.held.setdefault(worker_id, {})[request.request_id] = None
 
     def leaves(self, request: EvalRequest) -> None:
-        """Its worker runs the request no more."""
+        """Takes the request off its worker."""
         held = self.held[request.worker_id]
         del held[request.request_id]
         self.running[request.evaluation_id].held -= 1
@@ -115,13 +116,13 @@ class Evaluations:
         request.worker_id, request.starting = "", 0
 
     def wait(self, request_id: str) -> None:
-        """The request leaves its worker, and waits before all others of its evaluation."""
+        """Takes the request off its worker and queues it first in its evaluation."""
         request = self.requests[request_id]
         self.leaves(request)
         self.running[request.evaluation_id].waiting.appendleft(request_id)
 
     def lost(self, worker_id: str) -> None:
-        """The worker is gone: what it ran goes on elsewhere, after the last delivered token."""
+        """Queues the requests of a lost worker, to continue after their last delivered tokens."""
         for request_id in reversed(list(self.held.get(worker_id, ()))):
             self.wait(request_id)
         self.lent.discard(worker_id)

@@ -1,4 +1,4 @@
-"""Where work waits: prompts that are not admitted yet, and admitted requests that no worker holds."""
+"""The queues of the core: prompts that are not admitted yet, and admitted requests without a worker."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from dora.core.table import Column
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt on offer, and what is predicted of its group."""
+    """An offered prompt and the predictions for its group."""
 
     prompt: OfferedPrompt
-    number: int  # of arrival
+    number: int  # in the order of arrival
     longest_tokens: float  # longest response
     lengths: tuple[float, ...]  # of each response
 
@@ -43,20 +43,19 @@ _NONE: Final = _Rank()
 
 
 class Backlog:
-    """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for.
+    """Drawn prompts in order of arrival, with look-up by predicted length. Bounded by the count of DrawPrompts.
 
-    Whoever looks for a prompt to admit sees those of the highest priority alone, until none of them is left: to a
-    policy that is a shorter backlog, so whatever makes it go on without others does so here. What the backlog holds in
-    all (``len``, ``lengths``) counts every prompt.
+    Look-ups return only prompts of the highest priority, until none of them is left: a policy sees a shorter backlog.
+    The totals (``len``, ``lengths``) count every prompt.
     """
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}  # by priority; none is empty
-        self._first = _NONE  # the highest of them
+        self._first = _NONE  # the highest priority
         self._all = _Rank()
         self._arrivals = 0
         self._changes = 0
-        self._lengths: Column | None = None  # as last asked for; None: something has changed since
+        self._lengths: Column | None = None  # cached; None: out of date
 
     def __len__(self) -> int:
         return len(self._all.entries)
@@ -66,12 +65,12 @@ class Backlog:
 
     @property
     def arrivals(self) -> int:
-        """Prompts that have ever come."""
+        """The number of prompts that have ever arrived."""
         return self._arrivals
 
     @property
     def changes(self) -> int:
-        """Grows when prompts can be looked up that could not before: some came, or a lower priority has its turn."""
+        """Grows when more prompts can be looked up: some arrived, or a lower priority has its turn."""
         return self._changes
 
     def add(self, prompt: OfferedPrompt, longest_tokens: float, lengths: tuple[float, ...]) -> QueuedPrompt:
@@ -107,22 +106,22 @@ class Backlog:
         return next((entry for entry in self._all.entries.values() if entry.prompt.prompt_id == prompt_id), None)
 
     def first(self) -> QueuedPrompt | None:
-        """The one that waits longest."""
+        """The prompt that has waited longest."""
         return next(iter(self._first.entries.values()), None)
 
     def lengths(self) -> Column:
-        """Predicted longest responses of all, ascending. To be read only."""
+        """Predicted longest responses of all prompts, ascending. Read-only."""
         if self._lengths is None:
             self._lengths = np.array([length for length, _ in self._all.by_length])
         return self._lengths
 
     def longest_of_shortest(self, count: int) -> float:
-        """The longest prediction among so many of the shortest of all; infinite where there are no more than these."""
+        """The longest prediction among the ``count`` shortest; infinite if there are no more than these."""
         by_length = self._all.by_length
         return by_length[count - 1][0] if count < len(by_length) else inf
 
     def longest_beyond(self, limit_tokens: float, arrivals: int) -> QueuedPrompt | None:
-        """The longest prediction above the limit, of the first so many prompts that have ever come."""
+        """The longest prediction above the limit among the first ``arrivals`` prompts that ever arrived."""
         for longest_tokens, number in reversed(self._first.by_length):
             if longest_tokens <= limit_tokens:
                 return None
@@ -131,20 +130,20 @@ class Backlog:
         return None
 
     def longest_within(self, limit_tokens: float) -> QueuedPrompt | None:
-        """The one with the longest predicted response of those within the limit."""
+        """The prompt with the longest predicted response within the limit."""
         by_length = self._first.by_length
         at = bisect_right(by_length, (limit_tokens, self._arrivals))
         return self._first.entries[by_length[at - 1][1]] if at else None
 
 
 class WaitingRequests:
-    """Requests of one version on no worker: the lowest rank starts first, then who came first."""
+    """Requests of one version without a worker: the lowest rank starts first, equal ones in order of arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int]] = []  # rank, number, row; stale where ``_number`` says otherwise
         self._number: dict[int, int] = {}  # row -> number
         self._pushes = 0
-        self.changes = 0  # so far: who keeps an order of its own sees by it that the line is another
+        self.changes = 0  # grows with each change, for callers that keep an order of their own
 
     def __len__(self) -> int:
         return len(self._number)
@@ -162,24 +161,24 @@ class WaitingRequests:
         heappush(self._heap, (rank, self._pushes, row))
 
     def push_first(self, row: int) -> None:
-        """Before all others: it has begun already."""
+        """Queues a request that has begun before all others."""
         self._pushes += 1
         self.changes += 1
         self._number[row] = -self._pushes
         heappush(self._heap, (-inf, -self._pushes, row))
 
     def extend(self, first: Sequence[int], others: Sequence[int]) -> None:
-        """Those that have begun come first, in this order, then the others, of rank 0, in theirs. An empty line."""
+        """Fills an empty queue: begun requests first, then the others with rank 0, each in the given order."""
         self._pushes = len(first) + len(others)
         self.changes += self._pushes
         self._number = {row: place - len(first) for place, row in enumerate(first)}
         self._heap = [(-inf, number, row) for row, number in self._number.items()]
         for number, row in enumerate(others, start=len(first) + 1):
             self._number[row] = number
-            self._heap.append((0.0, number, row))  # which is sorted, and so a heap
+            self._heap.append((0.0, number, row))  # sorted, and so a heap
 
     def peek(self) -> int:
-        """The row that is next. The line must not be empty."""
+        """The next row. The queue must not be empty."""
         while self._number.get(self._heap[0][2]) != self._heap[0][1]:
             heappop(self._heap)
         return self._heap[0][2]
@@ -191,6 +190,6 @@ class WaitingRequests:
         return row
 
     def remove(self, row: int) -> None:
-        """Raises KeyError where the row is not in line."""
+        """Raises KeyError if the row is not queued."""
         del self._number[row]
         self.changes += 1

@@ -1,4 +1,4 @@
-"""Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
+"""Draws prompts, keeps them in the backlog, and admits them as groups of a version, as window and policy allow."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -19,15 +19,15 @@ from dora.errors import InvalidValue, NotFound
 
 BACKLOG_MIN_GROUPS = 16
 BACKLOG_STEPS = 2  # steps' worth of prompts that the backlog holds
-DRAWN_STEP = 0.125  # of a step's worth is drawn at once. Were it more, the long prompts would come long after a publish
+DRAWN_STEP = 0.125  # of a step's worth per draw: with larger draws, the long prompts would come long after a publish
 LOG_TOKENS_MAX = 40.0
 LONGEST_QUANTILE = 0.5  # a group's predicted longest response is the median of its longest
 
 
 def offered(state: State, event: on.PromptsOffered) -> None:
-    """Raises InvalidValue, and takes none, where more prompts come than were drawn."""
+    """Adds drawn prompts to the backlog. Raises InvalidValue, and accepts none, for more than were requested."""
     if len(event.prompts) > state.drawing:
-        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
+        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were requested")
     state.drawing = 0
     state.worklist.wake()
     if state.exhausted:
@@ -37,19 +37,19 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
         if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
-            # before, beliefs are a guess far too long
+            # before that, the predicted lengths are far too long
             state.rates.mix.add(entry.lengths, prompt.prompt_tokens)
     state.exhausted = event.exhausted
 
 
 def storage_changed(state: State, event: on.StorageChanged) -> None:
-    """Closes admission while something cannot be stored, and opens it again."""
+    """Closes admission while storage is at fault, and opens it again."""
     state.window.closed = bool(event.fault)
     state.worklist.wake()
 
 
 def take_back(state: State, event: on.PromptCancelled) -> None:
-    """A prompt leaves the backlog. Raises NotFound for one that is not in it, or is admitted already."""
+    """Removes a prompt from the backlog. Raises NotFound if it is not there, or is admitted already."""
     entry = state.backlog.find(event.prompt_id)
     if entry is None:
         raise NotFound("prompt_id", event.prompt_id, "a prompt on offer that is not admitted")
@@ -60,7 +60,7 @@ def take_back(state: State, event: on.PromptCancelled) -> None:
 
 
 def siblings(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[float, ...]:
-    """Predicted lengths of a prompt's responses: known, or spread evenly over the belief's quantiles."""
+    """Predicted lengths of a prompt's responses: known, or the belief's quantiles at equal distances."""
     if estimate.known_tokens:
         return tuple(float(min(tokens, prompt.max_tokens)) for tokens in estimate.known_tokens)
     return tuple(
@@ -89,7 +89,7 @@ def traits_of(prompt: on.OfferedPrompt) -> PromptTraits:
 
 
 def draw(state: State) -> None:
-    """Keeps a bounded backlog full, so that the longest prompts are there when a version begins."""
+    """Fills the bounded backlog, so that the longest prompts are known when a version begins."""
     if state.exhausted or state.drawing or not state.window.groups_per_step:
         return
     step = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
@@ -100,7 +100,7 @@ def draw(state: State) -> None:
 
 
 def admissible(state: State, version: int) -> int:
-    """How many groups of ``version`` should begin now: what the window allows, as far as a step will want them."""
+    """The number of groups of ``version`` that should begin now: allowed by the window and needed by a step."""
     most, window, freshness = state.window.admissible(version), state.window, state.freshness
     if most < 1 or window.size == 1 or not freshness.acts:
         return most
@@ -111,7 +111,7 @@ def admissible(state: State, version: int) -> int:
 
 
 def _steps_per_s(state: State) -> float:
-    """What all workers that are to stay generate, were their KV or slots always in use; 0: not known yet."""
+    """Tokens per second of all staying workers with their KV or slots always in use; 0: unknown."""
     slots = sum(worker.slots for worker in state.workers.values() if not worker.draining)
     step_s = state.rates.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
     return 1.0 / (LOSS * step_s) if step_s else 0.0
@@ -120,9 +120,9 @@ def _steps_per_s(state: State) -> float:
 def admit(
     state: State, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None
 ) -> None:
-    """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line.
+    """Makes an offered prompt a group of ``version``, which the window has counted; its requests wait.
 
-    ``rank`` of the entry and a request's expected tokens orders the line (``Line.push``).
+    ``rank`` of the prompt and a request's expected tokens orders the requests (``WaitingRequests.push``).
     """
     prompt, rows = entry.prompt, state.requests.allocate(entry.prompt.group_size)
     group_id = f"g{state.groups_named}"
@@ -144,7 +144,7 @@ def enter(
     deadlines: Sequence[int],
     rows: list[int],
 ) -> list[int]:
-    """Makes the cells of groups that are admitted now and of their requests, which wait. Returns their expected tokens.
+    """Fills the cells of newly admitted groups and of their waiting requests. Returns the requests' expected tokens.
 
     ``rows``: allocated, one a response, group by group.
     """
@@ -192,12 +192,12 @@ def enter(
 
 
 def request_ids(group_id: str, size: int) -> list[str]:
-    """Of the requests of a group of so many."""
+    """The ids of a group's requests."""
     return [f"{group_id}.{index}" for index in range(size)]
 
 
 def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:
-    """Of each sibling."""
+    """The expected tokens of each sibling."""
     if estimate.known_tokens:
         return [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
     return [_mean_tokens(estimate.log_mean, estimate.log_sd, prompt.max_tokens)] * prompt.group_size

@@ -1,5 +1,6 @@
-"""Which versions are within reach of a host's workers. A host that is not known here shares the service's own store,
-and has all: until one is missing there."""
+"""Tracks the versions that are local to each host. An unknown host shares the service's own store and has all versions,
+except those that were missing there.
+"""
 
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
@@ -7,23 +8,23 @@ from dora.core.state import State
 
 
 def joined(state: State, event: on.HostJoined) -> None:
-    """A host with a store of its own."""
+    """Adds a host with a store of its own."""
     state.arrived[event.host] = set(event.versions)
 
 
 def lost(state: State, event: on.HostLost) -> bool:
-    """Returns whether it was known."""
+    """Returns whether the host was known."""
     return state.arrived.pop(event.host, None) is not None
 
 
 def arrived(state: State, event: on.VersionArrived) -> bool:
-    """Workers that wait for the version may load it. Returns whether the host is known."""
+    """Lets workers that wait for the version load it. Returns whether the host is known."""
     is_own = not event.host
     held = state.arrived.get(event.host)
     if held is None and not is_own:
         return False
     if event.version < state.window.oldest_kept:
-        return True  # it was let go while it was on its way
+        return True  # it was retired on its way
     if held is not None:
         held.add(event.version)
     state.missing -= {event.version} if is_own else set()
@@ -34,9 +35,9 @@ def arrived(state: State, event: on.VersionArrived) -> bool:
 
 
 def missed(state: State, host: str, version: int) -> None:
-    """A worker has not found the version on its host: until it has arrived there again, nobody loads it there.
+    """Notes that a worker has not found the version on its host: no worker loads it there until it arrives again.
 
-    Version 0, the model itself, does not travel: that is the worker's own trouble.
+    Version 0, the model itself, does not travel, so a missing version 0 is the worker's own fault.
     """
     held = state.arrived.get(host)
     if held is not None and version:
@@ -46,19 +47,19 @@ def missed(state: State, host: str, version: int) -> None:
 
 
 def forgotten(state: State, version: int) -> None:
-    """What hosts hold of it is this version no more: it has retired, or was published anew."""
+    """Forgets which hosts hold the version: it has retired or was published again."""
     for held in state.arrived.values():
         held.discard(version)
     state.missing.discard(version)
 
 
 def vanished(state: State, version: int) -> None:
-    """No host has it any more, the service's own neither: wherever it is found, it has arrived there alone."""
+    """Notes that no host has the version, not even the service's own; a host that finds it again has it alone."""
     forgotten(state, version)
     state.missing.add(version)
 
 
 def is_within_reach(state: State, worker: Worker) -> bool:
-    """Whether the worker's host holds the version that it is to load."""
+    """Returns whether the worker's host holds the version that the worker loads next."""
     held = state.arrived.get(worker.host)
     return worker.target not in state.missing if held is None else worker.target in held

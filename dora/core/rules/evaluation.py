@@ -1,20 +1,20 @@
 """Evaluations: prompts that are sampled under one pinned version beside training, and never trained on.
 
-They are a class of group of their own, with accounts of their own: no evaluation is in the window, in a line, or in
-what a policy sees. In the table of requests they have rows, by which reports name them and which stay empty. What they
-may take of a worker that hosts their version:
+Evaluation groups are kept apart from training groups: they are not in the window, in a queue, or in a policy's view.
+Their requests have rows in the request table, which reports use and which stay empty. An evaluation may use two parts
+of a worker that hosts its version:
 
-- **Idle slots**: those that training has left free, while none of its requests waits for the version. The engine never
+- **Idle slots**: slots that training leaves free while none of its requests waits for the version. The engine never
   runs more requests than it has slots. Training takes a slot back at once: the evaluation's youngest request leaves,
-  waits with the tokens that it has, and goes on elsewhere or later.
-- **A share**, where one was asked for: so much of each such worker's slots and KV is lent to evaluations, and training
-  has the rest. A worker keeps at least one slot for training. Of all workers the same share, rounded down, stays with
-  the version when training moves on.
+  waits with its tokens, and continues elsewhere or later.
+- **A share**, if one was requested: this share of each such worker's slots and KV is allotted to evaluations, and
+  training has the rest. A worker keeps at least one slot for training. The same share of all workers, rounded down,
+  stays with the version when training moves to a newer one.
 
-In either case KV in use stays below ``balance.pressure``, and a worker that training gives another version leaves its
-evaluation at once. Workers that starve get the newest version where an evaluation wants it, though no prompt does. No
-evaluation keeps a version: one that is not done when its version leaves the window, or ``UNHOSTED_S`` after the last
-worker has gone on to a newer one, ends with the groups that are whole. So each ends.
+KV in use stays below ``balance.pressure`` in both cases, and a worker that training assigns another version leaves its
+evaluation at once. Starved workers get the newest version if an evaluation wants it, even without a prompt for it. No
+evaluation retains a version: it ends with its whole groups when its version leaves the window, or ``UNHOSTED_S`` after
+the last worker has moved to a newer version. So every evaluation ends.
 """
 
 from collections import deque
@@ -31,13 +31,13 @@ from dora.core.state import State
 from dora.data.types import Arrival
 from dora.errors import Conflict, InvalidValue, NotFound
 
-EVALUATIONS_MAX: Final = 8  # that run at once
-RESPONSES_MAX: Final = 1 << 16  # of one
-SHARE_MAX: Final = 0.5  # of a worker's slots, of all that run together
-START_FILL: Final = 0.75  # of a worker's KV in use: above that no further request begins in an idle slot
-LEFT_WINDOW: Final = "version {} has left the window: no step may train on it any more, and its weights are let go"
+EVALUATIONS_MAX: Final = 8  # running at the same time
+RESPONSES_MAX: Final = 1 << 16  # in one evaluation
+SHARE_MAX: Final = 0.5  # of a worker's slots, for all running evaluations together
+START_FILL: Final = 0.75  # of a worker's KV in use: above it no further request begins in an idle slot
+LEFT_WINDOW: Final = "version {} has left the window: no step may train on it, and its weights are being deleted"
 UNHOSTED_S: Final = 30.0
-UNHOSTED: Final = "no worker hosts version {} any more: training has gone on to newer ones"
+UNHOSTED: Final = "no worker hosts version {}: training has moved to newer ones"
 DRAINING: Final = "the service drains"
 
 
@@ -45,35 +45,37 @@ DRAINING: Final = "the service drains"
 
 
 def asked(state: State, event: on.EvaluationAsked) -> None:
-    """Begins an evaluation. Raises InvalidValue, Conflict or NotFound where it cannot be."""
+    """Begins an evaluation. Raises InvalidValue, Conflict or NotFound if that is impossible."""
     running, window = state.evaluations.running, state.window
     version = window.newest_sound if event.version == on.NEWEST else event.version
     if event.evaluation_id in running:
         raise Conflict("evaluation_id", event.evaluation_id, "a new one", why="is in use")
     if state.evaluations.closed:
-        raise Conflict("evaluation", event.evaluation_id, "asked for before the service drains", why="comes too late")
+        raise Conflict("evaluation", event.evaluation_id, "requested before the service drains", why="comes too late")
     if len(running) >= EVALUATIONS_MAX:
-        allowed = f"one of {EVALUATIONS_MAX} at once: ask again when one has ended"
+        allowed = f"one of {EVALUATIONS_MAX} at the same time: repeat when one has ended"
         raise Conflict("evaluation", event.evaluation_id, allowed, why="is one too many")
     responses = sum(prompt.group_size for prompt in event.prompts)
     if not 0 < responses <= RESPONSES_MAX:
         raise InvalidValue("prompts", f"{responses:,} responses", f"1 to {RESPONSES_MAX:,} in all")
     left = SHARE_MAX - sum(each.share for each in running.values())
     if not 0.0 <= event.share <= left:
-        raise InvalidValue("share", event.share, f"0 to {left:g}: of {SHARE_MAX:g}, what others have left")
+        raise InvalidValue(
+            "share", event.share, f"0 to {left:g}: the part of {SHARE_MAX:g} that other evaluations leave"
+        )
     if not window.oldest_kept <= version <= window.newest:
         allowed = f"a live version, {window.oldest_kept} to {window.newest}"
         raise NotFound("version", version, allowed, why="is not live")
     prompts = deque(event.prompts)
     state.evaluations.stirred = True
-    state.worklist.wake()  # workers that starve may be wanted
+    state.worklist.wake()  # starved workers may be wanted
     running[event.evaluation_id] = Evaluation(
         event.evaluation_id, version, event.share, len(prompts), prompts, hosted_s=state.now_s
     )
 
 
 def cancelled(state: State, event: on.EvaluationCancelled) -> None:
-    """Ends an evaluation with what it has. Raises NotFound where none of this id runs."""
+    """Ends an evaluation with its present results. Raises NotFound if none with this id runs."""
     evaluation = state.evaluations.running.get(event.evaluation_id)
     if evaluation is None:
         raise NotFound("evaluation_id", event.evaluation_id, "one that runs", why="does not run")
@@ -81,7 +83,7 @@ def cancelled(state: State, event: on.EvaluationCancelled) -> None:
 
 
 def progress(state: State, worker: Worker, event: on.TokensReported) -> None:
-    """Takes over what a worker delivered of evaluations."""
+    """Accepts a worker's tokens of evaluation requests."""
     evaluations = state.evaluations
     places = np.flatnonzero(evaluations.reported(worker.worker_id, event.rows)).tolist()
     requests = [evaluations.at[int(event.rows[place])] for place in places]
@@ -99,13 +101,13 @@ def progress(state: State, worker: Worker, event: on.TokensReported) -> None:
 
 
 def scored(state: State, request_id: str) -> None:
-    """A response was judged; with its group's last one the group is done. Others than finished ones are ignored."""
+    """Notes a verdict; the last one completes its group. Verdicts on unfinished responses are ignored."""
     evaluations = state.evaluations
     request = evaluations.requests.get(request_id)
     if request is None or not request.finished:
         return
     evaluation = evaluations.running[request.evaluation_id]
-    request.finished, request.scored = False, True  # a second verdict counts for nothing
+    request.finished, request.scored = False, True  # a second verdict is ignored
     evaluation.groups[request.group_id] -= 1
     if not evaluation.groups[request.group_id]:
         evaluation.done += 1
@@ -115,10 +117,10 @@ def scored(state: State, request_id: str) -> None:
 
 
 def started(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
-    """A worker has answered a StartRequest. A group that no engine can take is let go, with the reason."""
+    """Handles the outcome of a StartRequest. A group that no engine can take is dropped with the reason."""
     request = state.evaluations.requests.get(command.request_id)
     if request is None or request.starting != command.command_id:
-        return  # it has gone elsewhere meanwhile
+        return  # it has moved elsewhere
     if event.ok:
         request.starting = 0
     elif event.error_kind == "invalid":
@@ -134,13 +136,13 @@ def started(state: State, command: do.StartRequest, event: on.CommandDone) -> No
 
 
 def version_ends(state: State, version: int) -> None:
-    """The weights of a version are let go: an evaluation of it ends with what it has."""
+    """Ends evaluations of a version whose weights are being deleted."""
     for evaluation in [each for each in state.evaluations.running.values() if each.version == version]:
         _end(state, evaluation, LEFT_WINDOW.format(version))
 
 
 def keeps(state: State, worker: Worker | None) -> bool:
-    """Whether this worker stays with its version for an evaluation that has a share: so many of all workers do."""
+    """Returns whether the worker stays with its version for an evaluation with a share."""
     running = state.evaluations.running
     if not running or worker is None or worker.hosts < 0:
         return False
@@ -149,8 +151,9 @@ def keeps(state: State, worker: Worker | None) -> bool:
 
 
 def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
-    """Of workers with nothing to do under an old version, by their indexes, those that the newest one gets where an
-    evaluation wants it, though no prompt does. Who evaluates the old version goes on with that."""
+    """The starved workers of old versions, by index, that load the newest version for an evaluation though no prompt
+    waits for it. Workers that evaluate the old version continue.
+    """
     newest, evaluations = state.window.newest_sound, state.evaluations
     if not any(each.version == newest and (each.todo or each.waiting) for each in evaluations.running.values()):
         return frozenset()
@@ -159,7 +162,7 @@ def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
 
 
 def end_unhosted(state: State) -> None:
-    """Time passes: ends the evaluations of an old version that no worker hosts any more, or is to host."""
+    """Ends evaluations of old versions that no worker hosts or will host."""
     for evaluation in list(state.evaluations.running.values()):
         if evaluation.version >= state.window.newest_sound or state.hosting.targeting(evaluation.version):
             evaluation.hosted_s = state.now_s
@@ -168,7 +171,7 @@ def end_unhosted(state: State) -> None:
 
 
 def end_all(state: State) -> None:
-    """The service drains."""
+    """Ends all evaluations as the service drains."""
     state.evaluations.closed = True
     for evaluation in list(state.evaluations.running.values()):
         _end(state, evaluation, DRAINING)
@@ -178,7 +181,7 @@ def end_all(state: State) -> None:
 
 
 def settle(state: State) -> None:
-    """After every event, once training has what it wants: gives back what it needs, and uses what it has left."""
+    """Called after every event: returns slots that training needs, and uses those that it leaves free."""
     evaluations = state.evaluations
     evaluations.stirred = False
     if not evaluations.running and not evaluations.lent:
@@ -197,7 +200,7 @@ def settle(state: State) -> None:
 
 
 def _lend(state: State, worker: Worker) -> None:
-    """Lends what the evaluations of this worker's version have asked for, or takes it back."""
+    """Allots the share of this worker that evaluations of its version asked for, or takes it back."""
     share = sum(each.share for each in state.evaluations.running.values() if each.version == worker.hosts)
     slots, kv_tokens = worker.slots + worker.lent_slots, worker.kv_tokens + worker.lent_kv_tokens
     lent = min(slots - 1, max(1, int(share * slots))) if share else 0
@@ -213,7 +216,7 @@ def _lend(state: State, worker: Worker) -> None:
 
 
 def _make_room(state: State, worker: Worker) -> None:
-    """The youngest requests leave a worker until it has the slots and the KV that training needs."""
+    """Removes the youngest evaluation requests from a worker until training has the slots and KV that it needs."""
     evaluations = state.evaluations
     while (youngest := evaluations.youngest(worker.worker_id)) is not None:
         if worker.hosts == evaluations.running[youngest.evaluation_id].version and _fits(state, worker):
@@ -223,7 +226,7 @@ def _make_room(state: State, worker: Worker) -> None:
 
 
 def _fits(state: State, worker: Worker) -> bool:
-    """Whether what the evaluations have of this worker leaves training what it needs."""
+    """Returns whether evaluations leave training what it needs of this worker."""
     evaluations, lent_kv = state.evaluations, worker.lent_kv_tokens
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
     slots_fit = count <= max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held)
@@ -232,7 +235,7 @@ def _fits(state: State, worker: Worker) -> bool:
 
 
 def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
-    """Whether one more request of this evaluation may begin here: within what is lent, or where training needs less."""
+    """Returns whether another request of this evaluation may begin here: in the share or in idle slots."""
     evaluations = state.evaluations
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
     if worker.held + count >= worker.slots + worker.lent_slots or not (evaluation.waiting or evaluation.todo):
@@ -245,14 +248,14 @@ def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
 
 
 def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
-    """Context of the request that is next, with a token."""
+    """The context of the next request, with one token."""
     if evaluation.waiting:
         return evaluations.requests[evaluation.waiting[0]].context + 1
     return evaluation.todo[0].prompt_tokens + 1
 
 
 def _start_next(state: State, worker: Worker, evaluation: Evaluation) -> None:
-    """Starts the next request here, of a group that begins where none waits."""
+    """Starts the next request here, of a new group if none waits."""
     if not evaluation.waiting:
         _begin_group(state, evaluation, evaluation.todo.popleft())
     request = state.evaluations.requests[evaluation.waiting.popleft()]
@@ -266,7 +269,7 @@ def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt)
     group_id = f"{evaluation.evaluation_id}.{evaluation.begun}"
     evaluation.begun += 1
     ids = tuple(f"{group_id}.{index}" for index in range(prompt.group_size))
-    rows = state.requests.allocate(len(ids))  # which stay empty: training knows nothing of them
+    rows = state.requests.allocate(len(ids))  # the rows stay empty: training does not see evaluations
     evaluation.groups[group_id] = len(ids)
     for row, name in zip(rows, ids, strict=True):
         request = EvalRequest(row, name, evaluation.evaluation_id, group_id, prompt.prompt_tokens)
@@ -281,15 +284,16 @@ def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt)
 
 
 def _evict(state: State, worker: Worker, request_id: str) -> None:
-    """The request leaves its worker and waits. The worker hears of it before anything else of this event: what takes
-    its slot, or its version's place, comes after it."""
+    """Removes a request from its worker; it waits. The worker gets this command before others of the same event that
+    use the slot or change the version.
+    """
     command_id = state.command_id()
     state.send_first(do.RemoveRequest(worker.worker_id, worker.epoch, command_id, request_id))
     state.evaluations.wait(request_id)
 
 
 def _forget(state: State, evaluation: Evaluation, group_id: str) -> None:
-    """The group leaves: what of it still runs or waits is let go."""
+    """Drops a group, with its running and waiting requests."""
     evaluations = state.evaluations
     for request_id in [name for name, each in evaluations.requests.items() if each.group_id == group_id]:
         request = evaluations.requests[request_id]
@@ -308,10 +312,10 @@ def _end_if_done(state: State, evaluation: Evaluation) -> None:
 
 
 def _end(state: State, evaluation: Evaluation, reason: str) -> None:
-    """``reason``: why it ends before it is done; empty: it is done."""
+    """``reason``: of an early end; empty if the evaluation is done."""
     evaluations = state.evaluations
     for group_id in list(evaluation.groups):
         _forget(state, evaluation, group_id)
     del evaluations.running[evaluation.evaluation_id]
-    state.worklist.wake()  # workers that it has kept are free
+    state.worklist.wake()  # workers that it retained are free
     state.out.append(do.EndEvaluation(evaluation.evaluation_id, reason))

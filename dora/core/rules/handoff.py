@@ -1,4 +1,4 @@
-"""Runs the handoff table: signals in, commands out, ownership moved exactly once."""
+"""Runs the handoff table: signals in, commands out. Ownership of a request moves exactly once."""
 
 from typing import Final
 
@@ -11,12 +11,12 @@ from dora.core.rules.placement import orphan, start
 from dora.core.state import RUNNING, Pending, State
 from dora.errors import Conflict, NotFound
 
-MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
-REFUSED_REST_S = 1.0  # a worker that had no room for a parked request is asked again after this
+MOVE_REST_S = 5.0  # pause after a refused move
+REFUSED_REST_S = 1.0  # pause before a worker without room for a parked request is tried again
 
 
 def begin(state: State, row: int, target: Worker | Pool) -> None:
-    """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
+    """Asks ``target`` to accept the request of ``row``; the source continues to decode."""
     source = state.owner(row)
     assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
     kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
@@ -24,7 +24,7 @@ def begin(state: State, row: int, target: Worker | Pool) -> None:
 
 
 def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
-    """Asks ``target`` to take a parked request that has just left its line."""
+    """Asks ``target`` to accept a parked request that has just left its queue."""
     _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]))
 
 
@@ -52,16 +52,16 @@ def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Wo
 
 
 def send_back(state: State, row: int) -> None:
-    """The request leaves its worker without its KV, and waits in line to be re-prefilled."""
+    """Takes a request off its worker without its KV; it waits and is re-prefilled."""
     source = state.move_off(row)
     state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
     state.wait_first(row)
 
 
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """An operator moves one request: a running one to a worker or a pool, a parked one to a worker, to go on there.
+    """Moves one request for an operator: a running one to a worker or pool, a parked one to a worker.
 
-    Raises NotFound or Conflict where it cannot go there.
+    Raises NotFound or Conflict if that is impossible.
     """
     row = state.request_row.get(event.request_id)
     target = state.end(event.target_worker)
@@ -82,7 +82,7 @@ def asked(state: State, event: on.MigrateAsked) -> None:
     if isinstance(target, Worker):
         _check_worker(state, row, target)
     elif pool is not None:
-        raise Conflict("--to", event.target_worker, "a worker, for a request that is parked", why="is a pool")
+        raise Conflict("--to", event.target_worker, "a worker: the request is parked already", why="is a pool")
     elif target.free < kv_tokens(state, row):
         allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
         raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
@@ -95,15 +95,15 @@ def asked(state: State, event: on.MigrateAsked) -> None:
 
 
 def _check_worker(state: State, row: int, target: Worker) -> None:
-    """Raises Conflict where an operator's request may not go to this worker."""
+    """Raises Conflict if an operator's request must not move to this worker."""
     version = int(state.requests["version"][row])
     if target.hosts != version:
         why = "hosts no version" if target.hosts < 0 else f"hosts version {target.hosts}"
         raise Conflict(
-            "--to", target.worker_id, f"a worker that hosts version {version}, as the request needs (C1)", why
+            "--to", target.worker_id, f"a worker that hosts version {version}, which sampled the request (C1)", why
         )
     if state.pools and target.held >= target.slots:
-        raise Conflict("--to", target.worker_id, "a worker with a free slot", why="has all its slots taken")
+        raise Conflict("--to", target.worker_id, "a worker with a free slot", why="has no free slot")
 
 
 def signal_row(state: State, row: int, signal: Signal) -> None:
@@ -144,7 +144,7 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
 
 
 def copy_began(state: State, pending: Pending) -> None:
-    """The source of a handoff copies while the request decodes."""
+    """Notes that the source copies while the request decodes."""
     handoff = pending.handoff
     if handoff is not None and isinstance(pending.command, do.CopyOut) and handoff.phase is Phase.RESERVED:
         signal_handoff(state, handoff, Signal.COPY_BEGAN)
@@ -163,9 +163,9 @@ def _copy_in_signal(state: State, handoff: Handoff, event: on.CommandDone) -> Si
 
 
 def lost(state: State, end: Worker | Pool) -> None:
-    """A worker or a pool died: settle every handoff it took part in.
+    """Settles every handoff of a lost worker or pool.
 
-    The source of a stranded one has died before: this is a later life of the same source, which has no part in it.
+    A handoff whose source was lost before is not affected: this is a later epoch of the same source.
     """
     for handoff in list(state.handoffs.values()):
         if handoff.source == end.worker_id and handoff.phase is not Phase.STRANDED:
@@ -175,11 +175,11 @@ def lost(state: State, end: Worker | Pool) -> None:
 
 
 def overdue(state: State) -> None:
-    """Undoes handoffs that take too long: a silent target must not keep a request frozen."""
+    """Undoes handoffs that exceed the time limit: a silent target must not keep a request frozen."""
     limit_s = state.config.balance.handoff_timeout_s
     for handoff in list(state.handoffs.values()):
         if state.now_s - handoff.began_s >= limit_s:
-            handoff.overdue = f"it took longer than {limit_s:g} s, and was {handoff.phase.name} then"
+            handoff.overdue = f"it took longer than {limit_s:g} s, in phase {handoff.phase.name}"
             signal_handoff(state, handoff, Signal.UNDO)
 
 
@@ -187,7 +187,7 @@ def overdue(state: State) -> None:
 
 
 def _close(state: State, handoff: Handoff, signal: Signal) -> None:
-    """The request is no longer between two ends."""
+    """Ends a handoff: the request has one owner or none."""
     row = handoff.row
     del state.handoffs[row]
     state.requests["moving"][row] = False
@@ -214,9 +214,9 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
 
 
 def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
-    """A parked request could not be resumed. A target that was lost, or has no room, says nothing against its KV.
+    """Puts a parked request back after a failed resume. A lost target, or one without room, does not discredit its KV.
 
-    One that is refused a second time is dropped all the same: re-prefilled it waits inside an engine.
+    After a second refusal the KV is dropped, because a re-prefilled request can wait inside an engine.
     """
     row, pool, target = handoff.row, state.pool_of(handoff.row), state.workers.get(handoff.target)
     if signal is Signal.REFUSED and pool is not None and target is not None and row not in pool.refused:
@@ -234,7 +234,7 @@ def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
 
 def _commit(state: State, handoff: Handoff) -> None:
     row, target = handoff.row, state.end(handoff.target)
-    assert target is not None, "a target that is lost ends its handoff"
+    assert target is not None, "a lost target ends its handoff"
     if state.owner(row) is not None:
         state.move_off(row)
     elif state.requests["pool"][row]:
@@ -253,20 +253,20 @@ def _commit(state: State, handoff: Handoff) -> None:
 
 
 def _parked_tokens(state: State, handoff: Handoff) -> int:
-    """KV of a request as it was frozen: its worker may have told less of it."""
+    """KV tokens of a frozen request; its worker may have reported fewer."""
     requests, row = state.requests, handoff.row
     return int(requests["prompt_tokens"][row]) + max(int(requests["tokens"][row]), handoff.tokens)
 
 
 def _has_room(state: State, handoff: Handoff) -> bool:
-    """Whether a pool may keep what has come: the request has grown since the pool was asked for a place."""
+    """Returns whether a pool has room for the copied KV: the request has grown since the pool was asked."""
     more = _parked_tokens(state, handoff) - int(state.requests["claim_inbound"][handoff.row])
     return more <= state.pools[handoff.target].free
 
 
 def _free_source(state: State, handoff: Handoff) -> None:
     source = state.end(handoff.source)
-    assert source is not None, "a source that is lost strands its handoff"
+    assert source is not None, "a lost source strands its handoff"
     command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
     state.send(command, handoff)
 
@@ -292,7 +292,7 @@ def _thaw_source(state: State, handoff: Handoff) -> None:
     source = state.end(handoff.source)
     assert source is not None
     if handoff.kind is Kind.RESUME and not state.requests["pool"][handoff.row]:
-        return  # the pool was told to forget it
+        return  # the pool was told to drop it
     state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
 
 
@@ -304,7 +304,7 @@ def _cancel_target(state: State, handoff: Handoff) -> None:
 
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:
-    """In a pool nothing is restarted: there the request waits to be re-prefilled."""
+    """Re-prefills the request at its target. In a pool it waits to be re-prefilled elsewhere."""
     if handoff.kind is Kind.RESUME:
         return  # it waits again (``_close``)
     send_back(state, handoff.row)
@@ -328,7 +328,7 @@ def _release_snapshot(state: State, handoff: Handoff) -> None:
 
 
 def kv_tokens(state: State, row: int) -> int:
-    """KV of a request, as far as its worker has told."""
+    """KV tokens of a request, as last reported by its worker."""
     requests = state.requests
     return int(requests["prompt_tokens"][row] + requests["tokens"][row])
 

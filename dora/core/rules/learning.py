@@ -1,7 +1,7 @@
-"""What a core has learnt from events, as a text that outlives it: times of steps, pace of tokens, lengths, the window's
-trials. None of it is promised; without it strategies begin anew.
+"""The core's learnt estimates as a text that outlives it: step times, pace of tokens, lengths, trials of window sizes.
+No promise depends on it; without it strategies start from their defaults.
 
-Of lengths it is what holds for all prompts and for tasks; each prompt's own history is learnt again.
+Stores global and per-task length statistics, not per-prompt history.
 """
 
 import json
@@ -13,7 +13,7 @@ VERSION: Final = 1
 
 
 def learnt(state: State) -> str:
-    """A JSON text of some kilobytes."""
+    """Returns a JSON text of some kilobytes."""
     parts: dict[str, Any] = {
         "version": VERSION,
         "need": state.freshness.learnt(state.now_s),
@@ -26,7 +26,7 @@ def learnt(state: State) -> str:
 
 
 def learn_again(state: State, text: str) -> None:
-    """Goes on from what was learnt before; a text of another version says nothing."""
+    """Restores estimates; a text of another version is ignored."""
     parts = json.loads(text)
     if parts["version"] != VERSION:
         return

@@ -1,6 +1,7 @@
-"""Responses grow, are scored and delivered; groups are trained on, cancelled, forgotten. (They begin in admission.py.)
+"""Responses grow, are scored and delivered; groups are trained on, cancelled and forgotten. (admission.py begins them.)
 
-C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel`` (asked for, with its reason).
+C2 rests on this module: a group leaves the state only by ``commit`` (trained) or ``cancel`` (on request, with a
+reason).
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ def progress(state: State, event: on.Progress) -> None:
 
 
 def tokens_reported(state: State, event: on.TokensReported) -> None:
-    """Takes over what a worker delivered. Reports on requests that it does not own are ignored (an older handoff)."""
+    """Accepts a worker's token counts. Reports on requests that it does not own, of older handoffs, are ignored."""
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
@@ -32,7 +33,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
     if state.evaluations.running:
         evaluation.progress(state, worker, event)
     rows, tokens, ends = event.rows[taken], event.tokens[taken], event.ends[taken]
-    # what evaluations use is no load of training's; by that its load is stirred, too
+    # KV of evaluations is no load of training; this also marks the worker's load as changed
     state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
     worker.waiting = event.waiting
     state.worklist.may_have_room(worker.index)
@@ -40,7 +41,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
         "version", "tokens", "prompt_tokens", "claim"
     )
     wrong = version[rows] != event.version
-    if wrong.any():  # C1: never take such a token over
+    if wrong.any():  # C1: such a token is never accepted
         first = int(wrong.argmax())
         state.counters.c1_violations += 1
         membership.evict(
@@ -99,9 +100,9 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MAX}")
     another = event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step)
     if another and (window.newest or state.config.window.groups_per_step):
-        how = "configured" if state.config.window.groups_per_step else "set by the steps that were trained"
+        how = "configured" if state.config.window.groups_per_step else "set by the trained steps"
         raise Conflict(
-            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why=f"is not what was {how}"
+            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why=f"differs from the value {how}"
         )
     if another:
         _resize(state, event.groups_per_step)
@@ -114,11 +115,12 @@ def attached(state: State, event: on.TrainerAttached) -> None:
 
 
 def _resize(state: State, groups: int) -> None:
-    """No step was trained yet, and a trainer wants steps of another size. What does not fit into those is cancelled:
-    of the groups that the first step took, and of the open ones, the last."""
+    """Changes the step size before any step was trained. Groups beyond the new size are cancelled: the last of those in
+    the first step, and the last of the open ones.
+    """
     window = state.window
     reason = f"a trainer set groups_per_step to {groups}, from {window.groups_per_step}, before any step was trained"
-    state.stream_step = None  # of a trainer that is fenced
+    state.stream_step = None  # the stream of a fenced trainer
     for group in state.leased[groups:]:
         _drop(state, group, reason)
     del state.leased[groups:]
@@ -149,7 +151,7 @@ def step_requested(state: State, event: on.StepRequested) -> None:
 
 
 def deliver(state: State) -> None:
-    """Gives finished groups to the open stream: due ones first, then by deadline, while the rest stays feasible."""
+    """Delivers finished groups to the open stream: due ones first, then by deadline, while the rest stays feasible."""
     window, counters = state.window, state.counters
     while state.stream_step == window.step:
         step = window.step
@@ -171,7 +173,7 @@ def deliver(state: State) -> None:
 
 
 def _no_longer_finished(state: State, group: int, deadline: int) -> None:
-    """The group waits for no step any more. A deadline that nothing waits for is forgotten: none is to grow."""
+    """Removes a group from those that wait for a step. Empty deadlines are deleted, so that the table does not grow."""
     waiting = state.finished[deadline]
     waiting.remove(group)
     if not waiting:
@@ -179,7 +181,7 @@ def _no_longer_finished(state: State, group: int, deadline: int) -> None:
 
 
 def end_admission(state: State, _event: on.AdmissionEnded) -> None:
-    """What was drawn and not admitted is let go: it was never promised."""
+    """Drops drawn prompts that are not admitted: nothing was promised of them."""
     state.backlog.clear()
     state.exhausted = True
     evaluation.end_all(state)
@@ -188,7 +190,7 @@ def end_admission(state: State, _event: on.AdmissionEnded) -> None:
 
 
 def end_if_exhausted(state: State) -> None:
-    """No prompt is left, nothing is open: the step ends short, so that its trainer can commit what it has."""
+    """Ends the step short once no prompt is left and nothing is open, so that its trainer can commit it."""
     window = state.window
     done = state.exhausted and not state.backlog and not window.open_groups
     if done and state.stream_step == window.step:
@@ -204,18 +206,19 @@ def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.stream_step = None
     state.rates.filled(state.now_s)
     state.freshness.filled(state.now_s)
-    state.worklist.wake()  # the window has moved on
+    state.worklist.wake()  # the window has moved
 
 
 def retire(state: State) -> None:
-    """Lets the weights go that nobody can need any more; not under a worker that is just loading them."""
+    """Retires versions that nobody can need; a version that a worker is loading is kept."""
     while state.retired < state.window.oldest_kept:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
         evaluation.version_ends(state, state.retired)
         arrival.forgotten(state, state.retired)
         state.out.append(do.RetireVersion(state.retired))
-        if not state.waiting.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
+        # delete empty queues, so that they do not accumulate with the versions
+        if not state.waiting.get(state.retired, True):
             del state.waiting[state.retired]
         state.worklist.retire(state.retired)
         state.proven.discard(state.retired)
@@ -223,21 +226,21 @@ def retire(state: State) -> None:
 
 
 def commit(state: State, event: on.StepCommitted) -> None:
-    """The step was trained and its weights are stored: forget its groups, begin the next version."""
+    """Ends a trained step whose weights are stored: forgets its groups, begins the next version."""
     check_commit(state, event.trainer_epoch, event.step)
     for group in state.leased:
         state.out.append(do.ForgetGroup(state.group_id[group]))
         _free(state, group)
         state.counters.groups_trained += 1
     state.leased.clear()
-    state.asked.clear()  # whoever commits has seen to all that was rejected
+    state.asked.clear()  # a commit implies that all rejected versions were republished
     state.window.publish()
     state.freshness.published(state.now_s, event.waited_s)
     _adapt(state, event, state.rates.published(state.now_s))
 
 
 def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
-    """Tells an adaptive window of the step, which took so long (None: not known), and resizes it where it says so."""
+    """Passes the step to an adaptive window (``took_s`` None: unknown), and resizes the window if that decides so."""
     disturbed, state.step_disturbed = state.step_disturbed, False
     if state.adaptive is None:
         return
@@ -252,7 +255,7 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
 
 
 def republished(state: State, event: on.VersionRepublished) -> None:
-    """A version that was rejected, or is gone, has other weights now: workers may load it, and its groups go on."""
+    """Lets workers load a republished version; its groups continue."""
     check_republish(state, event.trainer_epoch, event.version)
     rejection.republished(state, event.version)
     arrival.forgotten(state, event.version)
@@ -260,7 +263,7 @@ def republished(state: State, event: on.VersionRepublished) -> None:
 
 
 def check_republish(state: State, trainer_epoch: int, version: int) -> None:
-    """Raises Conflict unless ``version`` is rejected, or gone."""
+    """Raises Conflict unless ``version`` is rejected or unavailable."""
     check_epoch(trainer_epoch, state.trainer_epoch)
     if not rejection.has_to_come(state, version):
         allowed = f"a rejected version: {', '.join(map(str, sorted(state.rejected))) or 'there is none'}"
@@ -268,7 +271,7 @@ def check_republish(state: State, trainer_epoch: int, version: int) -> None:
 
 
 def check_commit(state: State, trainer_epoch: int, step: int) -> None:
-    """Raises Conflict where ``step`` cannot be committed now: VersionRejected where a version must come anew first."""
+    """Raises Conflict if ``step`` cannot be committed now: VersionRejected if a version must be republished first."""
     check_epoch(trainer_epoch, state.trainer_epoch)
     rejection.check_none(state)
     if step != state.window.newest:
@@ -282,21 +285,21 @@ def _not_the_open(step: int, state: State) -> Conflict:
 
 
 def check_epoch(given: int, present: int) -> None:
-    """Raises Conflict where a call comes from another trainer than the one that attached last."""
+    """Raises Conflict if a call comes from a trainer other than the one that attached last."""
     if given != present:
-        raise Conflict("trainer_epoch", given, str(present), why="is over, as another trainer has attached since")
+        raise Conflict(
+            "trainer_epoch", given, str(present), why="has ended, because another trainer has attached since"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- cancel
 
 
 def cancel(state: State, event: on.GroupCancelled) -> None:
-    """Ends an open group and gives its place back. Raises NotFound, or Conflict once a step has taken it."""
+    """Ends an open group and frees its room. Raises NotFound, or Conflict once a step has taken it."""
     group = state.group_row.get(event.group_id)
     if group is None:
-        raise NotFound(
-            "group_id", event.group_id, "an admitted group that was not committed yet", why="is not in progress"
-        )
+        raise NotFound("group_id", event.group_id, "an admitted group that is not committed", why="is not in progress")
     if state.groups["status"][group] == LEASED:
         raise Conflict("group_id", event.group_id, "a group that no step has taken", why="is taken by a step")
     version, deadline = int(state.groups["version"][group]), int(state.groups["deadline"][group])

@@ -1,4 +1,4 @@
-"""Workers come, load versions, leave and die. A death costs time, never a sample."""
+"""Workers join, load versions, leave and are lost. A loss costs time, never a sample."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,13 +16,13 @@ LOAD_ATTEMPTS = 3
 
 
 def joined(state: State, event: on.WorkerJoined) -> None:
-    """A new epoch of a worker. Raises Conflict while the earlier epoch still lives, or a pool has the id."""
+    """Begins a new epoch of a worker. Raises Conflict while the earlier epoch is alive, or a pool has the id."""
     if event.worker_id in state.workers or event.worker_id in state.pools:
-        raise Conflict("worker_id", event.worker_id, "an id that no living worker has", why="is taken")
+        raise Conflict("worker_id", event.worker_id, "an id that no connected worker has", why="is taken")
     index = state.free_index()
     worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
     window = state.window
-    is_another = event.version in window.rejected  # what it has may be published otherwise now
+    is_another = event.version in window.rejected  # its weights may differ from the version's next publication
     is_another |= event.version in state.gone and rejection.is_unproven(state, event.version)
     if event.version in range(state.retired, window.newest + 1) and not is_another:
         worker.loaded = worker.target = event.version
@@ -33,7 +33,7 @@ def joined(state: State, event: on.WorkerJoined) -> None:
 
 
 def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
-    """A worker that has outlived the service goes on with its requests, as far as nobody else has them."""
+    """Gives a worker of an earlier incarnation its requests back, unless another worker has them."""
     rows = adoptable(state, worker.loaded, event.requests)
     names = [state.request_id[row] for row in rows]
     if (waiting_requests := state.waiting.get(worker.loaded)) is not None:
@@ -46,9 +46,9 @@ def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
 
 
 def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
-    """Of these requests, by their ids, the rows of those that a worker which hosts ``version`` and comes back may go on
-    with: that wait, are of that version, and of which it has all that the service has. ``requests``: how many tokens
-    it has of each."""
+    """The rows of those requests that a reattached worker, which hosts ``version``, may continue: they wait, are of
+    that version, and the worker has all tokens that the service has. ``requests``: its tokens of each.
+    """
     known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
     if not known:
         return []
@@ -60,15 +60,15 @@ def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[i
 
 
 def lost(state: State, event: on.WorkerLost) -> bool:
-    """Takes everything off a dead worker. Returns whether it was alive to the core until now."""
+    """Removes a lost worker and its requests. Returns whether the core still counted it as alive."""
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return False
     state.answers_no_more(event.worker_id, event.epoch)
     handoff.lost(state, worker)
-    for row in sorted(worker.rows, reverse=True):  # appended left: the earliest ends up first in line
+    for row in sorted(worker.rows, reverse=True):  # appended left: the earliest comes first in the queue
         state.take_away(row)
-        if row not in state.handoffs:  # else its snapshot is on the way to another worker
+        if row not in state.handoffs:  # otherwise its snapshot is on the way to another worker
             orphan(state, row)
     state.evaluations.lost(worker.worker_id)
     state.remove_worker(worker)
@@ -77,24 +77,24 @@ def lost(state: State, event: on.WorkerLost) -> bool:
 
 
 def drain(state: State, event: on.DrainAsked) -> None:
-    """The worker is to be emptied and to leave."""
+    """Marks a worker to be drained; it leaves once it is empty."""
     worker = state.workers.get(event.worker_id)
     if worker is None:
         raise NotFound("worker_id", event.worker_id, one_of_workers(state.workers, event.worker_id))
     if worker.draining:
         raise Conflict("worker_id", event.worker_id, "a worker that is not draining", why="is draining already")
     if not any(not other.draining for other in state.workers.values() if other is not worker):
-        allowed = "one of several, so that its requests have somewhere to go"
+        allowed = "one of several workers, so that others can take over its requests"
         raise Conflict("worker_id", event.worker_id, allowed, why="is the last working one")
     worker.draining = True
     state.rehosted(worker)
 
 
 def settle(state: State, indexes: Iterable[int]) -> None:
-    """Loads the target version into workers that are empty and ready for it; lets drained ones leave.
+    """Loads target versions into workers that are empty and ready; lets drained ones leave.
 
-    A target whose weights are no longer kept waits for the next plan, and one that has not arrived at the worker's host
-    for its arrival.
+    A target whose weights are deleted waits for the next plan, and one that is not yet on the worker's host for its
+    arrival.
     """
     for index in indexes:
         worker = state.worker_list[index]
@@ -127,7 +127,7 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     void, worker.load_is_void = worker.load_is_void, False
     state.rehosted(worker)
     if void or rejection.has_to_come(state, version):
-        return  # what it says is of weights that are this version's no more
+        return  # its report concerns weights that were replaced
     if event.ok:
         worker.loaded, worker.load_failures = version, 0
         rejection.proves(state, version)
@@ -145,8 +145,7 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
 
 
 def overdue(state: State) -> None:
-    """Replaces workers that take too long to load: a version whose load never ends would be kept for ever, and every
-    later one with it."""
+    """Replaces workers that exceed the load time limit: an endless load would retain its version and all later ones."""
     limit_s = state.config.workers.load_timeout_s
     for worker in state.workers.values():
         if worker.loading >= 0 and not worker.stopping and state.now_s - worker.load_began_s >= limit_s:
@@ -155,7 +154,7 @@ def overdue(state: State) -> None:
 
 
 def evict(state: State, worker: Worker, reason: str) -> None:
-    """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
+    """Asks the shell to end the worker, whose loss follows as an event. Nothing new is assigned to it meanwhile."""
     if not worker.stopping:
         worker.stopping = worker.draining = worker.evicted = True
         state.rehosted(worker)

@@ -1,7 +1,7 @@
-"""Parked requests: waiting ones whose KV lies in a pool. Pools come, are lost, and drop what they cannot keep.
+"""Parked requests: waiting requests whose KV is in a pool. Pools join, are lost, and drop KV that they cannot keep.
 
-A parked request stands in its version's line like any other. Whoever places it thereby resumes it; where the pool no
-longer has its KV, it is re-prefilled. handoff.py brings requests into a pool and out of it.
+A parked request waits in its version's queue like any other. Placing it resumes it; if the pool has lost its KV, it is
+re-prefilled. handoff.py moves requests into pools and out of them.
 """
 
 from dora.core import commands as do
@@ -13,9 +13,9 @@ from dora.errors import Conflict, InvalidValue
 
 
 def joined(state: State, event: on.PoolJoined) -> None:
-    """A new epoch of a pool. Raises Conflict while the id is another living pool's or worker's."""
+    """Begins a new epoch of a pool. Raises Conflict while another connected pool or worker has the id."""
     if event.pool_id in state.pools or event.pool_id in state.workers:
-        raise Conflict("pool_id", event.pool_id, "an id that no living pool or worker has", why="is taken")
+        raise Conflict("pool_id", event.pool_id, "an id that no connected pool or worker has", why="is taken")
     if event.kv_tokens < 1:
         raise InvalidValue("kv_tokens", event.kv_tokens, "at least 1")
     pool = state.add_pool(event.pool_id, event.epoch, event.kv_tokens, event.host)
@@ -29,14 +29,14 @@ def joined(state: State, event: on.PoolJoined) -> None:
 
 
 def _parks_again(state: State, row: int, pool: Pool) -> bool:
-    """Whether a pool that has outlived the service may keep this request: it waits, and lies nowhere else."""
+    """Returns whether a reattached pool may keep this request: it waits and is parked nowhere else."""
     requests = state.requests
     waits = requests["status"][row] == WAITING and not requests["moving"][row] and not requests["pool"][row]
     return bool(waits) and handoff.kv_tokens(state, row) <= pool.free
 
 
 def lost(state: State, event: on.PoolLost) -> bool:
-    """What was parked there has lost its KV, and keeps its place in line. Returns whether the pool was alive."""
+    """Marks requests of a lost pool as without KV; they keep their order. Returns whether the pool was alive."""
     pool = _pool_at(state, event.pool_id, event.epoch)
     if pool is None:
         return False
@@ -44,14 +44,14 @@ def lost(state: State, event: on.PoolLost) -> bool:
     handoff.lost(state, pool)
     for row in sorted(pool.rows):
         state.unpark(row)
-        state.counters.parked_lost += row not in state.handoffs  # else its target has all of it
+        state.counters.parked_lost += row not in state.handoffs  # otherwise its target has all of it
     state.remove_pool(pool)
     state.worklist.wake()
     return True
 
 
 def dropped(state: State, event: on.PoolDropped) -> bool:
-    """The pool has lost some snapshots. One that it was told to resume it will refuse: that handoff's end is enough."""
+    """Notes snapshots that the pool has dropped. A handoff that resumes one of them ends by the pool's refusal."""
     pool = _pool_at(state, event.pool_id, event.epoch)
     if pool is None:
         return False
@@ -65,7 +65,7 @@ def dropped(state: State, event: on.PoolDropped) -> bool:
 
 
 def forget(state: State, row: int) -> None:
-    """A parked request needs its KV no more: its pool is told to free it."""
+    """Tells the pool to free the KV of a parked request that needs it no longer."""
     pool = state.unpark(row)
     state.send(do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), state.request_id[row]))
 

@@ -1,4 +1,4 @@
-"""Puts waiting requests on workers, and back in line when their worker is gone."""
+"""Places waiting requests on workers, and puts them back into the queue when their worker is lost."""
 
 from dora.core import commands as do
 from dora.core.fleet.worker import Worker
@@ -6,7 +6,7 @@ from dora.core.state import State
 
 
 def start(state: State, row: int, worker: Worker) -> None:
-    """Sends a request that nobody holds to a worker: new, or resumed after its delivered tokens by re-prefilling."""
+    """Sends a request without an owner to a worker: new, or resumed by re-prefilling its delivered tokens."""
     state.give(row, worker)
     resumed = bool(state.requests["tokens"][row])
     command = do.StartRequest(
@@ -23,6 +23,6 @@ def start(state: State, row: int, worker: Worker) -> None:
 
 
 def orphan(state: State, row: int) -> None:
-    """Nobody holds the request now: it waits, first in line, for another worker of its version."""
+    """Puts a request without an owner first in the queue of its version."""
     state.wait_first(row)
     state.counters.requests_orphaned += 1

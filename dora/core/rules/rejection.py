@@ -1,16 +1,16 @@
-"""A bad publication is undone: what its first workers cannot reproduce is rejected, and published anew.
+"""Rejects bad publications: weights that the first workers cannot reproduce are published again.
 
-    published ──one loads it well──▶ proven: whoever refuses it from now on is at fault itself (fleet.py)
-        └──one refuses its weights──▶ in doubt: one other worker tries it, nobody else
+    published ──one loads it well──▶ proven: a later refusal is the worker's own fault (membership.py)
+        └──one refuses its weights──▶ suspect: one other worker tries it, nobody else
                                         ├──it loads it well──▶ proven
-                                        └──it refuses too──▶ rejected ──published anew──▶ published
+                                        └──it refuses too──▶ rejected ──published again──▶ published
 
-Two distinct workers reject a version, or all that work, if these have refused it in their present lives. Whoever has
-refused it loads what the next plan gives it: the newest version that is not withheld, or another that has work.
-Version 0 is the model itself: nobody could publish it anew, so who refuses it is at fault.
+Two distinct workers reject a version, or all working ones if they have refused it in their present epochs. A worker
+that has refused it loads the next plan's version: the newest that is not quarantined, or another that has work. Version
+0 is the model itself: it cannot be published again, so a refusal of it is the worker's fault.
 
-A version may also be *gone*: no host has its weights any more. It is withheld, and rejected as long as it is needed: as
-the newest one, or for responses that are under way. Once their groups are cancelled it is asked for no more.
+A version may also be *unavailable*: no host has its weights. It is quarantined, and rejected as long as it is needed:
+as the newest one, or for unfinished responses. It is no longer requested once their groups are cancelled.
 """
 
 from collections.abc import Sequence
@@ -27,38 +27,38 @@ WITNESSES: Final = 2  # distinct workers whose refusal rejects a version
 
 
 def is_unproven(state: State, version: int) -> bool:
-    """Whether a refusal speaks against the version, not against the worker."""
+    """Returns whether a refusal counts against the version, not against the worker."""
     return version > 0 and version not in state.proven
 
 
 def may_load(state: State, worker: Worker) -> bool:
-    """Whether the worker may load its target now: of one in doubt, only the worker that is to try it."""
+    """Returns whether the worker may load its target now: a suspect version only if it is the one to try it."""
     return worker.target not in state.window.quarantined or tries(state, worker)
 
 
 def tries(state: State, worker: Worker) -> bool:
-    """Whether this worker is the one that is to try a version in doubt."""
+    """Returns whether this worker is the one to try a suspect version."""
     return any(suspect.second == worker.worker_id for suspect in state.suspects.values())
 
 
 def check_none(state: State) -> None:
-    """Raises VersionRejected for the oldest version that is to be published anew."""
+    """Raises VersionRejected for the oldest version that must be published again."""
     if state.rejected:
         told = state.rejected[min(state.rejected)]
         raise VersionRejected(told.version, told.reason, told.worker_ids, told.canary_difference)
 
 
 def proves(state: State, version: int) -> None:
-    """A worker has loaded the version well."""
+    """Marks a version that a worker has loaded well as proven."""
     state.proven.add(version)
     if state.suspects.pop(version, None) is not None:
         _release(state, version)
 
 
 def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -> None:
-    """A worker says that the weights of an unproven version are wrong; ``judge`` then sees what follows.
+    """Notes a worker's refusal of an unproven version's weights; ``judge`` draws the consequences.
 
-    A version that was let go while the worker loaded it is in no doubt: the worker gets another one.
+    A version that was retired during the load does not become suspect: the worker gets another one.
     """
     if version >= state.window.oldest_kept:
         suspect = state.suspects.setdefault(version, SuspectVersion())
@@ -68,20 +68,20 @@ def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -
 
 
 def judge(state: State) -> None:
-    """Rejects what has been refused by enough workers, and sees to it that another one tries the rest."""
+    """Rejects versions that enough workers have refused, and assigns a worker to try each other suspect version."""
     working = sorted((w for w in state.workers.values() if not w.draining), key=lambda w: w.index)
     for version, suspect in sorted(state.suspects.items()):
-        if version < state.window.oldest_kept:  # later versions have carried the window past it
+        if version < state.window.oldest_kept:  # later versions have moved the window past it
             del state.suspects[version]
             _release(state, version)
         elif len(suspect.refusals) >= WITNESSES or (working and all(_has_refused(suspect, w) for w in working)):
             _reject(state, version, suspect)
-    for version, suspect in sorted(state.suspects.items()):  # who tried one that is settled now may try another
+    for version, suspect in sorted(state.suspects.items()):  # a worker that tried a settled version may try another one
         _ask_another(state, version, suspect, working)
 
 
 def gone(state: State, event: on.VersionUnavailable) -> bool:
-    """Nobody can load a version any more. Returns whether that is news."""
+    """Notes that nobody can load a version. Returns whether that is new."""
     version, window = event.version, state.window
     if version in state.rejected or version in state.gone:
         return False
@@ -96,27 +96,27 @@ def gone(state: State, event: on.VersionUnavailable) -> bool:
 
 
 def has_to_come(state: State, version: int) -> bool:
-    """Whether other weights may take the place of this version's: nobody can load those that were published."""
+    """Returns whether other weights may replace the version's, because nobody can load the published ones."""
     return version in state.rejected or version in state.gone
 
 
 def was_found(state: State, version: int) -> bool:
-    """Whether the trainer was told to publish this version anew, and it has become needless since."""
+    """Returns whether the trainer was asked to republish the version, and that has become needless."""
     return version in state.asked and not has_to_come(state, version)
 
 
 def found(state: State, version: int) -> None:
-    """What was gone is on a host again, with the very weights."""
+    """Notes that an unavailable version is on a host again, with the same weights."""
     del state.gone[version]
     state.rejected.pop(version, None)
     _release(state, version)
 
 
 def ask_for_unavailable(state: State) -> None:
-    """Rejects the versions that are gone and needed, so that they are published anew; no longer those that are not."""
+    """Rejects unavailable versions that are needed, so that they are republished; releases those that are not."""
     for version, reason in sorted(state.gone.items()):
         if version < state.window.oldest_kept:
-            found(state, version)  # nobody is to load it any more
+            found(state, version)  # no worker needs to load it
         elif version not in state.rejected and _is_needed(state, version):
             _rejected(state, do.RejectVersion(version, (), reason, 0.0))
         elif version in state.rejected and not _is_needed(state, version):
@@ -126,15 +126,14 @@ def ask_for_unavailable(state: State) -> None:
 
 
 def _is_needed(state: State, version: int) -> bool:
-    """Whether a worker may have to load it: whoever comes anew loads the newest."""
+    """Returns whether a worker may have to load the version. New workers load the newest."""
     under_way = (state.groups["version"] == version) & (state.groups["unfinished"] > 0)
     return version == state.window.newest or bool(under_way.any())
 
 
 def republished(state: State, version: int) -> None:
-    """Other weights are in place: the version is as if published now. What is still being loaded of it counts for
-    nothing."""
-    state.rejected.pop(version, None)  # of one that is gone: no longer there, where the last response of it has ended
+    """Treats a republished version as newly published. Loads of its earlier weights are ignored."""
+    state.rejected.pop(version, None)  # an unavailable version is not in it after its last response has ended
     state.gone.pop(version, None)
     state.asked.discard(version)
     for worker in state.workers.values():
@@ -165,7 +164,9 @@ def _rejected(state: State, told: do.RejectVersion) -> None:
 
 
 def _ask_another(state: State, version: int, suspect: SuspectVersion, working: Sequence[Worker]) -> None:
-    """Chooses who tries the version next, if nobody does: who is at it already, else who has the least to leave."""
+    """Chooses the worker that tries the version next, if none does: one that is loading it, else the one with least
+    work.
+    """
     if any(worker.worker_id == suspect.second and not _has_refused(suspect, worker) for worker in working):
         return
     taken = {other.second for other in state.suspects.values() if other is not suspect}
@@ -184,6 +185,6 @@ def _ask_another(state: State, version: int, suspect: SuspectVersion, working: S
 
 
 def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
-    """In its present life."""
+    """In its present epoch."""
     refusal = suspect.refusals.get(worker.worker_id)
     return refusal is not None and refusal.epoch == worker.epoch

@@ -1,9 +1,9 @@
-"""A service that starts again: what outlived its crash becomes a core's state, and a core's state becomes that.
+"""Converts between a core's state and the durable state of a service that starts again.
 
-What is durable is who was admitted, with which deadline, how far each response is, what the open step has taken, and
-the ids given so far. Prompts on offer are drawn again; handoffs, reservations and loads under way are void; what was
-learnt of lengths and times is kept as of some moment before (learning.py), as admission by need goes by it: without
-that it would admit all that the window allows at once.
+Durable are: the admitted groups with their deadlines, the length of each response, the groups of the open step, and the
+ids given so far. Offered prompts are drawn again; handoffs, reservations and running loads are void. Learnt lengths and
+times are stored as of some earlier moment (learning.py), because admission by freshness uses them: without them it
+would admit all that the window allows at once.
 """
 
 from collections import deque
@@ -21,12 +21,13 @@ from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, SCORED, WAITING, C
 from dora.core.table import Column
 from dora.errors import Conflict, IllegalTransition, InvalidValue
 
-STAGES = (WAITING, FINISHED, SCORED)  # by what RestoredRequests.stages says
+STAGES = (WAITING, FINISHED, SCORED)  # by the values of RestoredRequests.stages
 
 
 def restored(state: State, event: on.Restored) -> None:
-    """A fresh core stands where an earlier one did. Raises Conflict where it is not fresh, InvalidValue for what no
-    core can have left behind; then nothing has changed."""
+    """Puts a fresh core into an earlier one's state. Raises Conflict if the core is not fresh, InvalidValue for a state
+    that no core can leave behind; then nothing has changed.
+    """
     window = _checked(state, event)
     state.window = window
     state.trainer_epoch, state.short_step, state.retired = event.trainer_epoch, event.short_step, event.retired
@@ -45,7 +46,7 @@ def restored(state: State, event: on.Restored) -> None:
         window.reject(told.version)
     begun = np.unique(state.requests["version"][rows[state.requests["tokens"][rows] > 0]])
     state.proven.update(version for version in begun.tolist() if version >= event.retired)
-    for host in event.hosts:  # before their workers, which could load anything else
+    for host in event.hosts:  # before their workers, which could otherwise load any version
         arrival.joined(state, host)
     for worker in event.workers:
         membership.joined(state, worker)
@@ -59,10 +60,10 @@ def restored(state: State, event: on.Restored) -> None:
 
 
 def _checked(state: State, event: on.Restored) -> Window:
-    """The window, where all of the event can have been."""
+    """Returns the window if the whole event is consistent."""
     is_fresh = not (state.commands_sent or state.groups_named or state.trainer_epoch or state.workers or state.pools)
     if not is_fresh:
-        raise Conflict("restored", "a core that has begun", "a core's first event", why="comes too late")
+        raise Conflict("restored", "a core that has handled events", "a core's first event", why="comes too late")
     names = [*(each.worker_id for each in event.workers), *(each.pool_id for each in event.pools)]
     if len(set(names)) < len(names):
         raise InvalidValue("workers, pools", sorted(names), "each once")
@@ -95,7 +96,7 @@ def _checked(state: State, event: on.Restored) -> Window:
     if event.retired > window.oldest_kept:
         raise InvalidValue("retired", event.retired, f"at most {window.oldest_kept}, whose weights may be needed")
     if any(not max(1, window.oldest_kept) <= told.version <= window.newest for told in event.rejected):
-        raise InvalidValue("rejected", [told.version for told in event.rejected], "published versions that are kept")
+        raise InvalidValue("rejected", [told.version for told in event.rejected], "published versions that are stored")
     return window
 
 
@@ -109,7 +110,7 @@ def _done(event: on.Restored) -> set[str]:
 
 
 def _enter_all(state: State, event: on.Restored) -> Column:
-    """Makes the cells of all groups and requests. Returns the requests' rows."""
+    """Fills the cells of all groups and requests. Returns the requests' rows."""
     requests, groups, given = state.requests, state.groups, event.requests
     requests.take(given.rows)
     rows: Column = given.rows.astype(np.int64)
@@ -140,7 +141,7 @@ def _enter_all(state: State, event: on.Restored) -> Column:
 
 
 def _line_up(state: State, rows: Column) -> None:
-    """These requests wait: those that have begun before the others, of each as they were admitted."""
+    """Queues these requests: those that have begun first, otherwise in the order of admission."""
     of_version, begun = state.requests["version"][rows], state.requests["tokens"][rows] > 0
     for version in np.unique(of_version).tolist():
         waiting_requests = state.waiting.setdefault(version, WaitingRequests())
@@ -150,7 +151,7 @@ def _line_up(state: State, rows: Column) -> None:
 
 
 def durable(state: State) -> on.Restored:
-    """What of this state outlives a crash, if all of it is stored at once. Nobody has come back yet."""
+    """The part of this state that outlives a crash. No worker has reattached yet."""
     requests, window = state.requests, state.window
     ordered = sorted(state.group_id, key=lambda group: int(state.group_id[group].removeprefix("g")))
     rows = np.array([row for group in ordered for row in state.members[group]], np.int64)

@@ -1,10 +1,9 @@
-"""Redundant rollout: a step need not wait for its slowest groups where others can take their places. Off by default.
+"""Redundant rollout: a step need not wait for its slowest groups if others can replace them. Off by default.
 
-StaleFlow, section 4.3 and appendix C. The groups of later deadlines are the redundant ones: they run anyway. A step
-that waits for nothing but its last due groups, at most ``selection.redundant_fraction`` of it, takes finished ones of
-later deadlines in their place as soon as there are as many, and is complete. Where nothing runs beyond the step (a
-window of 1, or a strategy that begins one batch at a time) none is dropped. No promise makes an exception: the slow
-groups are cancelled, with their reason, as if a user had asked for it.
+StaleFlow, section 4.3 and appendix C. Groups with later deadlines are the redundant ones: they run anyway. A step that
+waits only for its last due groups, at most ``selection.redundant_fraction`` of it, takes as many finished groups of
+later deadlines instead and is complete. If nothing runs beyond the step (a window of 1, or a strategy that begins one
+batch at a time), none is dropped. The promises hold: the slow groups are cancelled, with their reason, as on request.
 """
 
 from typing import Final
@@ -19,7 +18,7 @@ REDUNDANT: Final = "redundant: its step has enough"
 
 
 def drop_surplus(state: State) -> None:
-    """Cancels what is redundant now; its step is then complete."""
+    """Cancels the groups that are redundant now; the step is then complete."""
     fraction, window = state.config.selection.redundant_fraction, state.window
     if state.stream_step != window.step:
         return
@@ -31,12 +30,12 @@ def drop_surplus(state: State) -> None:
 
 
 def spare_groups(fraction: float, groups_per_step: int) -> int:
-    """How many groups of a step may be dropped."""
+    """The number of groups of a step that may be dropped."""
     return int(fraction * groups_per_step + 1e-9)
 
 
 def _replaceable(state: State) -> list[str]:
-    """The due groups, where as many finished ones wait. One that wants nothing but verdicts is waited for."""
+    """The due groups if as many finished ones wait. A group that lacks only verdicts is waited for."""
     if sum(map(len, state.finished.values())) < state.window.left:
         return []
     groups = state.groups
