@@ -12,13 +12,13 @@ now to the end of the window, is the number of groups wanted.
 
 - *demand*: the groups that the trainer takes until then if it never waits: a step's groups evenly over ``training_s``,
   and all of them a ``lead`` before its end. Both are observed: the time of a step less the trainer's wait, and the
-  share of that time after the step's last group. The share is 1 for a trainer that waits for its whole batch; for a streaming
-  one it is lowered until the trainer waits.
+  share of that time after the step's last group. The share is 1 for a trainer that waits for its whole batch; for a
+  streaming one it is lowered until the trainer waits.
 - *supply*: finished groups, and the running groups that are expected to finish until then, by the belief about each
   response's length, given its present length, and the pace of tokens.
 - *later*: the groups that could still finish until then if they began later. For the newest version, they begin once
-  the next one is published, which is fresher by one; for an older version, now, under the newest. They begin after the time
-  that a group takes, and come no faster than all workers generate.
+  the next one is published, which is fresher by one; for an older version, now, under the newest. They begin after the
+  time that a group takes, and come no faster than all workers generate.
 
 If generation does not keep up, ``later`` falls ever further behind ``demand``, and everything that the window allows
 begins. If it keeps up, the groups wanted until those of the next version are ready begin right after a publish, and
