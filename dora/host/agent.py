@@ -111,7 +111,7 @@ class _Agent(Member):
         stop: asyncio.Event,
         said: Callable[[str], None],
     ) -> None:
-        super().__init__()
+        super().__init__(stop.is_set)
         self._options = options
         self._device = device
         self._digest = digest
@@ -120,10 +120,6 @@ class _Agent(Member):
         self._said = said
         self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MAX)
         self._keeping = Orphaned(said)
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
 
     def patience_s(self, error: DoraError) -> float:
         rejoin_s = self._options.rejoin_s

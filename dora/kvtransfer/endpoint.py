@@ -11,21 +11,19 @@ whose source it is. ``thaw`` and ``cancel_reservation`` undo what was begun at e
 """
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from dora.errors import MISSING, Conflict, DoraError, NotFound, SnapshotRefused, TransferFailed
+from dora.errors import MISSING, Conflict, DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Ahead
 from dora.kvtransfer.copying import Copying, Rounds
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import Arrived, DataPlane
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """The command to make room for a request that is to come."""
+class ReserveOrder(Protocol):
+    """The command to make room for a request that is to come; ``dora_pb2.ReserveSlot`` is one."""
 
     request_id: str
     version: int
@@ -33,7 +31,7 @@ class Reserve:
     kv_bytes: int
     most_bytes: int
     source_epoch: int
-    needs_slot: bool = False
+    needs_slot: bool
 
 
 class Room(NamedTuple):
@@ -47,7 +45,7 @@ class Room(NamedTuple):
 class KvStore(Protocol):
     """Requests with their KV. One thread uses it, but for what it gives out."""
 
-    def reserve(self, order: Reserve) -> Room:
+    def reserve(self, order: ReserveOrder) -> Room:
         """Raises Conflict and SnapshotRefused where there is no room."""
 
     def release(self, request_id: str) -> None:
@@ -69,17 +67,6 @@ class KvStore(Protocol):
         """Forgets the request. Unknown ids are ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """How far a copy came."""
-
-    key: str = ""  # of the last round at the target
-    transport: str = ""
-    tokens: int = 0
-    body_bytes: int = 0
-    fallbacks: Sequence[str] = ()
-
-
 class CopyReply(Protocol):
     """Is told of a copy. ``ends`` is called once: by any thread after ``freezes``, and of a pool always."""
 
@@ -89,7 +76,7 @@ class CopyReply(Protocol):
     def freezes(self) -> None:
         """The request is frozen, and its last round is on its way."""
 
-    def ends(self, copied: Copied, error: DoraError | None) -> None: ...
+    def ends(self, copying: Copying, error: DoraError | None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -103,19 +90,8 @@ class Copy:
     over: threading.Lock = field(default_factory=threading.Lock)  # held once ``ends`` was called
 
     def end(self, error: DoraError | None) -> None:
-        """Tells how the copy ended, unless that was told before."""
-        if not self.over.acquire(blocking=False):
-            return
-        arrived, tokens = self.copying.arrived, max(0, self.copying.tokens)
-        last = arrived[-1] if error is None else None
-        copied = Copied(
-            last.key if last is not None else "",
-            last.transport if last is not None else "",
-            tokens,
-            sum(sent.body_bytes for sent in arrived),
-            [reason for sent in arrived for reason in sent.fallbacks],
-        )
-        self.reply.ends(copied, error)
+        if self.over.acquire(blocking=False):
+            self.reply.ends(self.copying, error)
 
 
 class Endpoint:
@@ -134,26 +110,21 @@ class Endpoint:
             raise Conflict("data plane", MISSING, "there, for a request to move with its KV", why="is missing")
         return self._plane
 
-    def reserve(self, order: Reserve) -> "Future[None] | None":
+    def reserve(self, order: ReserveOrder) -> "Future[None] | None":
         """Makes room, and lets in one snapshot. Returns what ends once there is room; None: there is.
 
         Raises Conflict and SnapshotRefused, as which the future may end too.
         """
-        room = self._store.reserve(order)
+        request_id, room = order.request_id, self._store.reserve(order)
         try:
-            self.plane.expect(order.request_id, order.source_epoch, room.most_bytes, room.ahead)
-        except DoraError:
-            self._store.release(order.request_id)
-            raise
-        self._reserved.add(order.request_id)
-        if room.granted is not None:
             plane = self.plane
-
-            def forget(done: "Future[None]") -> None:
-                if done.exception() is not None:
-                    plane.forget(order.request_id)
-
-            room.granted.add_done_callback(forget)
+            plane.expect(request_id, order.source_epoch, room.most_bytes, room.ahead)
+        except DoraError:
+            self._store.release(request_id)
+            raise
+        self._reserved.add(request_id)
+        if room.granted is not None:
+            room.granted.add_done_callback(lambda done: plane.forget(request_id) if done.exception() else None)
         return room.granted
 
     def cancel_reservation(self, request_id: str) -> None:
@@ -179,8 +150,7 @@ class Endpoint:
         """Begins to copy a request to ``peer``, which expects it. Raises Conflict, and NotMovable."""
         self.end_copy(request_id)
         plane, rounds = self.plane, self._store.rounds_of(request_id, peer)
-        copy = Copy(Copying(plane, peer, request_id, rounds), reply)
-        self.copies[request_id] = copy
+        copy = self.copies[request_id] = Copy(Copying(plane, peer, request_id, rounds), reply)
         if rounds.opened is not None:
             rounds.opened.add_done_callback(lambda _done: self._advance(copy))
 
@@ -201,10 +171,6 @@ class Endpoint:
         """Ends the copy, and forgets the request."""
         self.end_copy(request_id)
         self._store.remove(request_id)
-
-    def ended(self, request_id: str) -> None:
-        """The request has ended by itself."""
-        self.end_copy(request_id, NotFound("request_id", request_id, "one that has not ended"))
 
     def end_copy(self, request_id: str, error: DoraError | None = None) -> None:
         """Makes void what was copied of a request, because of ``error`` or because it was ordered."""
@@ -230,18 +196,19 @@ class Endpoint:
         self._plane = plane
 
     def _advance(self, copy: Copy) -> None:
+        copying = copy.copying
         try:
-            last = copy.copying.advance()
+            last = copying.advance()
         except DoraError as error:
-            copy.end(copy.copying.finish(error))
+            copy.end(copying.finish(error))
             return
-        if copy.copying.is_ahead and not copy.is_told:
+        if copying.is_ahead and not copy.is_told:
             copy.is_told = True
             copy.reply.began()
-        current = copy.copying.current
+        current = copying.current
         if last is not None:
             copy.is_last = True
             copy.reply.freezes()
-            last.done.add_done_callback(lambda _done: copy.end(copy.copying.finish()))
-        elif current is not None and copy.copying.rounds.opened is not None:
+            last.done.add_done_callback(lambda _done: copy.end(copying.finish()))
+        elif current is not None and copying.rounds.opened is not None:
             current.done.add_done_callback(lambda _done: self._advance(copy))

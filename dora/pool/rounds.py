@@ -3,23 +3,22 @@
 The bytes are sent from where they lie. If they do not arrive they are checked: what has changed meanwhile is lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-
-import numpy as np
 
 from dora.errors import DoraError
 from dora.kvtransfer.copying import NotMovable, Round
-from dora.pool.parked import Parked
-from dora.pool.store import Store
+from dora.pool.parked import Bodies, Parked
 
 
 class ParkedRounds:
     """Any thread may ask for rounds, one after the other."""
 
-    def __init__(self, store: Store, parked: Parked, opened: "Future[Sequence[np.ndarray]]") -> None:
-        self._store = store
+    def __init__(self, parked: Parked, opened: "Future[Bodies]", secret: bytes, closed: Callable[[str], None]) -> None:
+        """``closed`` is told why the bytes are lost; empty: they are not. It is not called if they were not opened."""
         self._parked = parked
+        self._secret = secret
+        self._closed = closed
         self._sent = 0
         self.opened = opened
         self.tokens = parked.tokens
@@ -36,10 +35,8 @@ class ParkedRounds:
 
     def close(self, error: DoraError | None) -> DoraError | None:
         opened, self.opened = self.opened, Future()  # the bytes are free once nobody else reads them
-        if opened.exception() is not None:  # the store has closed it
+        if opened.exception() is not None:
             return None
-        wrong = self._parked.damage(opened.result(), self._store.secret) if error is not None else ""
-        if wrong:
-            self._store.drop(self._parked, wrong)
-        self._store.close_snapshot(self._parked)
+        wrong = self._parked.damage(opened.result(), self._secret) if error is not None else ""
+        self._closed(wrong)
         return NotMovable(f"{self._parked.request_id} is lost: {wrong}") if wrong else None

@@ -29,23 +29,16 @@ class PoolMember(LinkedMember):
         held = [pb.HeldRequest(request_id=request_id, tokens=tokens) for request_id, tokens in parked.items()]
         return pb.PoolHello(held=held)
 
-    def begin_session(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> None:
+    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> PoolLoop:
         if self._loop is not None:
             self._loop.come_back(link, plane)
-            return
+            return self._loop
         assert plane.arena is not None
         secret, read_bytes = welcome.kv.secret, welcome.kv.memory_bytes
         disk = Disk(self._spill, secret, read_bytes) if self._spill is not None else None
         self._store = Store(plane.arena, disk, secret)
         self._loop = PoolLoop(link, plane, self._store)
-
-    def obey(self) -> None:
-        assert self._loop is not None
-        self._loop.run(self._stop)
-
-    def leave(self) -> None:
-        assert self._loop is not None
-        self._loop.leave()
+        return self._loop
 
     def close(self) -> None:
         if self._store is not None:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,13 @@ from typing import Final
 
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import Arena
-from dora.kvtransfer.arrivals import Arrival
 from dora.kvtransfer.copying import NotMovable
+from dora.kvtransfer.endpoint import ReserveOrder, Room
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import Arrived
 from dora.pool.disk import Disk
 from dora.pool.parked import Bodies, Parked, Round
+from dora.pool.rounds import ParkedRounds
 
 log = logging.getLogger("dora.worker")
 
@@ -63,7 +66,7 @@ class Store:
         """``secret``: of the run, for keyed checksums."""
         self._arena = arena
         self._disk = disk
-        self.secret = secret
+        self._secret = secret
         self._clock = clock
         self._parked: dict[str, Parked] = {}  # the one that has lain longest first
         self._let_in: dict[str, int] = {}  # bytes that are expected
@@ -72,25 +75,26 @@ class Store:
         self._spilled = 0
         self._lock = threading.RLock()
 
-    def let_in(self, request_id: str, kv_bytes: int) -> "Future[None]":
-        """Keeps room for a request that is to come. The future ends once there is some.
+    def reserve(self, order: ReserveOrder) -> Room:
+        """Keeps room for a request that is to come. The room is granted once there is some.
 
-        Raises Conflict where there will be none, or where the request is here; SnapshotRefused, as which the future may
+        Raises Conflict where there will be none, or where the request is here; SnapshotRefused, as which the grant may
         end too: the system has no memory for it.
         """
+        request_id = order.request_id
         with self._lock:
             if request_id in self._parked:
                 raise Conflict("request_id", request_id, "a request that is not parked here", why="is parked here")
-            self.let_out(request_id)
-            waiting = _Waiting(request_id, kv_bytes, self._clock(), Future())
+            self.release(request_id)
+            waiting = _Waiting(request_id, order.kv_bytes, self._clock(), Future())
             self._waiting.append(waiting)
             self._make_room()
             if waiting.done.done():
                 waiting.done.result()
-            return waiting.done
+            return Room(order.most_bytes, granted=waiting.done)
 
-    def let_out(self, request_id: str) -> None:
-        """It does not come any more."""
+    def release(self, request_id: str) -> None:
+        """The request does not come."""
         with self._lock:
             self._let_in.pop(request_id, None)
             for waiting in [each for each in self._waiting if each.request_id == request_id]:
@@ -103,26 +107,31 @@ class Store:
         with self._lock:
             return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
-    def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
+    def accept(self, arrived: Arrived, row: int) -> None:
         """A request has come."""
+        request, rounds = arrived.snapshot.request, arrived.rounds
         known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
-        parked = Parked(request_id, tokens, head, known, [each.body for each in rounds])
+        bodies = [each.body for each in rounds]
+        parked = Parked(request.request_id, len(request.output_token_ids), arrived.head, known, bodies)
         with self._lock:
-            self._let_in.pop(request_id, None)
-            self._parked[request_id] = parked
+            self._let_in.pop(request.request_id, None)
+            self._parked[request.request_id] = parked
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Its KV is wanted no more. Unknown ids are ignored."""
         with self._lock:
             parked = self._parked.get(request_id)
             if parked is not None:
                 self._forget(parked)
-            self.let_out(request_id)
+            self.release(request_id)
 
-    def open(self, request_id: str) -> "tuple[Parked, Future[Bodies]]":
-        """A snapshot and its rounds' bytes, read back if they are on disk; in memory until ``close_snapshot``.
+    def thaw(self, request_id: str) -> None:
+        """Nothing decodes here."""
 
-        Raises NotMovable where it is not here. The future may end with it too, or with TransferFailed: not just now.
+    def rounds_of(self, request_id: str, peer: Peer) -> ParkedRounds:
+        """A snapshot as it came, read back if it is on disk; in memory until the rounds are closed.
+
+        Raises NotMovable where it is not here. To open it may fail as that too, or as TransferFailed: not just now.
         """
         opened: Future[Bodies] = Future()
         with self._lock:
@@ -134,14 +143,8 @@ class Store:
                 opened.set_result(parked.bodies)
             else:
                 assert self._disk is not None
-                self._disk.read(parked, opened, partial(self._not_read, parked))
-        return parked, opened
-
-    def close_snapshot(self, parked: Parked) -> None:
-        """Ends ``open``."""
-        with self._lock:
-            parked.readers -= 1
-            self._settle(parked)
+                self._disk.read(parked, opened, partial(self._read, parked))
+        return ParkedRounds(parked, opened, self._secret, partial(self._read, parked))
 
     def drop(self, parked: Parked, reason: str) -> None:
         """Its KV is lost, which is to be told."""
@@ -273,7 +276,10 @@ class Store:
                 self._spilled += 1
                 self._settle(parked)
 
-    def _not_read(self, parked: Parked, lost: str) -> None:
+    def _read(self, parked: Parked, lost: str) -> None:
+        """Nobody reads it any longer; ``lost``: why its bytes are of no use."""
         if lost:
             self.drop(parked, lost)
-        self.close_snapshot(parked)
+        with self._lock:
+            parked.readers -= 1
+            self._settle(parked)

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from dora.errors import Conflict, DoraError
-from dora.kvtransfer.endpoint import Copied, Endpoint, Reserve
+from dora.kvtransfer.copying import Copying
+from dora.kvtransfer.endpoint import Endpoint
 from dora.kvtransfer.peer import Peer
 from dora.rpc import dora_pb2 as pb
 from dora.session.failure import fail
@@ -31,20 +32,30 @@ class Orders(Protocol):
     def send(self, message: pb.WorkerMessage) -> None: ...
 
 
-class Voice(Protocol):
+class Voice:
     """Answers one service, also when another is there by then: its commands have the same numbers."""
 
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
     def answer(self, outcome: pb.WorkerOutcome) -> None:
-        """In its turn: tokens that were sampled before are reported first."""
+        """In its turn, after all tokens that were sampled before."""
+        self.answer_ahead(outcome)
 
     def answer_ahead(self, outcome: pb.WorkerOutcome) -> None:
-        """At once. Any thread may call it."""
+        """At once, from any thread."""
+        outcome.at = time.time()
+        try:
+            self._orders.send(pb.WorkerMessage(outcome=outcome))
+        except DoraError as gone:  # the loop finds out by itself
+            log.info("an outcome was not sent: %s", gone)
 
     def report_tokens(self) -> None:
         """Reports all tokens that were sampled."""
 
     def began_copy(self, command_id: int) -> None:
-        """Reports that a request's KV is on its way while the request decodes."""
+        """A request's KV is on its way while the request decodes."""
+        self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=command_id)))
 
 
 V = TypeVar("V", bound=Voice)
@@ -58,7 +69,6 @@ class CommandLoop(Generic[V]):
         self._voice = voice
         self._shutdown = False
         self.endpoint = endpoint
-        self.notices: dict[str, Callable[[Any], None]] = {}  # commands without an outcome
         self.handlers: dict[str, Handler] = {
             "reserve_slot": self._reserve_slot,
             "cancel_reservation": lambda order, _: endpoint.cancel_reservation(order.request_id),
@@ -87,9 +97,6 @@ class CommandLoop(Generic[V]):
         if kind == "shutdown":
             self._shutdown = True
             return
-        if kind in self.notices:
-            self.notices[kind](getattr(command, kind))
-            return
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
         try:
             handler = self.handlers.get(kind or "")
@@ -105,28 +112,21 @@ class CommandLoop(Generic[V]):
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
         self._voice.answer(outcome)
 
+    def leave(self) -> None:
+        """The service is lost, and is to be outlived."""
+        self.endpoint.leave()
+
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:
-        granted = self.endpoint.reserve(
-            Reserve(
-                order.request_id,
-                order.version,
-                order.kv_tokens,
-                order.kv_bytes,
-                order.most_bytes,
-                order.source_epoch,
-                order.needs_slot,
-            )
-        )
+        granted, voice = self.endpoint.reserve(order), self._voice
         if granted is None:
             return None
-        voice = self._voice
 
         def answer(done: "Future[None]") -> None:
             error = done.exception()
             if error is not None:
                 assert isinstance(error, DoraError), error
                 fail("reserve_slot", outcome, error)
-            answer_late(voice, outcome)
+            voice.answer_ahead(outcome)
 
         granted.add_done_callback(answer)
         return LATER
@@ -144,27 +144,25 @@ class _CopyReply:
     def __init__(self, outcome: pb.WorkerOutcome, voice: Voice) -> None:
         self._outcome = outcome
         self._voice = voice
-        self._is_frozen = False
+        self._answer = voice.answer
 
     def began(self) -> None:
         self._voice.began_copy(self._outcome.command_id)
 
     def freezes(self) -> None:
-        self._is_frozen = True
         self._voice.report_tokens()
+        self._answer = self._voice.answer_ahead
 
-    def ends(self, copied: Copied, error: DoraError | None) -> None:
-        outcome = self._outcome
-        outcome.locator, outcome.kv_transport = copied.key, copied.transport
-        outcome.tokens, outcome.snapshot_bytes = copied.tokens, copied.body_bytes
-        outcome.kv_fallbacks.extend(reason[:REASON_MAX] for reason in copied.fallbacks)
-        if error is not None:
+    def ends(self, copying: Copying, error: DoraError | None) -> None:
+        outcome, arrived = self._outcome, copying.arrived
+        outcome.tokens, outcome.snapshot_bytes = max(0, copying.tokens), sum(sent.body_bytes for sent in arrived)
+        outcome.kv_fallbacks.extend(reason[:REASON_MAX] for sent in arrived for reason in sent.fallbacks)
+        if error is None:
+            outcome.locator, outcome.kv_transport = arrived[-1].key, arrived[-1].transport
+        else:
             fail("copy_out", outcome, error)
             log.warning("copy_out: %s", outcome.error)
-        if self._is_frozen:
-            answer_late(self._voice, outcome)
-        else:
-            self._voice.answer(outcome)
+        self._answer(outcome)
 
 
 def waiting(orders: Orders, timeout_s: float) -> Iterator[pb.WorkerCommand]:
@@ -175,11 +173,3 @@ def waiting(orders: Orders, timeout_s: float) -> Iterator[pb.WorkerCommand]:
         if command.HasField("shutdown"):
             return
         timeout_s = 0.0
-
-
-def answer_late(voice: Voice, outcome: pb.WorkerOutcome) -> None:
-    """Answers from any thread."""
-    try:
-        voice.answer_ahead(outcome)
-    except DoraError as gone:  # the loop finds out by itself
-        log.info("an outcome was not sent: %s", gone)

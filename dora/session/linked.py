@@ -6,7 +6,7 @@ import threading
 import time
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import Conflict, DoraError
@@ -15,6 +15,7 @@ from dora.kvtransfer.plane import DataPlane, local_host
 from dora.kvtransfer.registry import installed
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
+from dora.session.commands import CommandLoop
 from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
 from dora.session.member import TOLD_TO_END, Member, run_blocking
 
@@ -50,7 +51,7 @@ class LinkedMember(Member):
         stop: threading.Event,
         arena_bytes: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(stop.is_set)
         self._address = address
         self._capability = capability
         self._fingerprint = fingerprint
@@ -66,16 +67,8 @@ class LinkedMember(Member):
         """What the hello says of earlier sessions."""
 
     @abstractmethod
-    def begin_session(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> None:
-        """The service has said welcome, the first time or again."""
-
-    @abstractmethod
-    def obey(self) -> None:
-        """Obeys until told to end. Raises ServiceUnavailable once the stream has ended."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """The service is lost, and is to be outlived."""
+    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:
+        """The loop that obeys: a new one, or that of before, which has come back."""
 
     def step_alone(self) -> bool:
         """Does some work without a service; False: there is none."""
@@ -84,17 +77,17 @@ class LinkedMember(Member):
     def serve(self) -> None:
         """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if it is lost and is not to be
         outlived, or was lost for too long."""
-        run_blocking(self.stay_connected())
+        try:
+            run_blocking(self.stay_connected())
+        except (ServiceUnavailable, Conflict) as error:
+            if not self._orphan_timeout_s:
+                raise
+            raise ServiceUnavailable(f"no service within {self._orphan_timeout_s:g} s ({error})") from error
 
     def close(self) -> None:
-        if self._plane is not None:
-            self._plane.close()
-        if self._listener is not None:
-            self._listener.close()
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
+        for each in (self._plane, self._listener):
+            if each is not None:
+                each.close()
 
     async def run_session(self) -> str | None:
         address = self._address
@@ -112,24 +105,23 @@ class LinkedMember(Member):
             self.has_joined, self._orphan_timeout_s = True, 0.0
             plane = self._open_plane(self._listener, at_host(welcome, address.host_folder))
             session.callback(self._end_plane, plane)
+            loop = self.loop_of(link, welcome, plane)
             try:
-                self.begin_session(link, welcome, plane)
-                self.obey()
+                loop.run(self._stop)
             except ServiceUnavailable as error:
                 if welcome.orphan_timeout_s and link.is_lost:
                     self._orphan_timeout_s = welcome.orphan_timeout_s
                     log.warning("the service is away, and is awaited for %g s: %s", welcome.orphan_timeout_s, error)
-                    self.leave()
+                    loop.leave()
                 raise
         return TOLD_TO_END
 
     def patience_s(self, error: DoraError) -> float:
-        """While its name is in use the service has not noticed yet that the earlier session is over."""
+        """A service that still has our name in use has not noticed yet that the earlier session is over."""
         is_in_use = isinstance(error, Conflict) and error.field in ("worker_id", "pool_id")
-        return self._orphan_timeout_s if is_in_use or isinstance(error, ServiceUnavailable) else 0.0
-
-    def given_up(self, error: DoraError, patience_s: float) -> DoraError:
-        return ServiceUnavailable(f"no service within {patience_s:g} s ({error})") if patience_s else error
+        if not is_in_use and not isinstance(error, ServiceUnavailable):
+            self._orphan_timeout_s = 0.0
+        return self._orphan_timeout_s
 
     async def live_on(self, pause_s: float, error: DoraError) -> None:
         ends_s = time.monotonic() + pause_s
@@ -142,12 +134,9 @@ class LinkedMember(Member):
         ends_s = time.monotonic() + OPEN_TIMEOUT_S
         while not self._stop.is_set():
             command = link.take(0.0 if self.step_alone() else IDLE_S)
-            if command is not None:
-                if not command.HasField("welcome"):
-                    raise ServiceUnavailable(f"it said {command.WhichOneof('kind')}, not welcome")
-                log.log(logging.INFO if self.was_joined else logging.DEBUG, "the service is there again")
+            if command is not None and command.HasField("welcome"):
                 return command.welcome
-            if time.monotonic() >= ends_s:
+            if command is not None or time.monotonic() >= ends_s:
                 raise ServiceUnavailable(f"{link.address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
         return None
 

@@ -10,13 +10,11 @@ their coroutines never wait, and ``run_blocking`` runs them.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from typing import Any, ClassVar, Final, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar, Final
 
 from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.rpc.errors import ServiceUnavailable
-
-T = TypeVar("T")
 
 TOLD_TO_END: Final = "told to end"
 
@@ -27,7 +25,8 @@ class Member(ABC):
     pause_s: ClassVar[float] = 0.2  # between two attempts; doubled at each, up to
     pause_max_s: ClassVar[float] = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self._is_stopped = is_stopped
         self.has_joined = False  # in the latest attempt: the service has said welcome
         self.was_joined = False  # in any attempt
 
@@ -41,25 +40,18 @@ class Member(ABC):
             self.has_joined = False
             error: DoraError = ServiceUnavailable("the stream has ended")
             try:
-                reason = await self.run_session()
-                if reason is not None:
+                if (reason := await self.run_session()) is not None:
                     return reason
             except (ServiceUnavailable, Conflict, LimitExceeded) as failed:
                 error = failed.with_traceback(None)  # its frames would hold the session, and so memory of KV
             if self.has_joined:
                 since_s, pause_s, self.was_joined = time.monotonic(), self.pause_s, True
-            if self.is_stopped:
+            if self._is_stopped():
                 return TOLD_TO_END
-            patience_s = self.patience_s(error)
-            if time.monotonic() - since_s >= patience_s:
-                raise self.given_up(error, patience_s)
+            if time.monotonic() - since_s >= self.patience_s(error):
+                raise error
             await self.live_on(pause_s, error)
             pause_s = min(2 * pause_s, self.pause_max_s)
-
-    @property
-    @abstractmethod
-    def is_stopped(self) -> bool:
-        """Whether it was told to end."""
 
     @abstractmethod
     async def run_session(self) -> str | None:
@@ -70,20 +62,15 @@ class Member(ABC):
     def patience_s(self, error: DoraError) -> float:
         """For how long this error may last, since the start or the last session; 0: it ends the member."""
 
-    def given_up(self, error: DoraError, patience_s: float) -> DoraError:
-        """The error by which the member ends."""
-        return error
-
     @abstractmethod
     async def live_on(self, pause_s: float, error: DoraError) -> None:
         """Lives without a service for so long, or until it is told to end."""
 
 
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_blocking(coroutine: Coroutine[Any, Any, str]) -> str:
     """Runs a coroutine that never waits, without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as end:
-        return end.value
-    coroutine.close()
+        return str(end.value)
     raise RuntimeError("a coroutine that must not wait has waited")

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from dora.data.types import RequestSpec
 from dora.errors import Conflict
-from dora.kvtransfer.endpoint import Reserve, Room
+from dora.kvtransfer.endpoint import ReserveOrder, Room
 from dora.kvtransfer.layout import body_bytes_most
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import Arrived
@@ -19,19 +18,16 @@ QUEUE_SLOTS: Final = 2  # requests taken in by handoff where there is no pool: t
 class EngineStore:
     """The engine's thread uses it, between two steps."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        accepted: Callable[[RequestSpec, int], None],
-        remove: Callable[[str], None],
-    ) -> None:
-        """``accepted`` is told of a request that the engine has taken in, with its row; ``remove`` removes one."""
+    def __init__(self, engine: RolloutEngine, holds: Callable[..., None], remove: Callable[[str], None]) -> None:
+        """``holds`` is told of a request that the engine has taken in; ``remove`` removes one."""
         self._engine = engine
-        self._accepted = accepted
-        self.remove = remove
+        self._holds = holds
         self._sent = SentPrefixes()
+        self.release = engine.release
+        self.thaw = engine.thaw
+        self.remove = remove
 
-    def reserve(self, order: Reserve) -> Room:
+    def reserve(self, order: ReserveOrder) -> Room:
         if order.version != self._engine.version:
             raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
         load, capability = self._engine.load(), self._engine.capability
@@ -44,18 +40,12 @@ class EngineStore:
         most_bytes = body_bytes_most(self._engine.layout, capability.max_model_len_tokens)
         return Room(most_bytes, self._engine.reserve(order.request_id, order.kv_tokens))
 
-    def release(self, request_id: str) -> None:
-        self._engine.release(request_id)
-
     def accept(self, arrived: Arrived, row: int) -> None:
         self._engine.take_in(arrived.snapshot)
-        self._accepted(arrived.snapshot.request, row)
+        self._holds(arrived.snapshot.request, row, arrives=True)
 
     def rounds_of(self, request_id: str, peer: Peer) -> EngineRounds:
         return EngineRounds(self._engine, peer, request_id, self._sent)
-
-    def thaw(self, request_id: str) -> None:
-        self._engine.thaw(request_id)
 
     def forget_sent(self) -> None:
         """Peers of the next service are others: what was sent counts no more."""

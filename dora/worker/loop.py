@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from dora.data.types import RequestSpec
+from dora.errors import NotFound
 from dora.kvtransfer.endpoint import Endpoint
 from dora.kvtransfer.plane import DataPlane
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.session.commands import CommandLoop, Orders
+from dora.session.commands import LATER, CommandLoop, Orders
 from dora.weights.holds import held
 from dora.worker.engine import RolloutEngine
 from dora.worker.engine_store import EngineStore
@@ -54,14 +55,15 @@ class EngineLoop(CommandLoop[Reporting]):
         self._responses = Responses() if welcome.orphan_timeout_s else None  # None: nobody will ask for them again
         self._name = ""  # of the manifest of the version loaded
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
-        self._store = EngineStore(engine, self._accepted, self._let_go)
+        self._store = EngineStore(engine, self._holds, self._let_go)
         reporting = Reporting(engine, orders, welcome.report_period_ms / 1000, clock)
         super().__init__(orders, Endpoint(self._store, plane), reporting)
         self.handlers |= {
             "load_version": self._load_version,
             "start_request": self._start_request,
+            "pace": self._pace,
+            "settled": self._settle,
         }
-        self.notices |= {"pace": self._pace, "settled": self._settle}
 
     def turn(self) -> None:
         """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
@@ -83,7 +85,8 @@ class EngineLoop(CommandLoop[Reporting]):
         self._voice.add(deltas)
         for delta in deltas:
             if delta.finish_reason and delta.request_id in self.endpoint.copies:
-                self.endpoint.ended(delta.request_id)
+                ended = NotFound("request_id", delta.request_id, "one that has not ended")
+                self.endpoint.end_copy(delta.request_id, ended)
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
         if kind == "start_request":  # of a request that nothing was sampled of; what was of others can wait
@@ -91,13 +94,15 @@ class EngineLoop(CommandLoop[Reporting]):
         else:
             self._voice.answer(outcome, reports=kind == "load_version")
 
-    def _pace(self, notice: pb.Pace) -> None:
+    def _pace(self, notice: pb.Pace, _outcome: pb.WorkerOutcome) -> object:
         self._voice.period_s = notice.report_period_ms / 1000
+        return LATER
 
-    def _settle(self, notice: pb.Settled) -> None:
+    def _settle(self, notice: pb.Settled, _outcome: pb.WorkerOutcome) -> object:
         if self._responses is not None:
             for request_id in notice.request_ids:
                 self._responses.forget(request_id)
+        return LATER
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
         began_s = self._clock()
@@ -114,9 +119,6 @@ class EngineLoop(CommandLoop[Reporting]):
         request = convert.request_from_wire(order)
         self._engine.add(request)
         self._holds(request, order.row)
-
-    def _accepted(self, request: RequestSpec, row: int) -> None:
-        self._holds(request, row, arrives=True)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
         """The engine has taken the request."""
@@ -137,7 +139,7 @@ class EngineLoop(CommandLoop[Reporting]):
         """The service is gone: what was under way between workers is undone, and the engine keeps all that it holds."""
         assert self._responses is not None
         self._responses.is_alone = True
-        self.endpoint.leave()
+        super().leave()
         self._store.forget_sent()
 
     def step_alone(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Final
 from dora.data.types import TokenDelta
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.session.commands import Orders
+from dora.session.commands import Orders, Voice
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
 
@@ -18,14 +18,14 @@ IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
 END_WAITS_S: Final = 0.05  # for others, to be reported with them
 
 
-class Reporting:
+class Reporting(Voice):
     """Of one service: a worker that has outlived its service begins with another."""
 
     def __init__(self, engine: RolloutEngine, orders: Orders, period_s: float, clock: Callable[[], float]) -> None:
         """``period_s``: between two reports, and the service may change it."""
+        super().__init__(orders)
         self.period_s = period_s
         self._engine = engine
-        self._orders = orders
         self._clock = clock
         self._base = engine.load()  # counters are told from here on
         self._sampled = Gathering()
@@ -106,15 +106,6 @@ class Reporting:
             self.report()
         self.answer_ahead(outcome)
 
-    def answer_ahead(self, outcome: pb.WorkerOutcome) -> None:
-        """Ahead of tokens that wait: of a request that nothing was sampled of."""
-        outcome.at = time.time()
-        self._orders.send(pb.WorkerMessage(outcome=outcome))
-
     def report_tokens(self) -> None:
         if self._sampled:
             self.report()
-
-    def began_copy(self, command_id: int) -> None:
-        """A request's KV is on its way while the request decodes."""
-        self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=command_id)))

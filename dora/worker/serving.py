@@ -22,20 +22,13 @@ class WorkerMember(LinkedMember):
     def held(self) -> pb.WorkerHello:
         return pb.WorkerHello() if self._loop is None else self._loop.held()
 
-    def begin_session(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> None:
+    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> EngineLoop:
         versions = of_store(Path(welcome.weights_folder), self._address.name)
         if self._loop is None:
             self._loop = EngineLoop(self._engine, link, welcome, plane, versions=versions)
         else:
             self._loop.come_back(link, welcome, plane, versions)
-
-    def obey(self) -> None:
-        assert self._loop is not None
-        self._loop.run(self._stop)
-
-    def leave(self) -> None:
-        assert self._loop is not None
-        self._loop.leave()
+        return self._loop
 
     def step_alone(self) -> bool:
         return self._loop is not None and self._loop.step_alone()

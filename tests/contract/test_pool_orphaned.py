@@ -28,7 +28,8 @@ def test_what_is_parked_goes_on_under_the_next_epoch(tmp_path: Path, transport: 
         tokens = worker.tokens.pop("r1")
         pool.order(reserve_slot=reserve("r2", 1))
         pool.turn()
-        assert pool.loop.leave() == {"r1": len(tokens)}
+        pool.loop.leave()
+        assert pool.store.parked() == {"r1": len(tokens)}
         assert pool.store.held().memory_bytes == pool.arena.lent_bytes()
         listener = Listener("127.0.0.1")
         settings = PlaneSettings(SECRET, tmp_path, transports)
