@@ -4,6 +4,7 @@ A round is cut by the request's ``Rounds``: of an engine they are the blocks tha
 that came when the request was parked.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -54,15 +55,33 @@ class Rounds(Protocol):
         """No byte is read any longer. ``error``: why the copy failed. Returns the cause, if it lies in these bytes."""
 
 
+class CopyReply(Protocol):
+    """Is told of a copy. ``ends`` is called once: by any thread after ``freezes``, and of a pool always."""
+
+    def began(self) -> None:
+        """Rounds are under way while the request decodes."""
+
+    def freezes(self) -> None:
+        """The request is frozen, and its last round is on its way."""
+
+    def ends(self, copying: "Copying", error: DoraError | None) -> None: ...
+
+
 class Copying:
     """``advance`` until it has returned the last round; ``finish`` once that round is done, or ``advance`` raised."""
 
-    def __init__(self, plane: DataPlane, peer: Peer, request_id: str, rounds: Rounds) -> None:
+    def __init__(
+        self, plane: DataPlane, peer: Peer, request_id: str, rounds: Rounds, reply: CopyReply | None = None
+    ) -> None:
         self._plane = plane
         self._peer = peer
         self._request_id = request_id
+        self._reply = reply
         self._after = ""  # key of the round that has arrived
         self._is_cancelled = False
+        self._is_told = False  # that it has begun
+        self._over = threading.Lock()  # held once it was told to have ended
+        self.is_last = False  # its last round is on its way
         self.rounds = rounds
         self.arrived: list[Sent] = []
         self.current: Transfer | None = None
@@ -75,6 +94,10 @@ class Copying:
     def is_ahead(self) -> bool:
         """Whether rounds are under way while the request decodes."""
         return self.tokens < 0 and (self.current is not None or bool(self.arrived))
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.locked()
 
     def cancel(self) -> None:
         """Makes void what was sent. Any thread may call it."""
@@ -93,11 +116,9 @@ class Copying:
             return None
         if self._is_cancelled:
             raise TransferFailed("it was cancelled")
-        if self.current is not None:
-            failed = self._take_arrived(self.current)
-            if failed is not None and not self.rounds.restarts():
-                # Another error: the transfer's own would hold this frame, and so the transfer itself.
-                raise TransferFailed(str(failed))
+        failed = self._take_arrived()
+        if failed is not None and not self.rounds.restarts():
+            raise TransferFailed(str(failed))  # the transfer's own error would hold this frame, and so the transfer
         found = self.rounds.next_round()
         if found is None:
             return None
@@ -109,19 +130,43 @@ class Copying:
             transfer.cancel()
         if found.leaves is not None:
             found.leaves(transfer.done)
-        return None if found.goes_on else transfer
+        self.is_last = not found.goes_on
+        return transfer if self.is_last else None
+
+    def go_on(self) -> None:
+        """Advances, and tells of it. Where any thread may ask for rounds, the rest of the copy goes on by itself."""
+        try:
+            last = self.advance()
+        except DoraError as error:
+            self.end(self.finish(error))
+            return
+        current = self.current
+        if self._reply is not None and self.is_ahead and not self._is_told:
+            self._is_told = True
+            self._reply.began()
+        if last is not None:
+            if self._reply is not None:
+                self._reply.freezes()
+            last.done.add_done_callback(lambda _done: self.end(self.finish()))
+        elif current is not None and self.rounds.opened is not None:
+            current.done.add_done_callback(lambda _done: self.go_on())
 
     def finish(self, error: DoraError | None = None) -> DoraError | None:
         """Ends the copy after its last round, or after ``error``. Returns why it failed; None: all has arrived."""
-        current = self.current
-        if error is None and current is not None:
-            error = self._take_arrived(current)
+        error = error or self._take_arrived()
         self.current = None
         return self.rounds.close(None if self._is_cancelled else error) or error
 
-    def _take_arrived(self, transfer: Transfer) -> DoraError | None:
+    def end(self, error: DoraError | None) -> None:
+        """Tells how the copy ended, unless that was told before."""
+        if self._over.acquire(blocking=False) and self._reply is not None:
+            self._reply.ends(self, error)
+
+    def _take_arrived(self) -> DoraError | None:
         """Moves a transfer that has ended to ``arrived``; if it failed, returns why."""
-        self.current = None
+        transfer, self.current = self.current, None
+        if transfer is None:
+            return None
         error = transfer.done.exception()
         if error is not None:
             assert isinstance(error, DoraError), error

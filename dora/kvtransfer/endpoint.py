@@ -10,14 +10,12 @@ A worker's engine is a store, and so is a pool: to park is a handoff whose targe
 whose source it is. ``thaw`` and ``cancel_reservation`` undo what was begun at either end.
 """
 
-import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dora.errors import MISSING, Conflict, DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Ahead
-from dora.kvtransfer.copying import Copying, Rounds
+from dora.kvtransfer.copying import Copying, CopyReply, Rounds
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import Arrived, DataPlane
 
@@ -67,33 +65,6 @@ class KvStore(Protocol):
         """Forgets the request. Unknown ids are ignored."""
 
 
-class CopyReply(Protocol):
-    """Is told of a copy. ``ends`` is called once: by any thread after ``freezes``, and of a pool always."""
-
-    def began(self) -> None:
-        """Rounds are under way while the request decodes."""
-
-    def freezes(self) -> None:
-        """The request is frozen, and its last round is on its way."""
-
-    def ends(self, copying: Copying, error: DoraError | None) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A copy, and who is told of it."""
-
-    copying: Copying
-    reply: CopyReply
-    is_told: bool = False  # that it has begun
-    is_last: bool = False  # its last round is on its way
-    over: threading.Lock = field(default_factory=threading.Lock)  # held once ``ends`` was called
-
-    def end(self, error: DoraError | None) -> None:
-        if self.over.acquire(blocking=False):
-            self.reply.ends(self.copying, error)
-
-
 class Endpoint:
     """One thread gives it commands. ``plane``: None where no request can come or leave with its KV."""
 
@@ -101,7 +72,7 @@ class Endpoint:
         self._store = store
         self._plane = plane
         self._reserved: set[str] = set()
-        self.copies: dict[str, Copy] = {}  # by request
+        self.copies: dict[str, Copying] = {}  # by request
 
     @property
     def plane(self) -> DataPlane:
@@ -150,16 +121,16 @@ class Endpoint:
         """Begins to copy a request to ``peer``, which expects it. Raises Conflict, and NotMovable."""
         self.end_copy(request_id)
         plane, rounds = self.plane, self._store.rounds_of(request_id, peer)
-        copy = self.copies[request_id] = Copy(Copying(plane, peer, request_id, rounds), reply)
+        copy = self.copies[request_id] = Copying(plane, peer, request_id, rounds, reply)
         if rounds.opened is not None:
-            rounds.opened.add_done_callback(lambda _done: self._advance(copy))
+            rounds.opened.add_done_callback(lambda _done: copy.go_on())
 
     def advance(self) -> None:
         """Sends the next round of each copy whose rounds are asked for by this thread, where it is time for one."""
         for request_id, copy in list(self.copies.items()):
-            if not copy.is_last and copy.copying.rounds.opened is None:
-                self._advance(copy)
-                if copy.over.locked() and not copy.is_last:
+            if not copy.is_last and copy.rounds.opened is None:
+                copy.go_on()
+                if copy.is_over and not copy.is_last:
                     del self.copies[request_id]
 
     def thaw(self, request_id: str) -> None:
@@ -176,14 +147,14 @@ class Endpoint:
         """Makes void what was copied of a request, because of ``error`` or because it was ordered."""
         copy = self.copies.pop(request_id, None)
         if copy is not None:
-            copy.copying.cancel()
+            copy.cancel()
             if not copy.is_last:
                 copy.end(error or TransferFailed("it was cancelled"))
 
     def leave(self) -> None:
         """The service is lost: undoes all handoffs under way. What the store holds stays."""
         for request_id, copy in self.copies.items():
-            copy.copying.cancel()
+            copy.cancel()
             self._store.thaw(request_id)
         self.copies.clear()
         for request_id in self._reserved:
@@ -194,21 +165,3 @@ class Endpoint:
     def come_back(self, plane: DataPlane | None) -> None:
         """A service is there again."""
         self._plane = plane
-
-    def _advance(self, copy: Copy) -> None:
-        copying = copy.copying
-        try:
-            last = copying.advance()
-        except DoraError as error:
-            copy.end(copying.finish(error))
-            return
-        if copying.is_ahead and not copy.is_told:
-            copy.is_told = True
-            copy.reply.began()
-        current = copying.current
-        if last is not None:
-            copy.is_last = True
-            copy.reply.freezes()
-            last.done.add_done_callback(lambda _done: copy.end(copying.finish()))
-        elif current is not None and copying.rounds.opened is not None:
-            current.done.add_done_callback(lambda _done: self._advance(copy))

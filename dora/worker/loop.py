@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Final
 
 from dora.data.types import RequestSpec
-from dora.errors import NotFound
-from dora.kvtransfer.endpoint import Endpoint
-from dora.kvtransfer.plane import DataPlane
+from dora.errors import Conflict, NotFound
+from dora.kvtransfer.endpoint import Endpoint, ReserveOrder, Room
+from dora.kvtransfer.layout import body_bytes_most
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import Arrived, DataPlane
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.session.commands import LATER, CommandLoop, Orders
 from dora.weights.holds import held
 from dora.worker.engine import RolloutEngine
-from dora.worker.engine_store import EngineStore
+from dora.worker.prefixes import SentPrefixes
 from dora.worker.reporting import IDLE_S, Reporting
 from dora.worker.responses import Responses
+from dora.worker.rounds import EngineRounds
 
 log = logging.getLogger("dora.worker")
 
@@ -33,8 +37,11 @@ def of_store(folder: Path, holder: str) -> Versions:
     return lambda name: held(folder, name, holder)
 
 
+QUEUE_SLOTS: Final = 2  # requests taken in by handoff where there is no pool: this many times the slots
+
+
 class EngineLoop(CommandLoop[Reporting]):
-    """Owns the engine.
+    """Owns the engine, which is a store of handoffs between two steps.
 
     KV is copied by the data plane, in threads of its own. A worker without one takes part in no handoff.
     """
@@ -55,9 +62,10 @@ class EngineLoop(CommandLoop[Reporting]):
         self._responses = Responses() if welcome.orphan_timeout_s else None  # None: nobody will ask for them again
         self._name = ""  # of the manifest of the version loaded
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
-        self._store = EngineStore(engine, self._holds, self._let_go)
+        self._sent = SentPrefixes()
+        self.release, self.thaw = engine.release, engine.thaw
         reporting = Reporting(engine, orders, welcome.report_period_ms / 1000, clock)
-        super().__init__(orders, Endpoint(self._store, plane), reporting)
+        super().__init__(orders, Endpoint(self, plane), reporting)
         self.handlers |= {
             "load_version": self._load_version,
             "start_request": self._start_request,
@@ -126,7 +134,29 @@ class EngineLoop(CommandLoop[Reporting]):
         if self._responses is not None:
             self._responses.begin(request)
 
-    def _let_go(self, request_id: str) -> None:
+    # Of a store of handoffs.
+
+    def reserve(self, order: ReserveOrder) -> Room:
+        if order.version != self._engine.version:
+            raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
+        load, capability = self._engine.load(), self._engine.capability
+        held = load.running + load.waiting + self._engine.reserved
+        limit = (1 if order.needs_slot else QUEUE_SLOTS) * capability.slots
+        if held >= limit:
+            raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
+        if order.kv_tokens > capability.kv_tokens:
+            raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
+        most_bytes = body_bytes_most(self._engine.layout, capability.max_model_len_tokens)
+        return Room(most_bytes, self._engine.reserve(order.request_id, order.kv_tokens))
+
+    def accept(self, arrived: Arrived, row: int) -> None:
+        self._engine.take_in(arrived.snapshot)
+        self._holds(arrived.snapshot.request, row, arrives=True)
+
+    def rounds_of(self, request_id: str, peer: Peer) -> EngineRounds:
+        return EngineRounds(self._engine, peer, request_id, self._sent)
+
+    def remove(self, request_id: str) -> None:
         """The engine forgets the request, if it has it; what was sampled of it is reported first."""
         self._voice.forget(request_id)
         if self._responses is not None:
@@ -140,7 +170,7 @@ class EngineLoop(CommandLoop[Reporting]):
         assert self._responses is not None
         self._responses.is_alone = True
         super().leave()
-        self._store.forget_sent()
+        self._sent = SentPrefixes()  # peers of the next service are others
 
     def step_alone(self) -> bool:
         """One step while nobody listens; False: there is nothing to step."""

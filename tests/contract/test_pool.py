@@ -67,7 +67,7 @@ def copied_out(worker: Worker, pool: PoolEnd, request_id: str) -> pb.WorkerOutco
     number = worker.order(copy_out=pb.CopyOut(request_id=request_id, target=peer_of(pool.end)))
     worker.turn()
     copy = worker.loop.endpoint.copies[request_id]
-    while (current := copy.copying.current) and current.done.exception(WAIT_S) is None and not copy.is_last:
+    while (current := copy.current) and current.done.exception(WAIT_S) is None and not copy.is_last:
         worker.turn()
     return worker.outcome(number)
 

@@ -147,7 +147,7 @@ class Worker:
 
     def await_round(self, request_id: str) -> None:
         """Until the round that is on its way has arrived; no step is done meanwhile."""
-        current = self.loop.endpoint.copies[request_id].copying.current
+        current = self.loop.endpoint.copies[request_id].current
         assert current is not None
         current.done.result(20)
 
