@@ -6,7 +6,7 @@ Those that worker and pool share are obeyed by their ``Endpoint``.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -87,9 +87,11 @@ class CommandLoop(Generic[V]):
         raise NotImplementedError
 
     def obey_waiting(self, timeout_s: float) -> bool:
-        """Obeys all commands that wait, the first of them awaited. False: the last one was Shutdown."""
-        for command in waiting(self._orders, timeout_s):
+        """Obeys all commands that wait, the first of them awaited. False: the last one was Shutdown, after which the
+        stream ends, and that is no fault then."""
+        while not self._shutdown and (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
+            timeout_s = 0.0
         return not self._shutdown
 
     def _obey(self, command: pb.WorkerCommand) -> None:
@@ -163,13 +165,3 @@ class _CopyReply:
             fail("copy_out", outcome, error)
             log.warning("copy_out: %s", outcome.error)
         self._answer(outcome)
-
-
-def waiting(orders: Orders, timeout_s: float) -> Iterator[pb.WorkerCommand]:
-    """All commands that wait, the first of them awaited. Shutdown is the last: the stream ends after it, which is no
-    fault then."""
-    while (command := orders.take(timeout_s)) is not None:
-        yield command
-        if command.HasField("shutdown"):
-            return
-        timeout_s = 0.0
