@@ -21,8 +21,8 @@ from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
+from dora.session.linked import Address
 from dora.worker import __main__ as worker_process
-from dora.worker import serving
 
 Result = TypeVar("Result")
 
@@ -115,9 +115,11 @@ class _WorkerThreads:
             workers, name, LaunchContext(handle.address, handle.model, kv_host=self._config.kv.host)
         )
         options = worker_process._parser().parse_args(argv)
-        address = serving.Address(handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host)
-        with contextlib.closing(worker_process.make_engine(options)) as engine, contextlib.suppress(ServiceUnavailable):
-            serving.serve(address, engine, self._stop)
+        address = Address(handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host)
+        with contextlib.closing(worker_process.make_engine(options)) as engine:
+            member = worker_process.WorkerMember(address, engine, self._stop)
+            with contextlib.closing(member), contextlib.suppress(ServiceUnavailable):
+                member.serve()
 
 
 async def train(
