@@ -14,17 +14,24 @@ DATA_WORD = re.compile(r"[\w./<>-]*[\d_][\w./<>-]*")  # a number, an id, the nam
 def refused(kind: type[BaseException], /, *, names: Sequence[object] = (), **data: Any) -> Iterator[Any]:
     """The block raises an error of exactly this type.
 
-    ``data``: attributes that the error must have, such as ``field`` and ``value``. ``names``: what its message must
-    name: numbers, ids, settings.
+    ``data``: attributes that the error must have, such as ``field`` and ``value``; a field's name may lack its
+    beginning, such as the file and line that it stands in. ``names``: numbers, ids and settings in the message.
     """
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
     assert type(error) is kind, f"{type(error).__name__}: {error}"
+    field = str(data.pop("field", ""))
+    assert str(getattr(error, "field", "")).endswith(field), str(error)
     found = {name: getattr(error, name) for name in data}
     assert found == data, str(error)
-    missing = [str(name) for name in names if str(name) not in str(error)]
+    missing = [name for name in names if not any(form in str(error) for form in _written(name))]
     assert not missing, f"{missing} not named in: {error}"
+
+
+def _written(name: object) -> set[str]:
+    """The forms in which a message may write a number or a name."""
+    return {str(name), f"{name:,}"} if isinstance(name, int) else {str(name)}
 
 
 def data_words(text: str) -> list[str]:

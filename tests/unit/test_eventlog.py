@@ -146,7 +146,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[at] ^= 1 << at % 8
         (tmp_path / "damaged").write_bytes(damaged)
-        with refused(InvalidValue, names=("123",)):
+        with refused(InvalidValue, names=("record", "checksum")):
             list(read_log(tmp_path / "damaged"))
 
 
@@ -157,7 +157,7 @@ def test_damage_is_told_with_its_place_and_what_came_before_can_be_read(tmp_path
     (tmp_path / "log").write_bytes(whole)
     records = iter(read_log(tmp_path / "log"))
     assert next(records).event == EVENTS[0]
-    with refused(InvalidValue, value="d2107f27", names=(second,)):
+    with refused(InvalidValue, names=(second,)):
         next(records)
 
 
@@ -302,7 +302,7 @@ def test_damage_of_a_state_folder_is_told_with_its_place(tmp_path: Path) -> None
         damaged = bytearray(whole)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        with refused(InvalidValue, field="seg", value="byte d+"):
+        with refused(InvalidValue, field="00000001.seg", names=("byte",)):
             list(read_log(tmp_path))
 
 

@@ -275,7 +275,7 @@ async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptur
     parts.handoffs[7] = Handoff(0, "g0.1", "w1", "w0", 0.0)
     await parts.carry_out(do.CancelReservation("w0", 1, 6, "g0.0"), do.CancelReservation("w0", 1, 7, "g0.1"))
     assert [record.getMessage() for record in caplog.records] == [
-        "g0.0: its handoff from w1 to w0 is undone: it took longer than 30 s"
+        "g0.0: its handoff from w1 to w0 was undone: it took longer than 30 s"
     ]
 
 

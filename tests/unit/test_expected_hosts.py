@@ -158,7 +158,7 @@ async def test_one_that_does_not_come_is_lost_in_the_end(incarnations: Callable[
     assert not second.good(*FIRST) and on.HostLost("h1") in second.posted
     (local, lost) = second.hosts.statuses()
     assert (local.name, lost.name, lost.state, lost.epoch) == (LOCAL, "h1", "lost", 1)
-    assert "has not come back" in lost.reason
+    assert "has not returned" in lost.reason
     second.join(kept=KEPT)
     assert not second.welcome.goes_on
     assert not incarnations().good(*FIRST)

@@ -54,7 +54,7 @@ async def test_a_source_without_end_of_impossible_prompts_has_failed() -> None:
     async with asyncio.timeout(60):
         while not feed.failure:
             await asyncio.to_thread(lambda: None)
-    assert feed.failure.startswith(f"{REFUSED_MAX} prompts in a row were refused, the last as prompt p4095: tokens")
+    assert feed.failure.startswith(f"{REFUSED_MAX} prompts in a row were refused; the last: prompt p4095: tokens")
     assert feed.refused == REFUSED_MAX and feed.sources_failed == 1
     feed.submit(list(prompts(1)))
     assert [prompt.prompt_id for prompt in (await waiting)[0]] == ["p0"]

@@ -35,12 +35,12 @@ class Case:
         found = PromptLedger(Journal(), queued_most=8)
         values = ledger.values
         found.restore(
-            ((group.prompt, group.place, group.arrival) for group in ledger.groups()),
+            ((group.prompt, group.position, group.arrival) for group in ledger.groups()),
             ledger.queued(),
             ledger.cancelled(),
             next_arrival=values["next_arrival"],
             next_position=values["place"],
-            passed=ledger.places(),
+            passed=ledger.positions(),
             ended=values["prompts_ended"],
         )
         ledger.close()
@@ -151,4 +151,4 @@ def test_an_id_that_was_cancelled_may_come_again() -> None:
     assert (case.prompts.queued, case.prompts.queued_bytes) == (0, 0)
     case.prompts.admit(case.entries, 1)
     (admitted,) = [each for each in case.log.told if isinstance(each, records.Admitted)]
-    assert (admitted.place, admitted.arrival, admitted.rows) == (SUBMITTED, 2, [0, 1])
+    assert (admitted.position, admitted.arrival, admitted.rows) == (SUBMITTED, 2, [0, 1])

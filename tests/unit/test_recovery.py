@@ -157,7 +157,7 @@ async def test_the_end_of_a_service_does_not_wait_for_a_log_that_cannot_be_writt
         cancel(1)
         async with asyncio.timeout(20):
             await queue.finish()
-    assert "the record lacks the last 1 writes" in caplog.text and STATE in caplog.text
+    assert "the run record lacks the last 1 writes" in caplog.text and STATE in caplog.text
     assert len((tmp_path / "record" / CANCELLED_FILE).read_text().splitlines()) == 1
     await log.close()
     recorder.close()
