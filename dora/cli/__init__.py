@@ -1,11 +1,11 @@
-"""The command line. ``main`` is the entry point of the ``dora`` command; importing it loads no torch and no vLLM."""
+"""The command line. ``main`` is the entry point of the ``dora`` command. Importing it loads neither torch nor vLLM."""
 
 import os
 
 
 def main() -> None:
-    """Runs the command line of this process and exits with its code (:mod:`dora.cli.exits`)."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC logs by itself, a command says in a line of its own
+    """Runs the command line and exits the process with its code (:mod:`dora.cli.exits`)."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # commands report connection errors themselves
     from dora.cli.app import app
 
     app()

@@ -1,4 +1,4 @@
-"""The ``dora`` application: one entry a command, in the order of ``dora --help``."""
+"""The ``dora`` application: one entry per command, in the order of ``dora --help``."""
 
 from collections.abc import Callable
 from inspect import cleandoc
@@ -63,7 +63,7 @@ def options(
 
 
 def help_of(function: Callable[..., None]) -> str:
-    """What a command's help says: its docstring, whose paragraphs are lines of their own for the terminal to break."""
+    """Returns a command's help: its docstring, one line per paragraph, which the terminal wraps."""
     paragraphs = cleandoc(function.__doc__ or "").replace("``", "`").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -1,7 +1,7 @@
 """Values for typer's shell completion: settings, models, strategies, and the workers of a running service.
 
-``dora --install-completion`` installs it. typer keeps the values that begin with the typed text. A service that does
-not answer at once completes nothing.
+``dora --install-completion`` installs it. typer filters the values by the typed text. A service that does not answer at
+once adds no values.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ PROMPTS: Final = ("counting", "tiny", "none", "reasoning-gym:")
 REWARDS: Final = tuple(f"dora.rewards.{name}:score" for name in ("answer", "counting", "reasoning_gym", "tiny"))
 KV_TIERS: Final = ("none", "lmcache")
 
-Values = list[str] | list[tuple[str, str]]  # a value, or a value and its meaning
+Values = list[str] | list[tuple[str, str]]  # a value, or a value and its description
 
 
 def service_settings(incomplete: str) -> list[str]:
-    """``section.field=value`` of a service's configuration."""
+    """Completes ``section.field=value`` of a service's configuration."""
     from dora.config import Config
 
     return _settings(Config, incomplete)
 
 
 def scenario_settings(incomplete: str) -> list[str]:
-    """``section.field=value`` of a scenario."""
+    """Completes ``section.field=value`` of a scenario."""
     from dora.sim.scenario import Scenario
 
     return _settings(Scenario, incomplete)
@@ -66,11 +66,11 @@ def presets() -> list[str]:
 
 
 def policies() -> list[str]:
-    """The strategies of a service, of other packages too."""
+    """The strategies that a service accepts, including those of other packages."""
     from dora.core.policies import POLICIES
     from dora.orchestrator.plugins import load_strategies
 
-    with suppress(DoraError):  # another package's strategy does not load
+    with suppress(DoraError):  # another package's strategy fails to load
         load_strategies()
     return list(POLICIES)
 
@@ -90,7 +90,7 @@ def predictors() -> list[str]:
 
 
 def faults(incomplete: str) -> Values:
-    """The kinds of faults, each after the typed ones."""
+    """Completes a comma-separated list of fault kinds."""
     from dora.sim.fault_kinds import KINDS
 
     typed = incomplete[: incomplete.rfind(",") + 1]
@@ -98,7 +98,7 @@ def faults(incomplete: str) -> Values:
 
 
 def event_kinds(incomplete: str) -> list[str]:
-    """The kinds of events and commands, each after the typed ones."""
+    """Completes a comma-separated list of event and command kinds."""
     from dora.orchestrator.recovery.replay import KINDS
 
     typed = incomplete[: incomplete.rfind(",") + 1]
@@ -126,7 +126,7 @@ def requests(context: typer.Context) -> Values:
 
 
 def _settings(model: "type[BaseModel]", incomplete: str) -> list[str]:
-    """Names, and the values of the one name that fits."""
+    """Completes setting names, or the values of the only name that matches."""
     fields = dict(_fields(model, ""))
     typed = incomplete.partition("=")[0]
     names = [typed] if typed in fields else [name for name in fields if name.startswith(typed)]
@@ -141,7 +141,7 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, Any]]:
         section = section_of(field)
         if section is None:
             yield f"{prefix}{name}", field
-        elif get_origin(kind_of(field)) is not tuple:  # a list has no known length
+        elif get_origin(kind_of(field)) is not tuple:  # the length of a list is unknown
             yield from _fields(section, f"{prefix}{name}.")
 
 
@@ -159,7 +159,7 @@ def _values(name: str, field: Any) -> list[str]:
 
 
 def _served(context: typer.Context, *kinds: Literal["worker", "host", "pool", "request"]) -> Values:
-    """Names and states of these kinds, as the service of the command line reports them."""
+    """Names and states of the objects of these kinds, from the service that the command line addresses."""
     from dora.client import Operator
 
     address = str(context.params.get("address") or os.environ.get("DORA_ADDRESS") or DEFAULT_ADDRESS)

@@ -48,11 +48,11 @@ def demo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve, train and watch in one terminal; a summary at the end holds what was promised against what was measured.
+    """Serve, train and watch in one terminal. The final summary compares each guarantee with its measurement.
 
-    An option that is not given has the value of the model's preset. The command exits with 1 if a group was lost or
-    delivered twice, a trajectory mixed versions, staleness passed its bound, or the service's counters and the record
-    disagree.
+    Options that are not given take the values of the model's preset. The command exits with 1 if a group was lost or
+    delivered twice, a trajectory mixed versions, staleness exceeded its bound, or the service's counters and the run
+    record disagree.
     """
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions
@@ -86,7 +86,7 @@ def demo(
 
 
 async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> "DemoReport":
-    """SIGTERM ends the demo as Ctrl-C does: the trainer is stopped, the service drained."""
+    """SIGTERM ends the demo like Ctrl-C: the trainer stops and the service drains."""
     from dora.demo.run import run_demo
 
     running = asyncio.current_task()

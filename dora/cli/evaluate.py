@@ -56,10 +56,10 @@ def evaluate(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Sample and score prompts under one policy version beside training, without a step that trains on them.
+    """Sample and score prompts under one policy version while training continues. No step trains on them.
 
-    It ends early where its version leaves the window, where no worker hosts that any more, or where the service drains:
-    then what is there is shown, with the reason, and the exit code is 1. Ctrl-C cancels it.
+    The evaluation ends early if its version leaves the window, if no worker hosts the version, or if the service
+    drains. The command then shows the results so far with the reason, and exits with 1. Ctrl-C cancels the evaluation.
     """
     from dora.client import Prompts
     from dora.view.evaluation import evaluation_table, report_of
@@ -86,7 +86,7 @@ def evaluate(
     finally:
         if out is not None and record is not None:
             record.close()
-            if not (out / RECORD_FILE).stat().st_size:  # nothing has come: the folder may be named again
+            if not (out / RECORD_FILE).stat().st_size:  # no results: the folder may be used again
                 (out / RECORD_FILE).unlink()
     report = report_of(evaluation, by, value_of)
     tree = asdict(report)
@@ -100,7 +100,7 @@ def evaluate(
 def _prompts(
     source: str, split: str, other_columns: str, by: str, limit: int | None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The prompts, as the client takes them, and the value that each has in the column ``by``."""
+    """Returns the prompts in the form that the client accepts, and each prompt's value in the column ``by``."""
     from itertools import islice
 
     from dora.config import PromptsConfig
@@ -133,7 +133,7 @@ def _prompts(
 
 
 def _override(row: dict[str, Any], samples: int | None, temperature: float | None, max_tokens: int | None) -> None:
-    """What the command line says of all prompts."""
+    """Applies the command line's sampling options to a prompt."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {**row.get("sampling", {}), **{key: value for key, value in given.items() if value is not None}}
     if sampling:
@@ -149,7 +149,7 @@ def _version(version: str) -> int:
 
 
 def _new_record(folder: Path) -> Any:
-    """The file for trajectories, open. Raises InvalidValue where there is one, or none can be."""
+    """Opens the file for trajectories. Raises InvalidValue if it exists or cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / RECORD_FILE).open("x", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Exit codes, and how an expected failure ends a command: one line on stderr, never a traceback."""
+"""Exit codes. An expected failure ends a command with one line on stderr, never with a traceback."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 
 class ExitCode(IntEnum):
-    """What a command's exit code means. The last two are the shell's own conventions, for Ctrl-C and for SIGPIPE."""
+    """Exit codes of commands. The last two are the shell's conventions for Ctrl-C and SIGPIPE."""
 
     OK = 0
     FAILED = 1
@@ -42,7 +42,7 @@ MEANINGS = {
 }
 
 
-# The commands that ask a service: elsewhere what is not found, or does not fit, was given by the user.
+# Commands that call a service. In the others, a wrong value can only come from the user.
 ASKING = frozenset(
     {
         "status",
@@ -62,11 +62,11 @@ ASKING = frozenset(
 
 
 class OutputFailed(Exception):
-    """Standard output cannot be written; the OSError is its cause."""
+    """Standard output cannot be written. The cause is the OSError."""
 
 
 class CheckedOutput:
-    """Standard output, whose failures say that they are its own: an OSError may come from any file."""
+    """Standard output whose write errors raise OutputFailed, which tells them from OSErrors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,10 +88,10 @@ class CheckedOutput:
 
 
 def open_closed() -> None:
-    """Opens the standard streams on nothing where whoever started the command has closed them.
+    """Opens each closed standard stream on the null device.
 
-    Else the next file that is opened takes their number: it gets what libraries write to standard error, or a library's
-    own descriptor is overwritten as standard output. ``sys.stdout`` stays None, so that a command can say so.
+    Otherwise the next opened file would get its descriptor, and would receive text meant for the stream. ``sys.stdout``
+    stays None, so that a command can report it.
     """
     for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
         try:
@@ -110,10 +110,12 @@ def open_closed() -> None:
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """All that is printed in it reaches standard output, or the command ends here: a full disk with one line on stderr,
-    a reader that has gone without a word, as a command that SIGPIPE ends."""
+    """Ends the command if output printed in this block cannot be written.
+
+    A full disk gives one line on stderr. A closed pipe ends the command silently, like SIGPIPE.
+    """
     stream = sys.stdout
-    if stream is None:  # closed by who started the command
+    if stream is None:  # closed by the parent process
         sys.stderr.write("dora: standard output is closed\n")
         raise SystemExit(ExitCode.FAILED)
     sys.stdout = cast(TextIO, CheckedOutput(stream))
@@ -123,7 +125,7 @@ def checked_output() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OutputFailed as failed:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries to write the rest as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python would flush again at exit
         if isinstance(failed.__cause__, BrokenPipeError):
             raise SystemExit(ExitCode.UNREAD) from failed
         sys.stderr.write(f"dora: standard output cannot be written: {failed.__cause__}\n")
@@ -133,18 +135,18 @@ def checked_output() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """One line on stderr, with its indent; on a terminal as many as it needs, broken at words."""
+    """Prints one indented line to stderr; a terminal wraps it at words."""
     line = text[: len(text) - len(text.lstrip(" "))] + " ".join(text.split())
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    with suppress(OSError):  # a full disk, or nobody reads: what is said there is no result, and a service goes on
+    with suppress(OSError):  # stderr carries no results, so a service continues if it cannot be written
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 
 class DoraGroup(TyperGroup):
-    """The root command: every DoraError of a command becomes one line and an exit code; so does a stdout that fails."""
+    """The root command. Turns every DoraError and every failure of stdout into one line and an exit code."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         open_closed()
@@ -163,7 +165,7 @@ class DoraGroup(TyperGroup):
 
 
 def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
-    """The exit code that an expected failure ends its command with. ``asked``: a service may have refused."""
+    """The exit code for an expected failure. ``asked``: whether the command calls a service, which may have refused."""
     from dora.rpc.errors import LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (
@@ -174,7 +176,7 @@ def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
         (LimitExceeded, ExitCode.REFUSED),
         (Conflict, ExitCode.REFUSED),
         (NotFound, ExitCode.REFUSED),
-        (InvalidValue, ExitCode.USAGE),  # subclasses stand before their base
+        (InvalidValue, ExitCode.USAGE),  # subclasses before their base
     )
     code = next((code for kind, code in table if isinstance(error, kind)), ExitCode.FAILED)
     return ExitCode.USAGE if code is ExitCode.REFUSED and not asked else code

@@ -53,11 +53,12 @@ def host(
         typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="The service's host token, or its owner's."),
     ] = None,
 ) -> None:
-    """Let this machine join a service: its workers generate with the service's own, until Ctrl-C or `dora drain`.
+    """Join this machine to a service: its workers generate with the service's own, until Ctrl-C or `dora drain`.
 
-    It needs the address and the token, and nothing else: the model comes from the service.
+    It needs only the address and the token. The model comes from the service.
 
-    The first Ctrl-C empties its workers, and a second one ends them at once. A service that is lost is joined again.
+    The first Ctrl-C drains the workers; a second one ends them at once. If the service is lost, the host tries to
+    rejoin.
     """
     from dora.host.agent import AS_THE_SERVICE, AgentOptions
     from dora.rpc.errors import Unauthenticated

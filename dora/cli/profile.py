@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dora.planning.samples import Measurement
 
 EXAMPLE = "dora profile --model smollm2 --out cost.toml"
-CONTEXT_TOKENS: Final = 1024  # long enough to see what a cached token costs
+CONTEXT_TOKENS: Final = 1024  # long enough to measure the cost of a cached token
 FORMATS: Final = (".toml", ".json")
 Dtype = Literal["float32", "bfloat16"]
 
@@ -60,10 +60,10 @@ def profile(
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
 
-    The coefficients are a scenario's ``cluster.cost``; those of a mixture of experts say how evenly it uses them. The
-    command holds the predicted throughput against the steps that count and, if the machine was quiet, against the
-    clock too. If the prediction is off by more than the tolerance, the machine was busy with something else or the
-    cost model does not describe the engine: the command then exits with 1 and writes nothing.
+    The coefficients go into a scenario's ``cluster.cost``. For a mixture of experts they include how evenly it uses its
+    experts. The predicted throughput is compared with the timed steps and, if the machine was quiet, with the clock. If
+    the prediction is off by more than the tolerance, the machine was busy or the cost model does not describe the
+    engine: the command then exits with 1 and writes nothing.
     """
     if out is not None:
         if out.suffix not in FORMATS:
@@ -80,7 +80,7 @@ def profile(
 def conclude(
     model: str, measurement: "Measurement", tolerance: float, out: Path | None, *, force: bool, as_json: bool
 ) -> None:
-    """Fits, checks and shows; writes ``out`` if the check passed, or with ``force``. Exits with 1 if it did not."""
+    """Fits, checks and shows the cost. Writes ``out`` if the check passes or with ``force``; else exits with 1."""
     from dora.planning.profile import fit, validate
     from dora.view.profile import profile_table, profile_tree
 
@@ -101,7 +101,7 @@ def conclude(
 
 
 def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: Path | None) -> list[str]:
-    """What was off, and what can be done about it."""
+    """Describes a failed check and its remedies."""
     allowed = f"{1 - tolerance:.2f} to {1 + tolerance:.2f}"
     lines = [
         f"dora: predicted/{what} throughput = {ratio:.3f} is off: it must be {allowed} (--tolerance)"
@@ -123,7 +123,7 @@ def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: P
 
 
 def coefficients_text(fitted: "Fit", suffix: str) -> str:
-    """The fit as a file whose ``cluster.cost`` a scenario takes over."""
+    """Returns the fit as the text of a file that a scenario can include as ``cluster.cost``."""
     tree = {"cluster": {"cost": fitted.coefficients.model_dump()}}
     return tomli_w.dumps(tree) if suffix == ".toml" else json.dumps(tree, indent=2) + "\n"
 
@@ -140,7 +140,7 @@ def _measure(
     clock: ClockName,
     engines: int,
 ) -> "Measurement":
-    """Starts one engine in this process, or several in processes of their own, times and closes them."""
+    """Times one engine in this process, or several in processes of their own, and closes them."""
     from dora.models import experts, resolve_model
     from dora.planning.samples import Experts, pooled
     from dora.worker.profiling import BATCHES, MIXTURE_BATCHES
@@ -160,7 +160,7 @@ def _measure(
 
 
 def _context_tokens(folder: Path) -> int:
-    """What the model was made for."""
+    """The model's max_position_embeddings."""
     from dora.models import context_tokens
 
     context = context_tokens(folder)

@@ -1,6 +1,6 @@
-"""Writes ``docs/reference.md`` from the code: every setting, column, counter and field of JSON, with its meaning.
+"""Writes ``docs/reference.md`` from the code: every setting, column, counter and JSON field with its meaning.
 
-``python -m dora.cli.reference > docs/reference.md``; ``make docs`` does it, and a test holds the file to it.
+Run by ``make docs`` as ``python -m dora.cli.reference > docs/reference.md``. A test compares the file with its output.
 """
 
 import sys
@@ -69,11 +69,11 @@ ERRORS: Final[tuple[type[DoraError], ...]] = (
     ServiceUnavailable,
     NoAnswer,
     CallFailed,
-)  # that a client of a service can meet
+)  # errors that a client of a service can receive
 
 
 def reference() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [INTRODUCTION]
     for title, headings, rows in (*_service_tables(), *_report_tables()):
         lines = (_line(headings), _line("---" for _ in headings), *(_line(row) for row in rows))
@@ -82,7 +82,7 @@ def reference() -> str:
 
 
 def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
-    """Title, headings and rows of what belongs to a service."""
+    """Yields title, headings and rows of each table about a service."""
     yield "Commands", ("command", "what it does", "example"), _commands()
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
     yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
@@ -102,7 +102,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
 
 
 def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
-    """Title, headings and rows of what the simulator, the planner and the profiler say."""
+    """Yields title, headings and rows of each table about the simulator, the planner and the profiler."""
     yield "Settings of a scenario: `dora simulate`", SETTINGS, _settings(Scenario)
     yield "One run, over the measured steps: `dora simulate`", ("field", "line", "meaning"), _run_fields()
     yield "A run that broke a promise", FIELDS, _fields(BrokenReport)
@@ -118,7 +118,7 @@ def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """The fields of a dataclass or TypedDict with what they mean. Raises TypeError for one that does not say it."""
+    """Returns the fields of a dataclass or TypedDict with their meanings. Raises TypeError for a field without one."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is not Annotated or not isinstance(hint.__metadata__[0], str):
@@ -144,7 +144,7 @@ def _commands() -> Rows:
 
 def _errors() -> Rows:
     for kind in ERRORS:
-        error = kind.__new__(kind)  # its class alone decides
+        error = kind.__new__(kind)  # the exit code depends on the class alone
         status = "" if kind in (NoAnswer, CallFailed) else status_of(error).name
         meaning = (kind.__doc__ or "").partition("\n")[0].replace("``", "`")
         yield f"`{kind.__module__}.{kind.__name__}`", status, exit_code_of(error).value, meaning
@@ -157,7 +157,7 @@ def _columns(columns: Iterable[Column[Any]]) -> Rows:
 
 
 def _fields(kind: Any, *below: tuple[str, Any]) -> Rows:
-    """The fields of ``kind`` and of what stands in it; ``below``: also of those kinds, at their places in it."""
+    """Rows for the fields of ``kind``, including nested ones. ``below``: further kinds with their prefixes."""
     return (row for place, each in (("", kind), *below) for row in _placed(each, place))
 
 
@@ -171,7 +171,7 @@ def _placed(kind: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _inner(hint: Any) -> tuple[Any, str]:
-    """The described kind that a field holds, and ``[]`` where it holds a list of them; None where there is no such."""
+    """Returns the described kind that a field holds, or None, and ``[]`` if the field is a list."""
     if get_origin(hint) in (list, tuple):
         return _inner(get_args(hint)[0])[0], "[]"
     if get_origin(hint) in (Union, UnionType):
@@ -181,7 +181,7 @@ def _inner(hint: Any) -> tuple[Any, str]:
 
 
 def _run_fields() -> Rows:
-    """The fields of one run, each with the line of the table that shows it."""
+    """Rows for the fields of one run, each with the table row that shows it."""
     lines: dict[str, str] = {}
     for line in LINES:
         for field in line.fields:
@@ -193,7 +193,7 @@ def _run_fields() -> Rows:
 
 
 def _settings(model: type[BaseModel], place: str = "", defaults: object = None) -> Rows:
-    """``defaults``: the section as it is by default, where that has other values than its kind."""
+    """``defaults``: the section's default value, if it differs from the defaults of its class."""
     for name, field in model.model_fields.items():
         section, default = section_of(field), getattr(defaults, name, field.default)
         if section is not None:

@@ -40,9 +40,9 @@ def replay(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a service's event log through the core again; show for each event what the core knew and what it chose.
+    """Run a service's event log through the core again, and show what the core knew and decided at each event.
 
-    If a bug of the core ended the service, the replay ends there too, and the command exits with 1.
+    If a bug in the core ended the service, the replay ends at the same event, and the command exits with 1.
     """
     from dora.orchestrator.plugins import load_strategies
     from dora.orchestrator.recording.eventlog import read_log
@@ -53,7 +53,7 @@ def replay(
         raise InvalidValue("--to", last, f"at least --from, {first}")
     kinds = _kinds(only)
     log = read_log(file)
-    events = sum(1 for _ in islice(log, last))  # a damaged log is refused before anything is printed
+    events = sum(1 for _ in islice(log, last))  # refuses a damaged log before printing anything
     if log.torn_bytes:
         stderr().print(f"dora: {file}: the last {log.torn_bytes} bytes were cut short by a crash", soft_wrap=True)
 
@@ -96,7 +96,7 @@ def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 
 
 def _kinds(only: str | None) -> frozenset[str]:
-    """The kinds of events and commands that ``--only`` names, in whatever case."""
+    """Parses ``--only`` into kinds of events and commands, ignoring case."""
     from dora.orchestrator.recovery.replay import KINDS
 
     spelled = {kind.lower(): kind for kind in KINDS}

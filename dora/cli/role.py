@@ -19,7 +19,7 @@ def token(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the token of a role, as it follows from the owner's."""
+    """Print the token of a role, derived from the owner's token."""
     from dora.rpc.errors import Unauthenticated
     from dora.rpc.roles import Role, Tokens
 

@@ -95,7 +95,7 @@ def serve(
 ) -> None:
     """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
 
-    Short options override --set, which overrides the file, which overrides the defaults.
+    Options override --set, which overrides the file, which overrides the defaults.
     """
     short = given(
         {
@@ -124,7 +124,7 @@ def serve(
 
 
 def _run_preflight(config: Config) -> None:
-    """Refuses what a start would refuse; says on stderr what was checked."""
+    """Runs all checks of a start and reports them on stderr. Raises as a start would."""
     from dora.orchestrator.preflight import run_preflight
 
     asyncio.run(run_preflight(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
@@ -143,7 +143,7 @@ async def _serve(config: Config, as_json: bool) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler])
     logging.getLogger("dora").setLevel(logging.INFO)
     has_folder = token_folder() is not None
-    if not has_folder:  # said at once, not when the workers have started
+    if not has_folder:  # report it before the workers start
         _print_progress(TOKEN_NOT_LEFT)
     with ExitStack() as until_end:
 
@@ -159,7 +159,7 @@ async def _serve(config: Config, as_json: bool) -> int:
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or Ctrl-C drains; a second Ctrl-C ends at once, as it would have without us."""
+    """The first SIGTERM or Ctrl-C drains the service. A second Ctrl-C ends it at once, by Python's default handler."""
     loop = asyncio.get_running_loop()
 
     def first() -> None:
@@ -198,7 +198,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
 
 
 def others(handle: "ServiceHandle") -> dict[str, str]:
-    """The tokens by role, without the owner's."""
+    """The tokens by role, except the owner's."""
     return {str(role): token for role, token in handle.tokens.items() if token != handle.token}
 
 

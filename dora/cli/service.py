@@ -1,4 +1,4 @@
-"""The commands that ask a running service."""
+"""The commands that call a running service."""
 
 import asyncio
 import sys
@@ -25,7 +25,7 @@ LISTENS_S = 2.0
 
 
 class TrajectoryState(StrEnum):
-    """The states that the service knows."""
+    """States of a trajectory in the service."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -36,7 +36,7 @@ class TrajectoryState(StrEnum):
 
 
 def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """Show where the service stands: window, steps, workers and counters."""
+    """Show the state of the service: window, steps, workers and counters."""
     from dora.view.service import status_table
 
     answer = ask(address, token, lambda operator: operator.status())
@@ -61,7 +61,7 @@ def versions(
 
 
 def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the workers by the version they host, as `dora versions --workers` does. (A worker is one DP group.)"""
+    """List the workers by version, like `dora versions --workers`. (A worker is one DP group.)"""
     from dora.view.service import by_version, workers_table
 
     answer = ask(address, token, lambda operator: operator.status())
@@ -79,7 +79,7 @@ def workers(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None,
 
 
 def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the pools: what they keep of parked requests, in memory and on disk."""
+    """List the pools: the parked requests that each stores, in memory and on disk."""
     from dora.view.pools import pools_table
 
     answer = ask(address, token, lambda operator: operator.status())
@@ -87,7 +87,7 @@ def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, a
 
 
 def hosts(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the hosts: the service's own and those that have joined by `dora host`, with their workers and room."""
+    """List the hosts, the service's own and those that joined with `dora host`, with their workers and capacity."""
     from dora.view.hosts import hosts_table
 
     answer = ask(address, token, lambda operator: operator.status())
@@ -104,7 +104,7 @@ def trajectories(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the trajectories that are not committed yet, with the request ids that `dora migrate` takes."""
+    """List the trajectories that are not committed, with the request ids for `dora migrate`."""
     from dora.view.service import trajectories_table
 
     wanted = state.value if state is not None else ""
@@ -132,9 +132,9 @@ def migrate(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a request, with its KV-cache, to a worker of its version, or park it in a pool.
+    """Move a request, with its KV cache, to another worker of its version, or park it in a pool.
 
-    A parked request goes on at the worker that is named. Where there is a pool, that worker must have a free slot.
+    A parked request resumes at the named worker. If the service has a pool, that worker must have a free slot.
     """
     print_reply(ask(address, token, lambda operator: operator.migrate(request, worker)), as_json)
 
@@ -152,9 +152,9 @@ def drain(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a worker out of service, or all workers of a host: their requests move elsewhere, then they end.
+    """Take a worker, or all workers of a host, out of service: their requests move elsewhere, then the workers end.
 
-    The agent of a host that has joined ends after its last worker.
+    The agent of a joined host ends after its last worker.
     """
     print_reply(ask(address, token, lambda operator: operator.drain(worker)), as_json)
 
@@ -171,22 +171,22 @@ def scale(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start workers, or empty some and let them end, while the service runs.
+    """Start workers, or drain and end some, while the service runs.
 
-    Without a host, the hosts with the fewest gain and those with the most lose.
+    Without a host, workers start on the hosts that have the fewest, and end on those that have the most.
     """
     print_reply(ask(address, token, lambda operator: operator.scale(workers, host)), as_json)
 
 
 def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """Plan now which workers host which version, and begin the moves and loads that follow."""
+    """Plan now which workers host which version, and begin the resulting moves and loads."""
     print_reply(ask(address, token, lambda operator: operator.rebalance()), as_json)
 
 
 def checkpoint(
     address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False
 ) -> None:
-    """Bring all that a service has generated and acknowledged to disk; say what a start would carry on from."""
+    """Write all generated and acknowledged data to disk, and show the state that a restart would continue from."""
     from dora.view.service import checkpoint_line
 
     reply = ask(address, token, lambda operator: operator.checkpoint())
@@ -203,9 +203,9 @@ def cancel(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take prompts back: one that waits leaves the queue, an admitted group is cancelled, with its reason.
+    """Cancel prompts: a queued prompt leaves the queue, and an admitted group is cancelled with the reason.
 
-    What a step has taken stays. It may be repeated. Exit code 4 if one of them stays or is not known.
+    A group that a step has taken stays. The command may be repeated. It exits with 4 if a prompt stays or is unknown.
     """
     from dora.client import Prompts
     from dora.view.service import cancelled_line
@@ -230,7 +230,7 @@ def watch(
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
 ) -> None:
-    """Watch a service live; where stdout is no terminal, one line for each event worth telling."""
+    """Watch a service live. If stdout is not a terminal, print one line per notable event."""
 
     async def follow(operator: "Operator") -> None:
         statuses = _first(operator.watch(period_ms), updates)
@@ -259,7 +259,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "checkpoint": (checkpoint, "dora checkpoint --json"),
     "cancel": (cancel, "dora cancel q17 g3 --reason mistyped"),
     "watch": (watch, "dora watch --period-ms 500"),
-}  # each with its example
+}  # each with an example
 
 
 def ask(
@@ -268,9 +268,9 @@ def ask(
     call: Callable[[Any], Awaitable[Answer]],
     kind: "Callable[[str, str], Prompts] | None" = None,
 ) -> Answer:
-    """Runs ``call`` with a connected client: an operator, or of ``kind``.
+    """Runs ``call`` with a connected client: an operator's, or one of ``kind``.
 
-    ``token`` None or empty: what a service on this host left.
+    If ``token`` is None or empty, uses the one that a service stored on this host.
     """
     from dora.client import Operator
     from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated
@@ -297,7 +297,7 @@ def ask(
 
 
 async def _listens(address: str) -> bool:
-    """Whether somebody listens there: a service that stands still does, for its kernel answers."""
+    """Whether the address accepts connections. The kernel accepts them even for a service that hangs."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(LISTENS_S):
@@ -309,7 +309,7 @@ async def _listens(address: str) -> bool:
 
 
 async def _first(statuses: "AsyncIterator[Status]", updates: int) -> "AsyncIterator[Status]":
-    """The first ``updates`` of ``statuses``; all for 0."""
+    """The first ``updates`` of ``statuses``; all of them for 0."""
     seen = 0
     async for status in statuses:
         yield status

@@ -1,8 +1,8 @@
-"""The token file: a service on this host leaves its secret where the same user's commands find it.
+"""The token file: a service on this host stores its token where the same user's commands find it.
 
-``<port>.token``, of mode 0600, in the first of these folders that can be written: ``$XDG_RUNTIME_DIR/dora``,
-``$XDG_CACHE_HOME/dora`` or ``~/.cache/dora``, and ``dora-<user id>`` in the folder for temporary files, which has to be
-this user's and nobody else's.
+The file is ``<port>.token`` of mode 0600, in the first writable folder of ``$XDG_RUNTIME_DIR/dora``,
+``$XDG_CACHE_HOME/dora`` or ``~/.cache/dora``, and ``dora-<user id>`` in the temporary folder, which must be private to
+this user.
 """
 
 import os
@@ -15,24 +15,24 @@ from pathlib import Path
 from dora.system.ownership import hold_new, is_abandoned
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
-WHERE = "--token, DORA_TOKEN, or a service that you started on this host"  # a token comes from
+WHERE = "--token, DORA_TOKEN, or a service that you started on this host"  # sources of a token
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def token_folder() -> Path | None:
-    """Where tokens of this user's services are left; None where no such folder can be written."""
+    """The folder for this user's token files; None if none is writable."""
     return next((folder for folder in _folders() if _usable(folder)), None)
 
 
 def token_file(address: str) -> Path:
-    """Where a service of this user at ``address`` (host:port) leaves its token."""
+    """The token file of this user's service at ``address`` (host:port)."""
     return (token_folder() or _folders()[-1]) / _name(address)
 
 
 def find_token(address: str) -> str:
-    """The token that a service on this host left for ``address``; empty where there is none.
+    """Returns the token stored on this host for ``address``; empty if there is none.
 
-    Never looks for another host's: a secret of this host must not be sent elsewhere.
+    Returns none for another host's address: a secret of this host must not be sent elsewhere.
     """
     if address.rpartition(":")[0] not in LOOPBACK_HOSTS:
         return ""
@@ -45,10 +45,10 @@ def find_token(address: str) -> str:
 
 @contextmanager
 def left_token(address: str, token: str) -> Iterator[Path | None]:
-    """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it.
+    """Stores ``token`` during the block; afterwards removes it, unless another service has replaced it.
 
-    Yields None where it cannot be left: commands then have to be given it. Tokens of services that were killed are
-    removed.
+    Yields None if it cannot be stored: commands then need DORA_TOKEN or ``--token``. Also removes the tokens of killed
+    services.
     """
     file = token_file(address)
     held = None
@@ -72,9 +72,9 @@ def _name(address: str) -> str:
 
 
 def _folders() -> list[Path]:
-    """The folders that a token may lie in, the best first."""
+    """The candidate folders for tokens, best first."""
     bases = [Path(base) for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME") if (base := os.environ.get(name))]
-    with suppress(RuntimeError):  # a user without a home
+    with suppress(RuntimeError):  # a user without a home folder
         bases.append(Path.home() / ".cache")
     return [*(base / "dora" for base in bases), Path(tempfile.gettempdir()) / f"dora-{os.getuid()}"]
 
@@ -88,11 +88,11 @@ def _usable(folder: Path) -> bool:
 
 
 def _shared(folder: Path) -> bool:
-    """Whether others may have made what is at this place."""
+    """Whether other users may have created this path."""
     return folder.parent == Path(tempfile.gettempdir())
 
 
 def _private(folder: Path) -> bool:
-    """Whether it is a folder of this user that nobody else may look into."""
+    """Whether it is this user's folder, which no other user can read."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077

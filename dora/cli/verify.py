@@ -34,7 +34,7 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Recompute every recorded logprob with Hugging Face transformers, and check what the record promises."""
+    """Recompute every recorded logprob with Hugging Face transformers, and check the guarantees of the run record."""
     from dora.verify import verify as verify_record
 
     with progress_bar(stderr(), "verifying", lines_s=LINES_S) as tell:
@@ -63,7 +63,7 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
 
 
 def _versions(versions: Sequence[int]) -> str:
-    """Runs of versions by their ends: ``v0 to v3, v5``."""
+    """Formats consecutive versions as ranges: ``v0 to v3, v5``."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and version == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Clients of the service: a trainer's, one that submits prompts, an operator's. Loads no torch."""
+"""Clients of the service: for trainers, for submitting prompts, and for operators. Loads no torch."""
 
 from dora.client.all_ranks import AllRanks
 from dora.client.evaluation import Evaluation, Score, score_of, scores_by

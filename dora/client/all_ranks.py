@@ -1,10 +1,10 @@
-"""Weights that are cut over the ranks of a trainer (FSDP2, DTensors), published by all of them together.
+"""Publishes weights that are sharded over the ranks of a trainer (FSDP2, DTensors).
 
-    on the rank that leads      await step.commit(weights=AllRanks(model))
-    on every other one          AllRanks(model).take_part()
+    on the leading rank         await step.commit(weights=AllRanks(model))
+    on every other rank         AllRanks(model).take_part()
 
-Tensor by tensor the ranks gather what each has; the leader writes it straight into the version's file, so that no rank
-ever holds more than one whole tensor. torch is imported where it is used: whoever has such a model has loaded it.
+All ranks gather one tensor at a time, and the leader writes it straight into the version's file. No rank ever holds
+more than one whole tensor. torch is imported on use: a process with such a model has loaded it already.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,10 +21,10 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
 class AllRanks:
-    """A module or a mapping of names to tensors, of which each rank has its part. The same on every rank."""
+    """A module, or a mapping of names to tensors, sharded over the ranks. The same on every rank."""
 
     def __init__(self, weights: Any, group: Any = None) -> None:
-        """``group``: of torch.distributed, in which rank 0 leads; None: all ranks. Raises InvalidValue."""
+        """``group``: a torch.distributed group, led by its rank 0; None: all ranks. Raises InvalidValue."""
         if is_module(weights):
             self._tensors, self._config = state_of(weights), config_of(unwrapped(weights))
         elif isinstance(weights, Mapping) and weights:
@@ -36,22 +36,22 @@ class AllRanks:
         self._group = group
 
     def headers(self, wanted: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """How the whole tensors are published, by checkpoint name. Nothing is gathered."""
+        """The headers of the whole tensors as published, by checkpoint name. Gathers nothing."""
         import torch
 
         shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self._items()}
         found = self._named(shapes)
         if wanted and _HEAD not in wanted and _EMBEDDING in found:
-            found.pop(_HEAD, None)  # a state_dict has a tied head twice
+            found.pop(_HEAD, None)  # a state_dict contains a tied head twice
         return {
             name: published_header(header_of(name, tensor, shape_only=True), wanted.get(name))
             for name, tensor in found.items()
         }
 
     def take_part(self) -> None:
-        """On a rank that does not lead: gives its parts, once for each commit of the leader's.
+        """Contributes this rank's shards, once for each commit of the leader. For all ranks but the leader.
 
-        Returns once all tensors are gathered. Raises InvalidValue where the leader has refused the weights.
+        Returns once all tensors are gathered. Raises InvalidValue if the leader has refused the weights.
         """
         if not self._told(go=None):
             raise InvalidValue("weights", "AllRanks", "accepted by the leading rank, whose error says why they are not")
@@ -59,11 +59,11 @@ class AllRanks:
             pass
 
     def refuse(self) -> None:
-        """On the leader: tells the other ranks that it gathers nothing."""
+        """Notifies the other ranks, from the leader, that nothing will be gathered."""
         self._told(go=False)
 
     def gather(self, wanted: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Any]]:
-        """On the leader: the whole tensors by checkpoint name, each to be used before the next is asked for."""
+        """Yields the whole tensors by checkpoint name, on the leader. Use each before the next is requested."""
         self._told(go=True)
         for name, tensor in self._gathered():
             for piece, part in self._named({name: tensor}).items():
@@ -82,7 +82,7 @@ class AllRanks:
             yield name, detached.full_tensor() if hasattr(detached, "full_tensor") else detached
 
     def _told(self, go: bool | None) -> bool:
-        """What the leader says, at every rank; ``go`` is None where this one does not lead."""
+        """Broadcasts the leader's decision and returns it; ``go`` is None on the other ranks."""
         import torch
         import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Where the synchronous clients run the asynchronous ones: the process's one event loop, in a thread of its own.
+"""The event loop of the synchronous clients: one per process, in a thread of its own.
 
-The thread begins with the first client that opens and ends with the last that closes. A call is handed over to it,
-and its caller waits for the outcome: each client has one call under way at most, so nothing piles up.
+The thread starts when the first client opens and ends when the last one closes. Each client has at most one call in
+progress and waits for its result, so calls do not accumulate.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dora.errors import Conflict
 
 Result = TypeVar("Result")
 
-_CANCEL_S: Final = 5.0  # to wait until an interrupted call has ended
+_CANCEL_S: Final = 5.0  # wait for the end of an interrupted call
 
 
 class _Thread:
@@ -36,20 +36,20 @@ class _Thread:
         await self._stop.wait()
 
     def end(self) -> None:
-        """What still runs is cancelled."""
+        """Cancels the running calls and joins the thread."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
 
 class _Shared:
-    """The thread that the process's open clients share, and how many they are."""
+    """The thread shared by the process's open clients, and their number."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.thread: _Thread | None = None
         self.clients = 0
-        self.lost_in_fork = False  # it ran when this process was forked: gRPC cannot be used here any more
+        self.lost_in_fork = False  # the thread ran when this process was forked: gRPC cannot be used here
 
     def after_fork(self) -> None:
         self.lost_in_fork = self.lost_in_fork or self.thread is not None
@@ -76,17 +76,17 @@ class _Shared:
 
 _shared: Final = _Shared()
 os.register_at_fork(after_in_child=_shared.after_fork)
-atexit.register(_shared.end)  # of clients that nobody closed
+atexit.register(_shared.end)  # for clients that were not closed
 
 
 class Background:
     """One synchronous client's access to the event loop."""
 
     def __init__(self, kind: str, name: str) -> None:
-        """``kind`` and ``name`` say in errors whose it is, e.g. trainer and its address."""
+        """``kind`` and ``name`` identify the client in errors, for example a trainer and its address."""
         self._kind, self._name = kind, name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process = 0  # that opened it
+        self._process = 0  # id of the process that opened it
         self._busy = threading.Lock()
 
     @property
@@ -94,7 +94,7 @@ class Background:
         return self._loop is not None and self._process == os.getpid()
 
     def open(self) -> None:
-        """Raises Conflict where it is open, or in a process that was forked while a client was open."""
+        """Raises Conflict if it is open already, or if the process was forked while a client was open."""
         if _shared.lost_in_fork:
             allowed = "opened in a process that is spawned, or forked before any client is opened"
             raise self._conflict(allowed, "cannot be opened in a process forked while a client was open")
@@ -103,17 +103,17 @@ class Background:
         self._loop, self._process = _shared.take(), os.getpid()
 
     def close(self) -> None:
-        """Ends the thread with the last client. In a forked process nothing happens: the client is its parent's."""
+        """Ends the thread with the last client. Does nothing in a forked process: the client belongs to its parent."""
         if self.opened_here:
             self._loop = None
             _shared.give_back()
 
     def run(self, call: Callable[[], Coroutine[Any, Any, Result]], *, whole: bool = False) -> Result:
-        """The outcome of ``call``, which the event loop carries out; it raises what the call raises.
+        """Runs ``call`` in the event loop; returns its result or raises its error.
 
-        Where the wait is interrupted (Ctrl-C), the call is cancelled, and KeyboardInterrupt raised once it has ended.
-        A ``whole`` call is not cut short by the first Ctrl-C, which is raised when the call is over, but by a second.
-        Raises Conflict where the client is not open, or not this process's or thread's to use.
+        Ctrl-C cancels the call and raises KeyboardInterrupt once it has ended. A ``whole`` call first runs to its end;
+        only a second Ctrl-C cancels it. Raises Conflict if the client is not open, belongs to another process, or is in
+        use by another thread.
         """
         if self._loop is None:
             raise self._conflict("used within its with statement, or between open() and close()", "is not open")
@@ -129,8 +129,8 @@ class Background:
                 return under_way.outcome.result()
             except KeyboardInterrupt:
                 if whole:
-                    under_way.begin()  # where it came before the beginning
-                    under_way.outcome.exception()  # waits until it is over, whatever its outcome
+                    under_way.begin()  # if the interrupt came before the start
+                    under_way.outcome.exception()  # waits for the end, ignoring the result
                 raise
         except CancelledError as error:
             raise self._conflict("open as long as it is used", "was closed meanwhile") from error
@@ -145,7 +145,7 @@ class Background:
 
 
 class _Call(Generic[Result]):
-    """One call that the event loop carries out. Ctrl-C may come at any moment, so each method may be repeated."""
+    """A call in the event loop. Ctrl-C may interrupt any method, so each may be repeated."""
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, Result]], loop: asyncio.AbstractEventLoop) -> None:
         self.outcome: Future[Result] = Future()
@@ -158,7 +158,7 @@ class _Call(Generic[Result]):
         self._loop.call_soon_threadsafe(self._begin)
 
     def give_up(self) -> None:
-        """Cancels it, or keeps it from beginning."""
+        """Cancels the call, or prevents its start."""
         self._loop.call_soon_threadsafe(self._give_up)
 
     def _begin(self) -> None:
@@ -178,7 +178,7 @@ class _Call(Generic[Result]):
         except asyncio.CancelledError:
             self.outcome.cancel()
             raise
-        except Exception as error:  # raised where it was called
+        except Exception as error:  # raised at the caller
             self.outcome.set_exception(error)
         finally:
             self.ended.set()

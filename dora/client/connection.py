@@ -1,4 +1,4 @@
-"""One client's connection: channel, token, and errors as DoraErrors."""
+"""A client's connection: channel, token, and conversion of errors to DoraErrors."""
 
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -12,7 +12,7 @@ from dora.errors import InvalidValue
 from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
-COUNT_MAX: Final = (1 << 31) - 1  # of anything that a message counts; a service allows less
+COUNT_MAX: Final = (1 << 31) - 1  # the maximum of any count in a message; a service allows less
 
 Reply = TypeVar("Reply", covariant=True)
 Stub = TypeVar("Stub")
@@ -25,10 +25,10 @@ class Method(Protocol[Reply]):
 
 
 class Connection:
-    """Opens its channel with the first call, in the running event loop; closes it once."""
+    """A connection that opens its channel at the first call, in the running event loop, and closes it once."""
 
     def __init__(self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that no header can hold."""
+        """Raises InvalidValue for a token that is not a valid header value."""
         self.address = address
         self.metadata = bearer(token)
         self.max_message_bytes = max_message_bytes
@@ -42,12 +42,14 @@ class Connection:
         return self._channel
 
     def stub(self, kind: Callable[[grpc.aio.Channel], Stub]) -> Stub:
-        """A generated stub, e.g. ``stub(TrainerStub)``. Raises as :attr:`channel`."""
+        """A generated stub, for example ``stub(TrainerStub)``. Raises as :attr:`channel`."""
         return kind(self.channel)
 
     async def call(self, method: Method[Reply], request: Any, timeout_s: float | None = None) -> Reply:
-        """Sends one message for one reply. Raises LimitExceeded before sending one over the limit, or the DoraError
-        that the service raised, or ServiceUnavailable."""
+        """Sends one message and returns the reply.
+
+        Raises LimitExceeded before sending a message over the limit, ServiceUnavailable, or the service's DoraError.
+        """
         check_message_bytes(type(request).__name__, request, self.max_message_bytes)
         try:
             return await method(request, metadata=self.metadata, timeout=timeout_s)
@@ -55,14 +57,14 @@ class Connection:
             raise from_rpc_error(error) from error
 
     async def upload(self, method: Method[Reply], messages: AsyncIterable[Any]) -> Reply:
-        """Streams messages for one reply. Raises as :meth:`call`."""
+        """Streams messages and returns the one reply. Raises as :meth:`call`."""
         try:
             return await method(messages, metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
     async def read(self, stream: Any) -> Any | None:
-        """The next message of a response stream, None at its end. Raises as :meth:`call`."""
+        """Returns the next message of a response stream, or None at its end. Raises as :meth:`call`."""
         try:
             message = await stream.read()
         except grpc.aio.AioRpcError as error:
@@ -76,10 +78,10 @@ class Connection:
 
 
 class Client:
-    """A connection of its own; usable with ``async with``, or closed by :meth:`close`."""
+    """A client with a connection of its own. Use it with ``async with``, or call :meth:`close`."""
 
     def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that no header can hold."""
+        """Raises InvalidValue for a token that is not a valid header value."""
         self._connection = Connection(address, token, max_message_bytes)
 
     async def close(self) -> None:
@@ -94,26 +96,26 @@ class Client:
 
 @dataclass(slots=True)
 class Patience:
-    """How long a client goes on trying: waits grow from ``first_s`` to ``longest_s``, for ``total_s`` in all.
+    """Retry delays of a client: they grow from ``first_s`` to ``longest_s``, for ``total_s`` in all.
 
-    Any progress resets it.
+    Progress resets them.
     """
 
     total_s: float
     first_s: float = 0.05
     longest_s: float = 5.0
     _next_s: float = 0.0
-    _until_s: float | None = None  # event loop time at which patience ends
+    _until_s: float | None = None  # event loop time at which retries end
 
     def progress(self) -> None:
         self._until_s = None
 
     async def wait(self, error: ServiceUnavailable) -> None:
-        """Waits before the next try. Raises ServiceUnavailable, because of ``error``, when patience has ended."""
+        """Waits before the next retry. Raises ServiceUnavailable, caused by ``error``, after ``total_s``."""
         await asyncio.sleep(self.next_wait_s(asyncio.get_running_loop().time(), error))
 
     def next_wait_s(self, now_s: float, error: ServiceUnavailable) -> float:
-        """How long to wait at ``now_s``. Raises as :meth:`wait`."""
+        """The delay before the next retry, at ``now_s``. Raises as :meth:`wait`."""
         if self._until_s is None:
             self._until_s, self._next_s = now_s + self.total_s, self.first_s
         wait_s = self._next_s
@@ -124,6 +126,6 @@ class Patience:
 
 
 def check_count(field: str, value: int) -> None:
-    """Raises InvalidValue for what no message holds."""
+    """Raises InvalidValue for a count that does not fit into a message."""
     if type(value) is not int or not 0 <= value <= COUNT_MAX:
         raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MAX}")

@@ -1,4 +1,4 @@
-"""What differs from the version that was uploaded last, instead of all, where that takes less time on this link."""
+"""Uploads of a delta: the difference from the version uploaded last, if that is faster than a full upload."""
 
 import os
 import time
@@ -11,13 +11,13 @@ from dora.weights.delta import element_bytes_of, encode
 from dora.weights.files import WeightFile
 from dora.weights.reference import read_layout
 
-_SAMPLES: Final = 4  # pieces by which a delta is judged before it is sent
-_GAIN: Final = 0.9  # of the time that all of it takes, what a delta may take
+_SAMPLES: Final = 4  # pieces sampled to estimate a delta's size
+_GAIN: Final = 0.9  # maximum time of a delta, relative to a full upload
 
 
 @dataclass(slots=True)
 class Uploaded:
-    """A version that the service has from here, as it was taken, and how fast it went there."""
+    """A version that this client uploaded: its copied weights, and the speed of the upload."""
 
     version: int
     taken: Taken
@@ -28,19 +28,19 @@ class Uploaded:
 
 
 class Delta:
-    """One file's pieces, each as it differs from the base's."""
+    """The pieces of one file, each as the difference from the base."""
 
     def __init__(self, taken: Taken, base: Uploaded, file: WeightFile, piece_bytes: int) -> None:
         self.file, self.base, self.piece_bytes = file, base, piece_bytes
         self._new, self._old = taken.descriptor(file.name), base.taken.descriptor(file.name)
         tensors_at, tensors = read_layout(taken.paths()[file.name])
-        self._elements: list[tuple[int, int]] = []  # where a tensor ends, and the bytes of its elements
+        self._elements: list[tuple[int, int]] = []  # a tensor's end offset, and the bytes of its elements
         for tensor in tensors:
             tensors_at += tensor.content_bytes
             self._elements.append((tensors_at, element_bytes_of(tensor)))
 
     def pays(self) -> bool:
-        """Whether it takes less time than all of the file: judged by some of its pieces. It blocks."""
+        """Whether the delta is faster than the whole file, estimated from some of its pieces. Blocks."""
         offsets = range(0, self.file.file_bytes, self.piece_bytes)
         sample = offsets[:: max(1, len(offsets) // _SAMPLES)]
         began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""An evaluation at the client: the groups of one version as they are done, then what came of it as numbers."""
+"""An evaluation at the client: yields the groups of one version as they finish, then their scores."""
 
 import math
 from collections import deque
@@ -19,7 +19,7 @@ from dora.rpc.errors import ServiceUnavailable
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What responses came to. NaN stands for what none of them says."""
+    """Statistics of responses. NaN means that no response gives the value."""
 
     groups: Annotated[int, "prompts whose responses are all there"]
     responses: Annotated[int, "their responses"]
@@ -33,23 +33,25 @@ class Score:
 
 
 class Evaluation:
-    """One evaluation: an asynchronous iterator over its groups, each once, in the order in which they are done.
+    """An evaluation: an asynchronous iterator that yields each group once, as it finishes.
 
-    ``evaluation_id`` and ``version`` are known once a group has come, or :meth:`begun`; ``reason`` at its end. One that
-    is left before its end is to be cancelled. It does not outlive its connection: where that breaks, ServiceUnavailable
-    is raised, and what has come is in ``groups``.
+    ``evaluation_id`` and ``version`` are known after the first group or :meth:`begun`, ``reason`` at the end. Cancel an
+    evaluation that you leave early. It ends with its connection: ServiceUnavailable is raised then, and the groups
+    received so far are in ``groups``.
     """
 
     def __init__(self, connection: Connection, request: pb.EvaluateRequest) -> None:
-        """Sends the request; what is wrong with it is raised where it is waited for. Raises LimitExceeded before
-        sending one over the limit of a message."""
+        """Sends the request. Its errors are raised when the evaluation is awaited.
+
+        Raises LimitExceeded before sending a message over the limit.
+        """
         check_message_bytes("EvaluateRequest", request, connection.max_message_bytes)
         self.asked = len(request.prompts)
         self.evaluation_id = ""
         self.version = -1
-        self.groups: list[TrajectoryGroup] = []  # that were iterated over
-        self.refused: dict[str, str] = {}  # prompt id -> why no engine can take it
-        self.reason = ""  # why it ended before all prompts were done; empty: it did not
+        self.groups: list[TrajectoryGroup] = []  # groups already yielded
+        self.refused: dict[str, str] = {}  # prompt id -> reason of the refusal
+        self.reason = ""  # reason of an early end; empty if there was none
         self.ended = False
         self._connection = connection
         self._replies: Any = connection.stub(PromptsStub).Evaluate(request, metadata=connection.metadata)
@@ -58,14 +60,14 @@ class Evaluation:
 
     @property
     def missing(self) -> int:
-        """Prompts of which nothing has come."""
+        """The number of prompts without a result."""
         return self.asked - len(self.groups) - len(self.refused)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TrajectoryGroup:
-        """Raises InvalidValue, Conflict, NotFound or LimitExceeded where the service does not take the evaluation."""
+        """Raises InvalidValue, Conflict, NotFound or LimitExceeded if the service refuses the evaluation."""
         while not self._come and not self.ended:
             await self._receive()
         if not self._come:
@@ -75,7 +77,7 @@ class Evaluation:
         return group
 
     async def begun(self) -> Self:
-        """Waits until the service has taken it. Raises as iterating."""
+        """Waits until the service has accepted the evaluation. Raises as iteration does."""
         while not self.evaluation_id:
             await self._receive()
         return self
@@ -87,7 +89,7 @@ class Evaluation:
         return self
 
     def cancel(self) -> None:
-        """Wants nothing more of it. May be repeated, also at its end."""
+        """Cancels the evaluation. May be repeated, and called after its end."""
         self._replies.cancel()
 
     async def _receive(self) -> None:
@@ -107,7 +109,7 @@ class Evaluation:
 
 
 def score_of(groups: Iterable[TrajectoryGroup]) -> Score:
-    """The groups' responses as numbers."""
+    """Computes the statistics of the groups' responses."""
     groups = list(groups)
     trajectories = [each for group in groups for each in group.trajectories]
     tokens = np.asarray([each.length_tokens for each in trajectories], np.float64)
@@ -126,7 +128,7 @@ def score_of(groups: Iterable[TrajectoryGroup]) -> Score:
 
 
 def scores_by(groups: Iterable[TrajectoryGroup], column: Callable[[TrajectoryGroup], str]) -> dict[str, Score]:
-    """The same by what ``column`` says of each group, in the order of what it says."""
+    """Computes the statistics for each value of ``column``, in the order of the values."""
     parts: dict[str, list[TrajectoryGroup]] = {}
     for group in groups:
         parts.setdefault(column(group), []).append(group)

@@ -1,6 +1,6 @@
 """Modules as trainers have them: wrapped by torch.compile, DataParallel, DDP, FSDP or activation checkpointing.
 
-Told by the names of their parts rather than by their types: torch is loaded by those who use it.
+Wrappers are recognized by the names of their parts, not by their types, so that this module does not load torch.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from dora.errors import InvalidValue
 
 _COMPILED: Final = "_orig_mod"  # torch._dynamo.OptimizedModule
 _SHARDED: Final = "_fsdp_wrapped_module"  # torch.distributed.fsdp.FullyShardedDataParallel
-_REPLICATED: Final = "module"  # DistributedDataParallel, DataParallel, AveragedModel: their only part
+_REPLICATED: Final = "module"  # the only part of DistributedDataParallel, DataParallel, AveragedModel
 _HEAD: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"  # what a head is tied to
-_TRANSPARENT: Final = (_COMPILED, _SHARDED, "_checkpoint_wrapped_module")  # never a part's name in a checkpoint
+_EMBEDDING: Final = "model.embed_tokens.weight"  # the weight that a tied head shares
+_TRANSPARENT: Final = (_COMPILED, _SHARDED, "_checkpoint_wrapped_module")  # not in checkpoint names
 
 
 def is_module(value: object) -> bool:
@@ -21,21 +21,21 @@ def is_module(value: object) -> bool:
 
 
 def unwrapped(module: Any) -> Any:
-    """The model itself, with its ``config``; ``module`` where nothing wraps it."""
+    """Returns the model inside its wrappers, with its ``config``; ``module`` itself if there are none."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether the parameters are cut over ranks, by FSDP1 or as DTensors: a forward pass then takes all ranks."""
+    """Whether the parameters are sharded over ranks, by FSDP1 or as DTensors. A forward pass then needs all ranks."""
     return any(_SHARDED in part._modules for part in module.modules()) or any(map(_is_cut, module.parameters()))
 
 
 def whole(tensor: Any, name: str) -> Any:
-    """A DTensor that one rank has all of as the tensor that it is; any other value as it is.
+    """Returns the local tensor of a DTensor that is complete on this rank, and any other value unchanged.
 
-    Raises InvalidValue for one that is cut over several ranks: only all of them together could gather it.
+    Raises InvalidValue for a DTensor that is sharded over several ranks: only all of them together could gather it.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor
@@ -49,19 +49,19 @@ def whole(tensor: Any, name: str) -> Any:
 
 
 def state_of(module: Any) -> dict[str, Any]:
-    """The model's tensors by their names in it. Under FSDP1 every rank has to call it: the shards are gathered."""
+    """Returns the model's tensors by name. Under FSDP1 every rank must call it, because the shards are gathered."""
     while not _is_shard(module) and (inner := _inner(module)) is not None:
         module = inner
     return {plain_name(name): tensor for name, tensor in module.state_dict().items()}
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the parts that wrappers put into it."""
+    """Removes the wrappers' parts from a tensor's name."""
     return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
 
 
 def renamed(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[str, Any]:
-    """``tensors``, as of a wrapped module's ``state_dict``, by the names that are wanted; others keep theirs."""
+    """Renames the ``tensors`` of a wrapped module's ``state_dict`` to the wanted names; others keep theirs."""
     found = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -74,14 +74,14 @@ def renamed(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[st
 
 
 def without_tied_head(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> Mapping[str, Any]:
-    """``tensors`` without a head that is the embedding: a state_dict has it twice, a checkpoint once."""
+    """Returns ``tensors`` without a head that is the embedding: a state_dict contains it twice, a checkpoint once."""
     if not wanted or _HEAD in wanted or not _are_same(tensors.get(_HEAD), tensors.get(_EMBEDDING)):
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
 def config_of(module: Any) -> dict[str, Any]:
-    """What ``module.config`` says, whatever it is: a transformers configuration, a mapping, or an object."""
+    """Returns ``module.config`` as a dict. It may be a transformers configuration, a mapping, or an object."""
     config = getattr(module, "config", None)
     if callable(to_dict := getattr(config, "to_dict", None)):
         config = to_dict()
@@ -97,7 +97,7 @@ def _inner(module: Any) -> Any:
 
 
 def _is_cut(tensor: Any) -> bool:
-    """Whether it is a DTensor of which this rank has a part, or a sum that is still to be made."""
+    """Whether it is a DTensor that this rank holds in part, or as a sum that is not reduced yet."""
     if not hasattr(tensor, "full_tensor"):
         return False
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -105,7 +105,7 @@ def _is_cut(tensor: Any) -> bool:
 
 
 def _are_same(tensor: Any, other: Any) -> bool:
-    """Whether two tensors, as one library has them, hold the same numbers."""
+    """Whether two tensors of one library have the same type, shape and values."""
     if getattr(tensor, "shape", ()) != getattr(other, "shape", None) or type(tensor) is not type(other):
         return False
     return bool((tensor == other).all())

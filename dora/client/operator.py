@@ -8,7 +8,7 @@ from dora.rpc.dora_pb2_grpc import OperatorStub
 
 
 class Operator(Client):
-    """Asks what a service is doing, and tells it a few things. Replies are the messages of dora.proto.
+    """Queries a service and controls it. Replies are the messages of dora.proto.
 
     Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
     """
@@ -21,7 +21,7 @@ class Operator(Client):
         return await self._connection.call(self._stub.GetStatus, pb.StatusRequest(), self._timeout_s)
 
     async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
-        """The status at most every ``period_ms``, until the service ends the stream or the iterator is closed."""
+        """Yields the status at most every ``period_ms``, until the service ends the stream or the caller stops."""
         check_count("period_ms", period_ms)
         stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms), metadata=self._connection.metadata)
         try:
@@ -31,7 +31,7 @@ class Operator(Client):
             stream.cancel()
 
     async def trajectories(self, state: str = "", limit: int = 0) -> pb.TrajectoriesReply:
-        """Those in ``state`` (empty: all), at most ``limit`` (0: 100)."""
+        """Lists the trajectories in ``state`` (empty: all), at most ``limit`` (0: 100)."""
         check_count("limit", limit)
         request = pb.TrajectoriesRequest(state=state, limit=limit)
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
@@ -41,11 +41,11 @@ class Operator(Client):
         return await self._connection.call(self._stub.Migrate, request, self._timeout_s)
 
     async def drain(self, worker_id: str) -> pb.OperatorReply:
-        """``worker_id``: or the name of a host, whose workers are emptied all."""
+        """``worker_id`` may also be the name of a host, to drain all its workers."""
         return await self._connection.call(self._stub.Drain, pb.DrainRequest(worker_id=worker_id), self._timeout_s)
 
     async def scale(self, workers: int, host: str = "") -> pb.OperatorReply:
-        """``host``: of which; empty: of all together."""
+        """``host`` empty: the total of all hosts."""
         check_count("workers", workers)
         request = pb.ScaleRequest(workers=workers, host=host)
         return await self._connection.call(self._stub.Scale, request, self._timeout_s)
@@ -54,8 +54,10 @@ class Operator(Client):
         return await self._connection.call(self._stub.Rebalance, pb.RebalanceRequest(), self._timeout_s)
 
     async def checkpoint(self) -> pb.CheckpointReply:
-        """Returns once all that was generated and acknowledged so far is on disk. Raises Conflict where the service
-        keeps no state."""
+        """Returns once all data generated and acknowledged so far is on disk.
+
+        Raises Conflict if the service has no state folder.
+        """
         return await self._connection.call(self._stub.Checkpoint, pb.CheckpointRequest(), self._timeout_s)
 
     @property

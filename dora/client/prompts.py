@@ -1,4 +1,4 @@
-"""The client of those who bring prompts."""
+"""The client that submits prompts."""
 
 import json
 import uuid
@@ -22,34 +22,34 @@ _OTHER_NAMES: Final = {"text": "prompt", "token_ids": "prompt_token_ids"}
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What the service did with a batch of prompts."""
+    """The result of submitting a batch of prompts."""
 
     accepted: int
-    queue_free: int  # prompts that still fit
+    queue_free: int  # free places in the queue
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """What became of a prompt or group that was to be cancelled."""
+    """The result of cancelling a prompt or group."""
 
-    name: str  # as it was given
+    name: str  # as given
     state: str  # dequeued, cancelled, before (it already was), taken (a step has it: it stays), unknown
-    group_id: str  # of its group; empty where it has none
+    group_id: str  # empty without a group
 
 
 class Prompts(Client):
-    """Queues prompts at a service."""
+    """Submits, evaluates and cancels prompts at a service."""
 
     async def submit(self, prompts: Iterable[Prompt | str | Mapping[str, Any]]) -> Submitted:
-        """Queues all of them or none.
+        """Queues all prompts or none.
 
         A prompt is a Prompt, a text, or a mapping with the fields of a row of a prompts file: one of ``prompt`` (or
-        ``text``), ``messages`` (a chat) and ``prompt_token_ids`` (or ``token_ids``); then ``prompt_id`` (by default a
-        new one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling`` and ``priority``. The service
-        tokenises texts and chats.
+        ``text``), ``messages`` (a chat) and ``prompt_token_ids`` (or ``token_ids``); then ``prompt_id`` (default: a new
+        one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling`` and ``priority``. The service
+        tokenizes texts and chats.
 
-        Raises InvalidValue for a prompt that is refused (too long, say), Conflict for a duplicate id, LimitExceeded
-        where the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
+        Raises InvalidValue for a refused prompt (for example, one that is too long), Conflict for a duplicate id,
+        LimitExceeded if the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
         """
         if isinstance(prompts, str | Mapping):
             raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
@@ -65,13 +65,15 @@ class Prompts(Client):
         share: float = 0.0,
         name: str = "",
     ) -> Evaluation:
-        """Samples prompts, as :meth:`submit` takes them, under one version, beside training; no step trains on them.
+        """Samples prompts, given as in :meth:`submit`, under one version beside training. No step trains on them.
 
-        ``version``: a live one; None: the newest that workers may load. ``share``: of the slots and KV of that
-        version's workers, what is lent to it (0 to 0.5, of all evaluations together); 0: slots that training leaves
-        idle. ``name``: for operators. Iterate over what is returned, or await its ``whole()``: that raises InvalidValue
-        for a prompt that is refused, NotFound for a version that is not live, Conflict for a duplicate id or while
-        the service drains, LimitExceeded where too many are asked for, Unauthenticated, ServiceUnavailable.
+        ``version``: a live version; None: the newest that workers may load. ``share``: the share of that version's
+        slots and KV that is allotted to the evaluation (0 to 0.5, over all evaluations); 0: only slots that training
+        leaves idle. ``name``: shown to operators.
+
+        Iterate over the result, or await its ``whole()``. That raises InvalidValue for a refused prompt, NotFound for a
+        version that is not live, Conflict for a duplicate id or while the service drains, LimitExceeded for too many
+        prompts or evaluations, Unauthenticated, ServiceUnavailable.
         """
         if isinstance(prompts, str | Mapping):
             raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
@@ -85,17 +87,17 @@ class Prompts(Client):
         return Evaluation(self._connection, request)
 
     async def end(self) -> int:
-        """Says that no more prompts will be submitted, by anybody: the trainer's last step ends once all are sampled.
+        """Ends submissions for all clients. The trainer's last step ends once all prompts are sampled.
 
-        Returns how many are still queued. May be repeated. A source that the service has besides goes on to its end.
+        Returns the number of queued prompts. May be repeated. The service's own prompt source continues to its end.
         """
         reply = await self._connection.call(self._connection.stub(PromptsStub).End, pb.EndRequest())
         return reply.prompts_left
 
     async def cancel(self, ids: Iterable[str], reason: str = "") -> list[Cancelled]:
-        """Takes back prompts, by their ids or those of their groups; what became of each, in their order.
+        """Cancels prompts by their ids or their groups' ids. Returns the results in the same order.
 
-        One that waits leaves the queue; an admitted group is cancelled, and recorded with the reason; a group that a
+        A queued prompt leaves the queue. An admitted group is cancelled and recorded with the reason. A group that a
         step has taken stays. May be repeated. Raises InvalidValue for more than 4,096 ids.
         """
         if isinstance(ids, str):
@@ -119,7 +121,7 @@ def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
 
 
 def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
-    """The message of a mapping with the fields of a prompts file. What they hold is the service's to check."""
+    """Converts a mapping with the fields of a prompts file to a message. The service checks the values."""
     for unknown in sorted(set(record) - set(_FIELDS) - set(_OTHER_NAMES), key=str):
         raise InvalidValue(f"prompt: {unknown}", record[unknown], one_of(str(unknown), _FIELDS))
     forms = [name for name in (*_FORMS, *_OTHER_NAMES) if name in record]

@@ -1,6 +1,6 @@
-"""Weights of a new version on their way to the service: as files in shared memory, or uploaded in chunks.
+"""Transfer of a new version's weights to the service: as files in shared memory, or uploaded in chunks.
 
-Everything here but :func:`upload` blocks; the trainer's client runs it in a thread.
+All functions but :func:`upload` block. The trainer's client runs them in a thread.
 """
 
 import asyncio
@@ -52,9 +52,10 @@ _CHUNK_OVERHEAD_BYTES: Final = 1024
 
 
 def place_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Path) -> tuple[WeightFile, ...]:
-    """Brings ``weights`` into ``folder`` as safetensors files and returns their identities: all at once.
+    """Writes ``weights`` to ``folder`` as safetensors files, examines them, and returns their identities.
 
-    Raises as :func:`take_weights`, and InvalidValue for the first tensor that is not finite; nothing is left then.
+    Raises as :func:`take_weights`, and InvalidValue for the first tensor that is not finite. After an error no file is
+    left.
     """
     taken = take_weights(weights, expected, folder)
     try:
@@ -67,11 +68,11 @@ def place_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pa
 
 
 def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None = None) -> Taken:
-    """Copies ``weights`` into ``folder`` as safetensors files; they may change as soon as this returns.
+    """Copies ``weights`` into ``folder`` as safetensors files. The caller may change them once this returns.
 
-    A module's tensors get their checkpoint names, whatever wraps it; floating point tensors are written in the dtype
-    that ``expected`` gives them. Raises InvalidValue for the first tensor that does not fit ``expected`` (where that is
-    not empty), LimitExceeded where ``folder`` has no room; nothing is left written then.
+    A module's tensors get their checkpoint names, whatever wraps it. Floating point tensors are written in the dtypes
+    of ``expected``. Raises InvalidValue for the first tensor that does not match ``expected`` (if that is not empty),
+    LimitExceeded if ``folder`` has no room. After an error no file is left.
     """
     try:
         if isinstance(weights, str | Path) or _are_paths(weights):
@@ -89,7 +90,7 @@ def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pat
 
 
 def _take_gathered(weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None) -> Taken:
-    """From all ranks, which are told where this one cannot take them."""
+    """Copies weights gathered from all ranks. Notifies the ranks if this one refuses."""
     wanted = {header.name: header for header in expected}
     asked = False
 
@@ -109,7 +110,7 @@ def _take_gathered(weights: AllRanks, expected: Sequence[TensorHeader], folder: 
 
 
 def _fitting(weights: object, expected: Sequence[TensorHeader]) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
-    """Tensors by checkpoint name, and as they are published. Raises InvalidValue for the first that does not fit."""
+    """Returns tensors and published headers, by checkpoint name. Raises InvalidValue for the first mismatch."""
     wanted = {header.name: header for header in expected}
     tensors = without_tied_head(_checkpoint(weights, wanted), wanted)
     headers = _headers(tensors, wanted)
@@ -119,13 +120,13 @@ def _fitting(weights: object, expected: Sequence[TensorHeader]) -> tuple[Mapping
 
 
 def check_module(module: Any, expected: Sequence[TensorHeader]) -> None:
-    """Raises InvalidValue where :func:`place_weights` would, for the names, shapes and dtypes of a whole module."""
+    """Checks the names, shapes and dtypes of a whole module. Raises InvalidValue as :func:`place_weights`."""
     if expected:
         _fitting(module, expected)
 
 
 def weight_paths(weights: object) -> tuple[Path, ...]:
-    """The safetensors files meant by a file, a folder, or several files. Raises InvalidValue for none."""
+    """The safetensors files of a file, a folder, or several files. Raises InvalidValue if there are none."""
     if isinstance(weights, str | Path):
         path = Path(weights)
         paths = tuple(path / name for name in weight_files(path)) if path.is_dir() else (path,)
@@ -140,7 +141,7 @@ def weight_paths(weights: object) -> tuple[Path, ...]:
 
 
 def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | None:
-    """The canary of a module, as published; None for what cannot be run: tensors by name, files, FSDP1's shards."""
+    """The canary of a module as published; None for weights that cannot run: tensors by name, files, FSDP1 shards."""
     if not is_module(weights) or is_sharded(weights):
         return None
     module = unwrapped(weights)
@@ -160,9 +161,8 @@ def files_to_wire(files: Sequence[WeightFile]) -> list[pb.WeightFile]:
 async def upload(
     connection: Connection, method: Any, epoch: int, version: int, taken: Taken, base: Uploaded | None = None
 ) -> Uploaded:
-    """Streams what was taken to the service, or what differs from ``base`` where that takes less time.
-
-    Raises as the connection's calls.
+    """Uploads the copied weights, or their difference from ``base`` if that is faster. Raises as the connection's
+    calls.
     """
     chunk_bytes = min(WEIGHT_CHUNK_BYTES, connection.max_message_bytes - _CHUNK_OVERHEAD_BYTES)
     bytes_per_s = base.bytes_per_s if base is not None else math.inf
@@ -180,7 +180,7 @@ async def upload(
 
 
 def _delta(taken: Taken, base: Uploaded | None, file: WeightFile, piece_bytes: int) -> Delta | None:
-    """None where there is no base, or all of the file takes less time."""
+    """None without a base, or if a full upload of the file is faster."""
     if base is None or base.file(file.name) is None:
         return None
     delta = Delta(taken, base, file, piece_bytes)
@@ -188,7 +188,7 @@ def _delta(taken: Taken, base: Uploaded | None, file: WeightFile, piece_bytes: i
 
 
 async def _upload_delta(connection: Connection, method: Any, header: pb.WeightFileHeader, delta: Delta) -> bool:
-    """False where the service has the base no more."""
+    """Returns False if the service no longer has the base."""
     base = delta.base.file(delta.file.name)
     assert base is not None
     announced = pb.WeightFileHeader()

@@ -1,7 +1,7 @@
-"""One commit under way, while its trainer goes on: hashes, checks, the canary, and the call that commits the step.
+"""One commit in progress while its trainer continues: hashes, checks, the canary, and the call that commits the step.
 
-taken (the trainer was held) ──▶ examined ──▶ brought ──▶ committed
-                                    └── refused ──────────┴──▶ failed: raised once, at the trainer's next call
+taken (the trainer waits) ──▶ examined ──▶ brought ──▶ committed
+                                  └── refused ─────────┴──▶ failed: raised once, at the trainer's next call
 """
 
 import asyncio
@@ -26,14 +26,14 @@ _HURRY_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a commit did."""
+    """The result of a commit."""
 
-    version: int  # the version it published
-    groups_trained: int | None  # since the service started; None where it is not known, or not yet
+    version: int  # the published version
+    groups_trained: int | None  # since the service's start; None if unknown
 
 
 class Publication:
-    """One version on its way to the service."""
+    """The publication of one version."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Publication:
         metrics: dict[str, float],
         waited_s: float,
     ) -> None:
-        """Begins at once. ``canary`` is computed of what was taken, in a thread of its own.
+        """Starts at once. ``canary`` is computed from the copied weights, in a separate thread.
 
-        ``lease_again``: what has to be done where the trainer had to attach anew.
+        ``lease_again`` is called after the trainer has attached again.
         """
         self.step = step
-        self.commit: Commit | None = None  # once it is committed
+        self.commit: Commit | None = None  # set once committed
         self._session, self._taken, self._lease_again = session, taken, lease_again
         self._metrics, self._waited_s = metrics, waited_s
         self._checked = asyncio.wrap_future(session.beside(lambda: self._check(canary)))
@@ -58,31 +58,31 @@ class Publication:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without a commit."""
+        """Whether it ended without a commit."""
         return self._task.done() and self.commit is None
 
     async def settled(self) -> Commit:
-        """Waits for its end. Raises what it failed with."""
+        """Waits for the end. Raises the error of a failure."""
         await asyncio.wait([self._task])
         return self._task.result()
 
     async def ends_within(self, limit_s: float) -> bool:
-        """Whether it has succeeded by then."""
+        """Waits up to ``limit_s``; returns whether the commit succeeded."""
         await asyncio.wait([self._task], timeout=limit_s)
         return self.commit is not None
 
     def again(self) -> None:
-        """Tries once more, with the same weights, after what it failed with is mended."""
+        """Retries with the same weights, after the cause of the failure is removed."""
         if self.failed:
             self._task = asyncio.create_task(self._run())
 
     async def give_up(self) -> None:
-        """Ends it, whatever it is at, and lets go of what was taken."""
+        """Cancels the commit at any stage and releases the copied weights."""
         self._task.cancel()
         await asyncio.wait([self._task])
         await asyncio.wait([self._checked])
         if not self._checked.cancelled():
-            self._checked.exception()  # it is told, or given up
+            self._checked.exception()  # marks the error as retrieved
         if self.commit is None:
             self._taken.close()
 
@@ -123,9 +123,9 @@ class Publication:
 
 
 async def settle(session: Session) -> None:
-    """Waits for the commit under way, if there is one. Raises what it failed with; the step is then not committed.
+    """Waits for the commit in progress, if any. Raises its error; the step is not committed then.
 
-    A rejected version is told again until it is published anew; any other failure once.
+    A rejected version is raised until it is republished; any other error once.
     """
     publication = session.publishing
     if publication is None:
@@ -144,9 +144,9 @@ async def settle(session: Session) -> None:
 
 
 async def end(session: Session, hurried: bool) -> None:
-    """At the end of a session: waits for the commit under way and raises what it failed with.
+    """Waits, at the end of a session, for the commit in progress, and raises its error.
 
-    ``hurried``: for some seconds only, and it raises nothing; what has not ended then is given up.
+    ``hurried``: waits a few seconds and raises nothing; a commit that has not ended then is cancelled.
     """
     publication = session.publishing
     if publication is None:

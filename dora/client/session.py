@@ -1,4 +1,4 @@
-"""One trainer's session with one service: its connection, and what the service told when the trainer attached."""
+"""One trainer's session with one service: its connection, and the service's reply to the last attach."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STREAM_STEP: Final = "/dora.v1.Trainer/StreamStep"
 _ATTACH_TIMEOUT_S = 30.0
 _SHARED_MEMORY: Final = Path("/dev/shm")
-# What is done beside training, one thing after the other: it takes no more than a core from it.
+# Work beside training, one task at a time: it takes at most one core from the trainer.
 _thread: Final = ThreadPoolExecutor(1, "dora.publishing")
 
 
@@ -44,21 +44,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """One trainer's lease on the service, until another attaches or the connection breaks."""
+    """One trainer's lease on the service, until another trainer attaches or the connection breaks."""
 
     epoch: int
-    next_step: int  # the first step that is not committed; also the newest version
+    next_step: int  # the first uncommitted step; also the newest version
     groups_per_step: int
     window_versions: int  # staleness is at most window_versions - 1
     model: str  # the model folder on the service's host
     reference_version: int
-    max_message_bytes: int  # 0: the service named no limit
-    tensors: tuple[TensorHeader, ...] = field(repr=False)  # what published weights must hold
-    store_folder: Path | None  # where weights may be written directly; None where the host is not shared
+    max_message_bytes: int  # 0: no limit given
+    tensors: tuple[TensorHeader, ...] = field(repr=False)  # tensors that published weights must contain
+    store_folder: Path | None  # for writing weights directly; None without a shared host
 
 
 class Session:
-    """Attaching fences any other trainer; after a broken connection the trainer attaches again."""
+    """A trainer's session. Attaching fences other trainers; after a broken connection the trainer attaches again."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Session:
         tokenizer: str | Path | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Connects to nothing yet.
+        """Does not connect yet.
 
-        ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` say how long to try before the first contact
-        and after a connection broke. ``tokenizer``: the model folder whose tokenizer makes texts; by default the
-        service's, which takes a shared host. Raises InvalidValue for a token that no header can hold.
+        ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
+        after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
+        service's, which requires a shared host. Raises InvalidValue for a token that is not a valid header value.
         """
         self.connection = Connection(address, token, max_message_bytes)
         self.patience = Patience(reconnect_s)
@@ -85,12 +85,12 @@ class Session:
         self._tokenizer: ChatTokenizer | None = None
         self._groups_per_step = 0
         self._attachment: Attachment | None = None
-        self._begun = False  # steps were asked for since: the attachment's next step may be over
+        self._begun = False  # steps were requested since attaching, so next_step may be outdated
         self._stub: TrainerStub | None = None
         self._staying: asyncio.Task[None] | None = None
-        self.publishing: Any = None  # the Publication under way: one at most
-        self._sent: Uploaded | None = None  # the version that was sent last
-        self._uploaded: Uploaded | None = None  # the one that was committed last
+        self.publishing: Any = None  # the Publication in progress, at most one
+        self._sent: Uploaded | None = None  # the version uploaded last
+        self._uploaded: Uploaded | None = None  # the version committed last
         self._spare: Future[Spare | None] | None = None
         self._skeleton: Skeleton | None = None
 
@@ -121,20 +121,20 @@ class Session:
 
     @property
     def attachment(self) -> Attachment:
-        """What the service told when the trainer attached last. Raises Conflict before."""
+        """The service's reply to the last attach. Raises Conflict before the first one."""
         if self._attachment is None:
             raise Conflict("trainer", self._name, "attached first, by attach() or steps()", why="is not attached")
         return self._attachment
 
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
-        """Token ids as text, special tokens shown or left out. What ``trajectory.text`` calls.
+        """Decodes token ids to text, with or without special tokens; ``trajectory.text`` uses it.
 
-        The first call reads the tokenizer, in some seconds where this user never used it before; transformers stays
-        outside this process. Raises Conflict where the service's folder is not on this host and none was named,
-        InvalidValue for a folder without a tokenizer.
+        The first call reads the tokenizer, which may take some seconds; transformers runs outside this process. Raises
+        Conflict if the service's folder is not on this host and none was given, InvalidValue for a folder without a
+        tokenizer.
         """
         if self._tokenizer is None:
-            from dora.prompts.tokenizer import ChatTokenizer  # only who wants text needs it
+            from dora.prompts.tokenizer import ChatTokenizer  # needed only for texts
 
             self._tokenizer = ChatTokenizer(self._model_folder())
         return self._tokenizer.decode(token_ids, special_tokens)
@@ -148,7 +148,7 @@ class Session:
         return Path(self.attachment.model)
 
     def stream_step(self, step: int) -> Any:
-        """The call that streams a step's groups; its messages as :func:`dora.rpc.packed.split` gives them."""
+        """Opens the stream of a step's groups; its messages are those of :func:`dora.rpc.packed.split`."""
         request = pb.StreamStepRequest(trainer_epoch=self.attachment.epoch, step=step, packed=True)
         stream = self.connection.channel.unary_stream(
             STREAM_STEP, request_serializer=pb.StreamStepRequest.SerializeToString, response_deserializer=split
@@ -156,10 +156,10 @@ class Session:
         return stream(request, metadata=self.connection.metadata)
 
     async def attach(self, groups: int = 0) -> Attachment:
-        """Becomes the service's one active trainer. ``groups``: of each step; 0 for as many as the service has.
+        """Becomes the service's only active trainer. ``groups``: the groups per step; 0 keeps the service's number.
 
-        :meth:`Trainer.steps` does it by itself; call it to learn the model's folder before. Raises InvalidValue where
-        the service refuses ``groups``, Unauthenticated, ServiceUnavailable when ``connect_s`` is over.
+        :meth:`Trainer.steps` calls it if needed; call it before to get the model's folder. Raises InvalidValue if the
+        service refuses ``groups``, Unauthenticated, ServiceUnavailable after ``connect_s``.
         """
         if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MAX:
             raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 for what the service has")
@@ -172,7 +172,7 @@ class Session:
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:
-        """What to begin with the steps from: attaches, unless it has just been done with this number of groups.
+        """Returns the attachment to start the steps from. Attaches, unless just done with this number of groups.
 
         Raises as :meth:`attach`.
         """
@@ -182,7 +182,7 @@ class Session:
         return self.attachment
 
     async def attach_again(self, error: ServiceUnavailable) -> Attachment:
-        """Attaches after the connection broke with ``error``; raises it after ``reconnect_s`` without progress."""
+        """Attaches after the connection broke with ``error``. Raises it after ``reconnect_s`` without progress."""
         while True:
             await self.patience.wait(error)
             try:
@@ -191,10 +191,10 @@ class Session:
                 error = repeated
 
     def take(self, weights: Weights, version: int, canary: Canary | None) -> tuple[Taken, Callable[[], Canary | None]]:
-        """Copies ``weights`` to where the service looks for those of ``version``, or into memory of this host.
+        """Copies ``weights`` to the service's folder for ``version``, or into this host's memory. Blocks.
 
-        They may change once it returns. Also gives what computes their canary, of what was taken. It blocks. Raises
-        InvalidValue for weights that do not fit the model, LimitExceeded where there is no room for them.
+        The caller may change them once it returns. Also returns a function that computes the copy's canary. Raises
+        InvalidValue for weights that do not match the model, LimitExceeded if there is no room.
         """
         attachment = self.attachment
         making, self._spare = self._spare, None
@@ -213,14 +213,14 @@ class Session:
         return taken, lambda: canary
 
     def _skeleton_of(self, weights: Weights) -> Skeleton | None:
-        """Made once for a module."""
+        """The skeleton of a module, made once."""
         module = unwrapped(weights) if is_module(weights) else None
         if self._skeleton is None or self._skeleton.module is not module:
             self._skeleton = Skeleton.of(weights, config_of(module)) if module is not None else None
         return self._skeleton
 
     async def bring(self, taken: Taken, version: int) -> None:
-        """Sees to it that the service has what was taken. Raises what the service raises."""
+        """Transfers the copied weights to the service. Raises the service's errors."""
         incoming = self._incoming(version)
         if incoming is not None:
             await asyncio.to_thread(taken.bring, incoming)
@@ -230,7 +230,7 @@ class Session:
         self._sent = await upload(self.connection, self.stub.UploadWeights, epoch, version, taken, base)
 
     def let_go(self, taken: Taken) -> None:
-        """The service has what was taken. What was uploaded stays, for the next version to be told by what differs."""
+        """Releases weights that the service has. Uploaded ones are retained as the base of the next delta."""
         if self._sent is None or self._sent.taken is not taken:
             taken.close()
             return
@@ -239,17 +239,17 @@ class Session:
         self._uploaded, self._sent = self._sent, None
 
     def make_ready(self, version: int) -> None:
-        """Begins to take the room for a version that will be committed, so that to take that is a mere copy."""
+        """Starts allocating space for a future version, so that taking its weights costs only a copy."""
         incoming = self._incoming(version)
         if incoming is not None and self._spare is None:
             self._spare = _thread.submit(_spare, incoming, self._attachment_bytes())
 
     def beside(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Runs what belongs to a publication, beside training."""
+        """Runs a publication's work in a thread, beside training."""
         return _thread.submit(function)
 
     def _scratch_parent(self) -> Path | None:
-        """Where a copy lies that is uploaded: in memory where there is room; None: where temporary files are."""
+        """The parent folder of copies to upload: in memory if there is room; None: the system's temporary folder."""
         try:
             room = os.statvfs(_SHARED_MEMORY)
         except OSError:
@@ -280,7 +280,7 @@ class Session:
         return self._attachment
 
     async def _stay(self, stub: TrainerStub, epoch: int) -> None:
-        """Holds a call open, by whose end the service knows that this trainer has left. Nothing else depends on it."""
+        """Holds a call open, whose end notifies the service that this trainer has left. Nothing else depends on it."""
         call = stub.KeepAlive(pb.KeepAliveRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in call:
@@ -288,7 +288,7 @@ class Session:
 
 
 def _spare(incoming: Path, file_bytes: int) -> Spare | None:
-    """None where there is no room now: who commits is told, if there is none then."""
+    """None without room; taking the weights then reports the error."""
     try:
         return Spare.made(incoming, file_bytes, incoming.parent.parent / RECYCLED_FOLDER / WEIGHTS_FILE)
     except OSError:
@@ -296,7 +296,7 @@ def _spare(incoming: Path, file_bytes: int) -> Spare | None:
 
 
 def attachment_of(reply: pb.AttachReply) -> Attachment:
-    """Also finds out whether the service's host is shared, by reading its proof file: it blocks."""
+    """Converts the reply. Reads the service's proof file to detect a shared host, which blocks."""
     tensors = tuple(
         TensorHeader(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.optional) for tensor in reply.tensors
     )

@@ -1,6 +1,6 @@
-"""A module's structure without its weights, by which the canary is computed of what was taken, while training goes on.
+"""A module's structure without its weights, to compute the canary of copied weights while training continues.
 
-The trainer's own module cannot be used for it: its next step changes the weights, and runs in another thread.
+The trainer's own module cannot be used: its next step changes the weights, in another thread.
 """
 
 import copy
@@ -19,17 +19,17 @@ _COMPILED: Final = "_orig_mod"
 
 
 class Skeleton:
-    """Of one module."""
+    """The structure of one module."""
 
     def __init__(self, module: Any, bare: Any, config: Mapping[str, Any]) -> None:
-        self.module = module  # whose structure it is
+        self.module = module  # the original
         self._bare, self._config = bare, config
 
     @classmethod
     def of(cls, weights: object, config: Mapping[str, Any]) -> Self | None:
-        """None for what has none: no module, one in parts or not in host memory, or one that cannot be copied.
+        """None if unsupported: no module, sharded, compiled, not in host memory, or not copyable.
 
-        On another device its copy there would take the room of a second model, and the pass takes milliseconds.
+        On another device the copy would need room for a second model, and the pass takes only milliseconds.
         """
         if not is_module(weights) or is_sharded(weights):
             return None
@@ -39,18 +39,18 @@ class Skeleton:
         if any(parameter.device.type != "cpu" for parameter in module.parameters()):
             return None
         if any(_COMPILED in part._modules for part in module.modules()):
-            return None  # to run it without compiling is a setting of the whole process
+            return None  # running it uncompiled is a setting of the whole process
         memo: dict[int, Any] = {
             id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
             for parameter in module.parameters()
         }
         try:
             return cls(module, copy.deepcopy(module, memo), config)
-        except Exception:  # whatever a module of the user's own holds: a lock, a stream, a tensor with a gradient
+        except Exception:  # user modules may hold anything: a lock, a stream, a tensor with a gradient
             return None
 
     def canary(self, taken: Taken) -> Canary:
-        """Of the weights that were taken."""
+        """Computes the canary of the copied weights."""
         import torch
 
         stored = {}
@@ -64,7 +64,7 @@ class Skeleton:
             plain = plain_name(name)
             pieces = to_checkpoint({plain: parameter}, self._config)
             if not pieces:
-                continue  # a head that is tied, under a name of its own
+                continue  # a tied head under a name of its own
             found = [stored[piece] for piece in pieces]
             if len(found) == 1 and found[0].shape == parameter.shape:
                 parameters[name] = found[0].to(parameter.dtype)

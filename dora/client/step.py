@@ -22,21 +22,21 @@ _BEGUN_ANEW: Final = "left, and begun anew by steps()"
 
 
 class Step:
-    """An asynchronous iterator over the step's groups: each exactly once, whatever the connection does.
+    """An asynchronous iterator over the step's groups, each exactly once, even across reconnects.
 
-    When the connection breaks, the trainer attaches again and the service repeats the groups; those that were taken
-    already are left out. Not for use by several tasks at once.
+    After a broken connection the trainer attaches again and the service repeats the groups; those already taken are
+    skipped. Not safe for concurrent tasks.
     """
 
     def __init__(self, session: Session, number: int) -> None:
         self.number = number
-        self.end_of_prompts = False  # known after iterating: the step ended short; there will be no other
+        self.end_of_prompts = False  # known after iterating: the step is short, and the last one
         self._session = session
         self._stream: Any = None
-        self._pending: deque[TrajectoryGroup] = deque()  # at most one message's groups
+        self._pending: deque[TrajectoryGroup] = deque()  # groups of at most one message
         self._parts: list[pb.TrajectoryGroup] = []  # of a group whose other parts are still to come
         self._seen: set[str] = set()
-        self._repeated: set[str] = set()  # delivered by the present stream
+        self._repeated: set[str] = set()  # delivered by the current stream
         self._complete = False
         self._publication: Publication | None = None
         self._waited_s = 0.0
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def version(self) -> int:
-        """The newest policy version: the one that this step improves on."""
+        """The newest policy version, which this step trains."""
         return self.number
 
     @property
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def committed(self) -> bool:
-        """Whether a commit has begun, and has not failed."""
+        """Whether a commit has begun and has not failed."""
         publication = self._publication
         if publication is None:
             return False
@@ -64,17 +64,17 @@ class Step:
 
     @property
     def waited_s(self) -> float:
-        """How long its groups have been waited for so far, the first one included, before the step was there."""
+        """The time spent waiting for its groups so far, including the wait for the first group."""
         return self._waited_s
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TrajectoryGroup:
-        """Raises Conflict where another trainer has taken over, ServiceUnavailable when reconnecting failed.
+        """Raises Conflict if another trainer has attached, ServiceUnavailable if reconnecting failed.
 
-        Raises VersionRejected if the workers have rejected a version. Once that is published anew
-        (``Trainer.republish``) iterate on: the groups that were not taken yet follow.
+        Raises VersionRejected if the workers have rejected a version. Continue iterating after ``Trainer.republish``:
+        the remaining groups follow.
         """
         if not await self.has_groups():
             raise StopAsyncIteration
@@ -82,15 +82,15 @@ class Step:
 
     @property
     def has_come(self) -> bool:
-        """Whether there is a group to take at once."""
+        """Whether a group is available without waiting."""
         return bool(self._pending)
 
     def take(self) -> TrajectoryGroup:
-        """The next group that has come: only after :meth:`has_groups`."""
+        """Returns the next available group. Call :meth:`has_groups` first."""
         return self._pending.popleft()
 
     async def has_groups(self) -> bool:
-        """Waits until there is a group to take; False when there are no more. Raises what the last commit has."""
+        """Waits for a group; returns False if there are no more. Raises the last commit's error."""
         began_s = time.monotonic()
         if self._session.publishing is not self._publication:
             await settle(self._session)
@@ -113,33 +113,33 @@ class Step:
     ) -> Commit:
         """Acknowledges the step's groups and publishes ``weights`` as version ``number + 1``.
 
-        It returns as soon as the weights are copied: they may change then, and training go on. They are hashed, checked
-        and committed meanwhile. What fails there is raised by the trainer's next call, whichever that is, once; the
-        step is then not committed, and can be committed again. ``wait``: return when the service has the version.
+        Returns once the weights are copied: they may change then, and training may continue. Hashing, checks and the
+        commit run in the background. The trainer's next call, whichever that is, raises their error once; the step is
+        not committed then, and the commit can be retried. ``wait``: return when the service has the version.
 
-        ``weights`` is a torch module (also one that torch.compile, DDP or FSDP1 wraps), tensors by checkpoint name
-        (torch or numpy), or safetensors file(s) or folder. The canary of a module is computed, of the others it may be
-        given. ``metrics`` are shown to operators; "alarm_x" beside "x" says that x is above this bound.
-        ``waited_s``: how long the trainer had nothing to do in this step; by default, how long its groups were waited
-        for. Who works while it waits says it. Repeating a commit is safe: a step is committed once.
+        ``weights`` is a torch module (also one wrapped by torch.compile, DDP or FSDP1), tensors by checkpoint name
+        (torch or numpy), or safetensors file(s) or folder. A module's canary is computed; for other weights it may be
+        given. ``metrics`` are shown to operators; "alarm_x" beside "x" says that x exceeds this bound. ``waited_s``:
+        the trainer's idle time in this step; default: the time spent waiting for its groups. Set it if the trainer
+        works while it waits. Repeating a commit is safe: a step is committed once.
 
-        Raises at once: Conflict before all groups were taken, InvalidValue for weights that do not fit the model or a
-        metric that is no number, LimitExceeded where this host has no room. Later, or with ``wait``: Conflict where
-        another trainer took over, InvalidValue for weights that are not finite, ServiceUnavailable when reconnecting
-        failed, LimitExceeded where the service has no room; VersionRejected if the workers have rejected an earlier
-        version: the commit goes on by itself once that is published anew (``Trainer.republish``).
+        Raises at once: Conflict before all groups were taken, InvalidValue for weights that do not match the model or a
+        metric that is not a number, LimitExceeded if this host has no room. Later, or with ``wait``: Conflict if
+        another trainer has attached, InvalidValue for weights that are not finite, ServiceUnavailable if reconnecting
+        failed, LimitExceeded if the service has no room, VersionRejected if the workers have rejected an earlier
+        version: the commit continues by itself after ``Trainer.republish``.
         """
         session = self._session
         if self.committed:
             if wait:
                 await settle(session)
             return self._commit
-        await settle(session)  # of the step before
+        await settle(session)  # of the previous step
         self._check_taken()
         numbers = _numbers(metrics or {})
         if waited_s is not None:
             self._waited_s = waited_s
-        # Always the same thread: torch has a team of threads of its own for each that calls it.
+        # Always the same thread, because torch has a thread pool for each calling thread.
         take = session.beside(lambda: session.take(weights, self.number + 1, canary))
         taken, compute = await asyncio.wrap_future(take)
         self._publication = session.publishing = Publication(
@@ -155,7 +155,7 @@ class Step:
         return known or Commit(self.number + 1, None)
 
     async def _receive(self) -> None:
-        """Takes one message of the stream, reconnecting as needed."""
+        """Receives one message of the stream, reconnecting as needed."""
         try:
             if self._stream is None:
                 self._stream = self._session.stream_step(self.number)
@@ -166,9 +166,9 @@ class Step:
                 self._finish()
                 return
         except VersionRejected:
-            self._stream = None  # asked again once the version is published anew
+            self._stream = None  # reopened once the version is republished
             raise
-        except asyncio.CancelledError:  # gRPC ends a stream whose reading is cancelled: go on with another one
+        except asyncio.CancelledError:  # gRPC ends a stream whose read is cancelled: open another
             self._stream = None
             raise
         except ServiceUnavailable as error:
@@ -190,7 +190,7 @@ class Step:
                 self._pending.append(group_from_wire(*parts, decoder=self._session.decode))
 
     def _is_new(self, group_id: str) -> bool:
-        """Notes that the stream has brought this group; whether it is the first that did."""
+        """Records that the stream delivered this group; returns whether it is new."""
         self._repeated.add(group_id)
         if group_id in self._seen:
             return False
@@ -200,7 +200,7 @@ class Step:
     def _finish(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step
         if not self.end_of_prompts and len(self._repeated) < groups_per_step:
-            # The service is going down: an end that it did not declare is as good as a broken connection.
+            # The service is shutting down: treat an undeclared end like a broken connection.
             raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
         if self._repeated != self._seen:
             gone = sorted(self._seen - self._repeated)
@@ -209,7 +209,7 @@ class Step:
         self._complete = True
 
     async def _lease_again(self, attachment: Attachment) -> None:
-        """After attaching again in mid-commit: the new lease must cover the very groups that were trained."""
+        """Leases the groups again after attaching during a commit. It must have exactly the trained groups."""
         self._check_current(attachment)
         self._stream, self._complete = None, False
         if await self._has_groups(time.monotonic()):
@@ -229,7 +229,7 @@ class Step:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers; a tensor or array of one element is one. Raises InvalidValue for another value."""
+    """Converts metrics to numbers, including one-element tensors and arrays. Raises InvalidValue for other values."""
     if not isinstance(metrics, Mapping):
         raise InvalidValue("metrics", metrics, "a mapping of names to numbers")
     numbers = {}

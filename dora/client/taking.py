@@ -1,7 +1,7 @@
-"""A trainer's weights taken over in one copy, so that it can go on; what else publishing needs is done with the copy.
+"""Copies a trainer's weights once, so that training can continue. Publishing works on the copy.
 
-The copy is a safetensors file in memory that is laid out before the first tensor comes. Where a ``Spare`` was made
-ready, its pages are there already, and the copy costs what copying memory costs.
+The copy is a safetensors file in memory, laid out before the first tensor is copied. With a prepared ``Spare`` its
+pages are already allocated, so the copy takes only the time of copying memory.
 """
 
 import mmap
@@ -18,20 +18,20 @@ from dora.weights.files import WeightFile, copy_tensor, examine_file, laid_out, 
 from dora.weights.reference import TensorHeader
 
 SPARE_FILE: Final = ".spare"
-RECYCLED_FOLDER: Final = "spare"  # of a store: what a retired version has left, to be written over
+RECYCLED_FOLDER: Final = "spare"  # folder of a store with files of retired versions, to overwrite
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A file whose room is taken and whose pages are mapped; ``file`` has a hidden name until it is used."""
+    """A file with allocated space and mapped pages. ``file`` has a hidden name until it is used."""
 
     file: Path
     room: mmap.mmap
 
     @classmethod
     def made(cls, folder: Path, file_bytes: int, recycled: Path | None = None) -> Self:
-        """In ``folder``, made of a file that nobody needs any more where there is one. Raises OSError without room."""
+        """Creates it in ``folder``, from a recycled file if there is one. Raises OSError if there is no room."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / SPARE_FILE
         if recycled is not None:
@@ -41,12 +41,12 @@ class Spare:
 
 
 class Taken:
-    """Files that are copied and complete, whose writers are done. They stay readable if their folder is removed."""
+    """Complete copies of files that have no more writers. They stay readable if their folder is removed."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """``names``: of files in ``folder``."""
+        """``names``: files in ``folder``."""
         self._open: dict[str, int] = {}
-        self.identities: tuple[WeightFile, ...] = ()  # known once they were examined
+        self.identities: tuple[WeightFile, ...] = ()  # set by examine
         try:
             for name in names:
                 self._open[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -55,7 +55,7 @@ class Taken:
             raise
 
     def examine(self) -> tuple[WeightFile, ...]:
-        """Reads everything once: sizes and hashes. Raises InvalidValue for a tensor that is not finite."""
+        """Reads all files once for their sizes and hashes. Raises InvalidValue for a tensor that is not finite."""
         self.identities = tuple(
             replace(examine_file(Path(f"/proc/self/fd/{opened}")).identity, name=name)
             for name, opened in self._open.items()
@@ -63,7 +63,7 @@ class Taken:
         return self.identities
 
     def bring(self, folder: Path) -> None:
-        """Sees to it that the files lie in ``folder``, where they may be already. Raises OSError."""
+        """Ensures that the files are in ``folder``, copying those that are not. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, opened in self._open.items():
             target = folder / name
@@ -74,20 +74,20 @@ class Taken:
                 shutil.copyfileobj(source, copy, 4 << 20)
 
     def descriptor(self, name: str) -> int:
-        """By which a file can be read, wherever it lies, until it is let go."""
+        """A descriptor that reads the file until :meth:`close`, even if it is moved or removed."""
         return self._open[name]
 
     def paths(self) -> dict[str, Path]:
-        """Where each file can be read, wherever it lies."""
+        """Paths that read the files until :meth:`close`, even if they are moved or removed."""
         return {name: Path(f"/proc/self/fd/{opened}") for name, opened in self._open.items()}
 
     def remove(self, folder: Path) -> None:
-        """What lies of it in ``folder``."""
+        """Removes the files from ``folder``."""
         for name in self._open:
             (folder / name).unlink(missing_ok=True)
 
     def mapped(self) -> dict[str, memoryview]:
-        """Each file's bytes, to be read."""
+        """The files' contents, mapped read-only."""
         return {name: memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ)) for name, opened in self._open.items()}
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ def take_tensors(
     name: str,
     spare: Spare | None = None,
 ) -> Taken:
-    """Copies ``tensors``, by name, into ``folder / name``, each in the dtype of its header and none twice.
+    """Copies ``tensors``, by name, into ``folder / name``, each once and in the dtype of its header.
 
-    Raises InvalidValue where numpy lacks the dtype, OSError where there is no room; no file is left then.
+    Raises InvalidValue if numpy lacks the dtype, OSError if there is no room. After an error no file is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ordered = laid_out(headers.values())
@@ -133,7 +133,7 @@ def take_tensors(
 
 
 def take_files(paths: Sequence[Path], folder: Path) -> Taken:
-    """Copies files into ``folder``. Raises OSError where there is no room; nothing is left then."""
+    """Copies files into ``folder``. Raises OSError if there is no room. After an error no file is left."""
     folder.mkdir(parents=True, exist_ok=True)
     targets = [folder / path.name for path in paths]
     try:
@@ -148,7 +148,7 @@ def take_files(paths: Sequence[Path], folder: Path) -> Taken:
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
-    """The spare's room, under another name and of the right size; None where it is gone or too small."""
+    """Maps the spare file under its new name and size; None if it is missing or too small."""
     if spare is None or len(spare.room) < file_bytes:
         return None
     try:
@@ -160,7 +160,7 @@ def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """A file of this size that has all its room, its pages mapped."""
+    """Creates a file of this size with allocated space and mapped pages."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.ftruncate(descriptor, file_bytes)

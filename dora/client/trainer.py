@@ -25,8 +25,8 @@ from dora.rpc.errors import ServiceUnavailable
 class Trainer(Session):
     """One trainer of one service, used as ``async with dora.Trainer(...) as trainer``.
 
-    Leaving it waits for the commit under way, and raises what that failed with; where it is left by an error, what is
-    under way gets a few seconds, and its step may then be begun anew by the next trainer.
+    On exit it waits for the commit in progress and raises its error. If an exception leaves the block, the commit gets
+    a few seconds; if it does not end, the next trainer may restart its step.
     """
 
     async def __aexit__(self, *exception: object) -> None:
@@ -36,23 +36,23 @@ class Trainer(Session):
             await super().__aexit__(*exception)
 
     async def attach(self, groups: int = 0) -> Attachment:
-        """As :meth:`Session.attach`, once the commit under way has ended."""
+        """Like :meth:`Session.attach`, once the commit in progress has ended."""
         await settle(self)
         return await super().attach(groups)
 
     async def steps(self, groups: int = 0) -> AsyncIterator[Step]:
-        """The steps from the first uncommitted one on, until the prompts are exhausted.
+        """Yields the steps, starting at the first uncommitted one, until the prompts end.
 
-        A step must be committed before the next is asked for, else Conflict is raised. The last one may be short
-        (``step.end_of_prompts``); one that would hold no group at all is not yielded. May be called again after a loop
-        was left: a step that was not committed begins anew, with the groups it had.
+        Commit each step before requesting the next; otherwise Conflict is raised. The last one may be short
+        (``step.end_of_prompts``); an empty one is not yielded. May be called again after leaving a loop: an uncommitted
+        step restarts with the same groups.
 
-        VersionRejected is raised by the step, whose iteration or commit goes on after :meth:`republish`.
+        VersionRejected is raised by the step. Its iteration or commit continues after :meth:`republish`.
         """
         number = (await self.attached(groups)).next_step
         while True:
             step = Step(self, number)
-            with contextlib.suppress(VersionRejected):  # the step raises it again: here it would end the loop
+            with contextlib.suppress(VersionRejected):  # raised again by the step: here it would end the loop
                 await settle(self)
                 self.make_ready(number + 1)
                 if not await step.has_groups():
@@ -66,13 +66,13 @@ class Trainer(Session):
             number += 1
 
     async def republish(self, weights: Weights, *, version: int, canary: Canary | None = None) -> None:
-        """Publishes a rejected version anew: ``version`` of the VersionRejected that a step or its commit has raised.
+        """Replaces a rejected version: the ``version`` of the VersionRejected that a step or its commit raised.
 
-        ``weights`` and ``canary`` are as in ``Step.commit``; they may be newer than the version was. Repeating it is
-        safe. Raises Conflict where ``version`` is not rejected or another trainer has taken over, InvalidValue for
-        weights that do not fit the model or are not finite, ServiceUnavailable when reconnecting failed.
+        ``weights`` and ``canary`` are as in ``Step.commit``; the weights may be newer than the rejected ones. Repeating
+        it is safe. Raises Conflict if ``version`` is not rejected or another trainer has attached, InvalidValue for
+        weights that do not match the model or are not finite, ServiceUnavailable if reconnecting failed.
         """
-        with contextlib.suppress(VersionRejected):  # the very one
+        with contextlib.suppress(VersionRejected):  # expected for this version
             await settle(self)
         taken, compute = await asyncio.to_thread(self.take, weights, version, canary)
         try:
@@ -100,5 +100,5 @@ class Trainer(Session):
             self.publishing.again()
 
     async def settled(self) -> None:
-        """Waits for the commit under way, if there is one. Raises what it failed with, as any other call would."""
+        """Waits for the commit in progress, if any. Raises its error, as any other call would."""
         await settle(self)

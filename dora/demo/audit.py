@@ -1,7 +1,7 @@
-"""Recomputes the three promises from what was delivered and what was trained, without asking the service.
+"""Recomputes the three guarantees from the delivered and the trained groups, without asking the service.
 
-The record (one row a delivered trajectory) and the trainer's own list of group ids are two witnesses that the
-service's counters cannot influence; :mod:`dora.demo.report` compares them with those counters.
+The run record (one row per delivered trajectory) and the trainer's list of group ids are independent of the service's
+counters. :mod:`dora.demo.report` compares them with the counters.
 """
 
 import json
@@ -15,25 +15,25 @@ from typing import Any
 
 from dora.errors import InvalidValue
 
-Row = Mapping[str, Any]  # one delivered trajectory, keys as in the trajectory record
-Trained = Mapping[int, Sequence[str]]  # group ids that the trainer trained, by committed step
+Row = Mapping[str, Any]  # a delivered trajectory, with the keys of the run record
+Trained = Mapping[int, Sequence[str]]  # trained group ids by committed step
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What record and trainer say together. Ids are sorted."""
+    """The findings from run record and trainer. Ids are sorted."""
 
     groups_trained: int
-    groups_lost: tuple[str, ...]  # trained but not (wholly) recorded, or delivered for a committed step and not trained
+    groups_lost: tuple[str, ...]  # trained but not fully recorded, or delivered for a committed step but not trained
     groups_duplicated: tuple[str, ...]
-    c1_violations: tuple[str, ...]  # trajectory ids sampled by more than one version
+    c1_violations: tuple[str, ...]  # ids of trajectories sampled by several versions
     staleness_max: int  # over committed steps
-    staleness_misstated: tuple[str, ...]  # trajectory ids whose own staleness is not trained step - behaviour version
+    staleness_misstated: tuple[str, ...]  # ids of trajectories whose staleness is not trained step - behaviour version
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One committed step, of its recorded trajectories. ``mean_reward`` is None where no reward was valid."""
+    """One committed step, from its recorded trajectories. ``mean_reward`` is None if no reward was valid."""
 
     step: int
     mean_reward: float | None
@@ -41,11 +41,11 @@ class StepSummary:
     staleness_max: int
     trajectories: int
     tokens: int
-    answer: str  # what the verifier said of the response of middling reward; empty where it said nothing
+    answer: str  # the verifier's log for the response of median reward; may be empty
 
 
 def read_record(path: Path) -> list[Row]:
-    """The rows of a ``trajectories.jsonl``. Raises InvalidValue for a missing file or a torn line."""
+    """Reads the rows of a ``trajectories.jsonl``. Raises InvalidValue for a missing file or an incomplete line."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -62,9 +62,9 @@ def read_record(path: Path) -> list[Row]:
 def audit(rows: Sequence[Row], trained: Trained) -> Audit:
     """Checks C1 to C3 over ``rows``.
 
-    A group is lost when the trainer trained it and the record lacks a sample of it, when the record holds only a
-    part of it, or when it was delivered for a step that was committed without it. It is duplicated when it was
-    trained twice or one of its trajectories was delivered twice.
+    A group is lost if the trainer trained it and the run record lacks one of its samples, if the record contains only a
+    part of it, or if it was delivered for a step that was committed without it. It is duplicated if it was trained
+    twice or one of its trajectories was delivered twice.
     """
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -92,7 +92,7 @@ def audit(rows: Sequence[Row], trained: Trained) -> Audit:
 
 
 def step_summaries(rows: Iterable[Row], trained: Trained) -> list[StepSummary]:
-    """One summary for every committed step, in order; steps of which nothing was recorded are left out."""
+    """Summarizes each committed step, in order. Steps without a recorded trajectory are omitted."""
     members: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         if row["trained_step"] in trained:
@@ -107,7 +107,7 @@ def quarters(steps: Sequence[StepSummary]) -> tuple[Sequence[StepSummary], Seque
 
 
 def mean_reward(steps: Sequence[StepSummary]) -> float | None:
-    """Over the steps that have a reward; None where none has."""
+    """The mean over the steps with a reward; None if there are none."""
     rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
     return fmean(rewards) if rewards else None
 

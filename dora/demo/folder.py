@@ -1,4 +1,4 @@
-"""The demo's output folder: what it makes there, and nothing else, is what an earlier run's clearing removes."""
+"""The demo's output folder. Clearing it removes only files that a demo writes."""
 
 import shutil
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class OutFolder:
 
     @property
     def trained(self) -> Path:
-        """One JSON line a step, as the trainer printed it: the second witness beside the record."""
+        """The trainer's output, one JSON line per step: evidence independent of the run record."""
         return self.root / "trained.jsonl"
 
     @property
@@ -48,7 +48,7 @@ class OutFolder:
         return self.root / "service.log"
 
     def clear(self) -> None:
-        """Makes the folder, without the files of an earlier demo. Raises InvalidValue where it cannot be written."""
+        """Creates the folder, or removes an earlier demo's files. Raises InvalidValue if it is not writable."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for file in (self.report, self.series, self.timeline, self.trained, self.trainer_log, self.service_log):

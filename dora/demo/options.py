@@ -1,4 +1,4 @@
-"""What a demo is asked to do, and the service's configuration that follows from it."""
+"""The options of a demo, and the service's configuration that follows from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +7,12 @@ from dora.config import Config, WindowSize, given, load_config
 from dora.demo.presets import DemoPreset, preset
 from dora.errors import InvalidValue
 
-DRAIN_TIMEOUT_S = 0.0  # the trainer has all it wanted by then: what else is in flight need not be finished
+DRAIN_TIMEOUT_S = 0.0  # the trainer has all its groups by then, so unfinished requests may end
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """``None``: as the model's preset has it."""
+    """``None``: the value of the model's preset."""
 
     model: str
     out: Path
@@ -26,10 +26,10 @@ class DemoOptions:
     seed: int = 0
     settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
     kill_worker_after_s: float | None = None
-    trainer_arguments: tuple[str, ...] = ()  # of ``python -m dora.trainers.grpo``, after those that the demo gives
+    trainer_arguments: tuple[str, ...] = ()  # for ``python -m dora.trainers.grpo``, after the demo's own
 
     def __post_init__(self) -> None:
-        """Raises InvalidValue for what the service's configuration would not notice."""
+        """Raises InvalidValue for options that the service's configuration would not check."""
         for name in ("steps", "groups"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -54,7 +54,7 @@ class DemoOptions:
 
 
 def service_config(options: DemoOptions, record: Path) -> Config:
-    """The preset, then ``options.settings``, then the options that were given. Raises InvalidValue as load_config."""
+    """The preset, overridden by ``options.settings`` and then by the given options. Raises like ``load_config``."""
     chosen = options.preset
     defaults = given(
         {

@@ -1,4 +1,4 @@
-"""What ``dora demo`` runs by default, one preset a model."""
+"""The defaults of ``dora demo``: one preset per model."""
 
 from dataclasses import dataclass
 
@@ -7,28 +7,28 @@ from dora.errors import InvalidValue, one_of
 
 @dataclass(frozen=True, slots=True)
 class DemoPreset:
-    """A demo that fits two cores: sizes for the service, hyper-parameters for the reference trainer."""
+    """A demo that fits two cores: sizes for the service, hyperparameters for the reference trainer."""
 
     prompts: str  # the service's prompt source
     groups: int  # prompt groups per step
-    group_size: int  # responses to one prompt
+    group_size: int  # responses per prompt
     max_tokens: int
     temperature: float
     learning_rate: float
-    slots: int  # requests that one worker decodes at once
-    kv_tokens: int  # KV-cache of one worker
+    slots: int  # concurrent requests per worker
+    kv_tokens: int  # KV cache per worker
     max_model_len_tokens: int
     steps: int = 3
     window: int = 2
     workers: int = 2
     trainer_threads: int = 1
-    # When a worker changes version, the paper's strategy moves the requests that it still runs, which a demo is to
-    # show; with two workers the default strategy lets most of them end where they are.
+    # When a worker changes version, the paper's strategy moves its running requests, which a demo should show. With two
+    # workers, the default strategy lets most of them finish where they are.
     policy: str = "dora"
-    period_s: float = 5.0  # between periodic re-balancings: steps are short here
-    train_layers: int = 0  # the last so many decoder layers; 0: all
-    micro_batch_tokens: int = 1024  # of the trainer: its logits are this times the vocabulary, several times over
-    autocast: bool = False  # the trainer multiplies matrices in bfloat16, where the processor does that fast
+    period_s: float = 5.0  # between rebalancing cycles: steps are short here
+    train_layers: int = 0  # number of last decoder layers to train; 0: all
+    micro_batch_tokens: int = 1024  # of the trainer: its logits take this times the vocabulary, several times over
+    autocast: bool = False  # the trainer multiplies matrices in bfloat16 if the processor is fast at it
 
 
 TINY = DemoPreset(
@@ -44,10 +44,10 @@ TINY = DemoPreset(
 )
 
 PRESETS: dict[str, DemoPreset] = {
-    # Two cores train about as fast as they sample (80 to 150 tokens a second), so a run of two minutes has some 10,000
-    # tokens to learn from: short answers, scored number by number, and a learning rate that a longer run would not
-    # bear. Of 30 layers the last 3 are trained. The trainer has one thread: two of them, beside two engines on two
-    # cores, would wait for each other most of the time.
+    # Two cores train about as fast as they sample (80 to 150 tokens/s), so a run of two minutes learns from about
+    # 10,000 tokens: short answers, scored number by number, with a learning rate too high for a longer run. The last 3
+    # of 30 layers are trained. The trainer has one thread: beside two engines on two cores, a second one would mostly
+    # wait.
     "smollm2": DemoPreset(
         prompts="counting",
         groups=4,
@@ -68,7 +68,7 @@ PRESETS: dict[str, DemoPreset] = {
 
 
 def preset(model: str) -> DemoPreset:
-    """The preset of ``model``; a Hugging Face folder gets smollm2's sizes. Raises InvalidValue for another name."""
+    """The preset of ``model``. A Hugging Face folder uses smollm2's sizes. Raises InvalidValue for another name."""
     if model in PRESETS:
         return PRESETS[model]
     if "/" in model:

@@ -1,4 +1,4 @@
-"""The demo's report: a pure function of the record, the service's counters, the trainer's list and the time."""
+"""The demo's report: a pure function of the run record, the service's counters, the trainer's list and the times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dora.demo.audit import Audit, Row, Trained, audit, mean_reward, quarters, s
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What is known of a run besides its record and its counters."""
+    """The data of a run besides its record and counters."""
 
     model: str
     window: int
@@ -17,12 +17,12 @@ class DemoRun:
     groups_per_step: int
     group_size: int
     steps_asked: int
-    groups_open_at_end: int = 0  # admitted, not committed: the service goes on sampling while the last step trains
-    groups_overdue_at_end: int = 0  # of these, such that no step may take any more
+    groups_open_at_end: int = 0  # admitted, not committed: the service samples while the last step trains
+    groups_overdue_at_end: int = 0  # of these, groups past their deadline
 
 
 class DemoReport(TypedDict):
-    """What ``report.json`` holds. Counts of groups and staleness come from the record and the trainer's list."""
+    """The content of ``report.json``. Group counts and staleness come from the run record and the trainer's list."""
 
     model: Annotated[str, "the model"]
     window: Annotated[int, "policy versions that may be live; of an adaptive window the most"]
@@ -69,7 +69,7 @@ class DemoReport(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DemoSeconds:
-    """How long the parts of a run took, one after the other. A part that did not come to be took no time."""
+    """Durations of the consecutive parts of a run. A part that was not reached has none."""
 
     model: float
     start: float
@@ -79,7 +79,7 @@ class DemoSeconds:
 
     @property
     def rollout(self) -> float:
-        """From the service's first answer to the last commit."""
+        """From the service's first reply to the last commit."""
         return self.first_step + self.later_steps
 
     @property
@@ -90,11 +90,11 @@ class DemoSeconds:
 def build_report(
     record_rows: Sequence[Row], counters: Mapping[str, float], trained: Trained, seconds: DemoSeconds, run: DemoRun
 ) -> DemoReport:
-    """The content of ``report.json``.
+    """Returns the content of ``report.json``.
 
-    ``groups_lost``, ``groups_duplicated``, ``c1_violations`` and ``staleness_max`` come from the record and the
-    trainer's list; whatever the service's ``counters`` say differently is named in ``disagreements``, every bar that
-    was missed in ``failures``.
+    ``groups_lost``, ``groups_duplicated``, ``c1_violations`` and ``staleness_max`` come from the run record and the
+    trainer's list. ``disagreements`` lists the differences from the service's ``counters``, ``failures`` the violated
+    guarantees.
     """
     found = audit(record_rows, trained)
     steps = step_summaries(record_rows, trained)
@@ -123,7 +123,7 @@ def build_report(
         "tokens_generated": int(counters.get("tokens_generated", 0)),
         "requests_parked": int(counters.get("requests_parked", 0)),
         "requests_resumed": int(counters.get("requests_resumed", 0)),
-        "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None where nothing migrated
+        "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None if nothing migrated
         "blackout_ms_p99": counters.get("blackout_ms_p99"),
         "parked_ms_p50": counters.get("parked_ms_p50"),
         "parked_ms_p99": counters.get("parked_ms_p99"),
@@ -148,7 +148,7 @@ def build_report(
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:
-    """Admitted groups that are neither trained, nor cancelled, nor open; negative where the books hold too many."""
+    """Admitted groups that are neither trained, cancelled nor open; negative if there are too many of those."""
     known = counters.get("groups_trained", 0) + counters.get("groups_cancelled", 0) + run.groups_open_at_end
     return int(counters.get("groups_admitted", 0) - known)
 
@@ -160,7 +160,7 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
         "c1_violations": len(found.c1_violations),
     }
     if counters.get("groups_taken", 0) > counters.get("groups_trained", 0):
-        # The service counts a group's staleness when a step takes it: that of a step not committed comes on top.
+        # The service counts staleness when a step takes a group, so its maximum includes an uncommitted step.
         recomputed["staleness_max"] = max(recomputed["staleness_max"], int(counters.get("staleness_max", 0)))
     sentences = [
         f"{name}: the service counts {counters.get(name, 0):g}, record and trainer give {value}"

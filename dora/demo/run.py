@@ -1,8 +1,8 @@
-"""Runs the demo: service in this process, trainer as a child, both watched; then the audit.
+"""Runs the demo: the service in this process, the trainer as a child, both watched; then the audit.
 
-serve() ─▶ ready ─▶ trainer process ──── a JSON line a step ─────▶ trained
+serve() ─▶ ready ─▶ trainer process ──── a JSON line per step ───▶ trained
               └───▶ WatchStatus ─▶ screen, series.jsonl
-trainer ends ─▶ books are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png
+trainer ends ─▶ counters are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png
 """
 
 import asyncio
@@ -37,12 +37,12 @@ BOOKS_TRIES = 50
 
 
 class BooksUnsettled(DoraError):
-    """The service's books changed during every reading of them."""
+    """The service's counters changed during every attempt to read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the service held when the trainer had ended."""
+    """The service's state when the trainer had ended."""
 
     status: Status
     groups_open: int
@@ -51,21 +51,24 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What was seen of a run while the service was up."""
+    """Observations of a run while the service was running."""
 
     books: Books
     trained: dict[int, list[str]]
-    model_s: float  # these by the event loop's clock: when the model was prepared,
-    ready_s: float  # when all workers had answered,
-    committed_s: list[float]  # when each step was committed
-    trainer_failure: str  # empty: it ended as it should
+    model_s: float  # event loop time when the model was prepared
+    ready_s: float  # event loop time when all workers were ready
+    committed_s: list[float]  # event loop time of each commit
+    trainer_failure: str  # empty: it succeeded
 
 
 Use = Callable[[ServiceHandle], Coroutine[Any, Any, Watched]]
 
 
 async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
-    """The report, also written to ``folder`` with record, series and timeline. Raises DoraError as ``serve`` does."""
+    """Runs the demo. Returns its report, also written to ``folder`` with run record, series and timeline.
+
+    Raises DoraError as ``serve`` does.
+    """
     config = service_config(options, folder.record)
     clock = asyncio.get_running_loop().time
     started_s = clock()
@@ -90,7 +93,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     if watched.trainer_failure:
         report["failures"].append(watched.trainer_failure)
     folder.report.write_text(json.dumps(report, indent=2) + "\n")
-    name = Path(run.model).name  # of a folder's path the end: the title has one line
+    name = Path(run.model).name  # the last part of a path, because the title has one line
     title = f"dora demo: {name}, {report['steps']} steps, window {run.window}, {run.workers} workers"
     steps = step_summaries(rows, watched.trained)
     await asyncio.to_thread(draw_timeline, read_series(folder.series), steps, title, run.window, folder.timeline)
@@ -110,7 +113,7 @@ def _seconds(started_s: float, watched: Watched, ended_s: float) -> DemoSeconds:
 
 @contextmanager
 def _logging_to(file: Path) -> Iterator[None]:
-    """The service's log goes to a file: on the terminal it would tear the live view."""
+    """Writes the service's log to a file, because on the terminal it would break the live view."""
     logger = logging.getLogger("dora")
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -126,7 +129,7 @@ def _logging_to(file: Path) -> Iterator[None]:
 
 
 async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
-    """Serves while ``use(handle)`` runs, then drains. Whichever of the two fails ends the other."""
+    """Serves while ``use(handle)`` runs, then drains. If either fails, the other ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     ready: asyncio.Future[ServiceHandle] = loop.create_future()
@@ -136,7 +139,7 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            await service  # raises: it ended before it was ready
+            await service  # raises the error that ended it before it was ready
         using = asyncio.create_task(use(ready.result()))
         await asyncio.wait({using, service}, return_when=asyncio.FIRST_COMPLETED)
         if not using.done():
@@ -155,7 +158,7 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
 async def _watched_run(
     handle: ServiceHandle, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
 ) -> Watched:
-    """Trains and watches until the trainer ends, then reads the service's books."""
+    """Trains and watches until the trainer ends, then reads the service's counters."""
     screen.line(f"serving on {handle.address}; starting the trainer")
     ready_s = asyncio.get_running_loop().time()
     arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
@@ -184,7 +187,7 @@ async def _watched_run(
 
 
 async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFolder, screen: Screen) -> None:
-    """Writes the series and shows every status, until cancelled; kills one worker when it is time."""
+    """Writes the series and shows every status until cancelled. Kills one worker after ``kill_after_s``."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
     with folder.series.open("w") as series:
@@ -198,7 +201,7 @@ async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFold
 
 
 def _kill_busiest(status: Status, screen: Screen) -> bool:
-    """SIGKILL to the busiest worker of this host; False while none is at work."""
+    """Sends SIGKILL to the busiest worker of this host; returns False if none is running requests."""
     mine = [worker for worker in status.workers if worker.pid and worker.running and worker.host == platform.node()]
     if not mine:
         return False
@@ -210,7 +213,7 @@ def _kill_busiest(status: Status, screen: Screen) -> bool:
 
 
 async def _read_books(operator: Operator) -> Books:
-    """Counters and held trajectories of one moment: read again until nothing was admitted in between."""
+    """Reads consistent counters and trajectories: retries until nothing was admitted or taken in between."""
     before = await operator.status()
     for _ in range(BOOKS_TRIES):
         held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)

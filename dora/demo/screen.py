@@ -1,4 +1,4 @@
-"""What a person sees of a running demo: a live view on a terminal, a line for each event worth telling elsewhere."""
+"""Output of a running demo: a live view on a terminal, otherwise a line per notable event."""
 
 import time
 from types import TracebackType
@@ -13,13 +13,13 @@ from dora.view.narration import Narrator
 
 
 class Screen(Protocol):
-    """Used with ``with``: the live view ends before anything else is printed."""
+    """The demo's output. Use it with ``with``: the live view ends before anything else is printed."""
 
     def line(self, text: str) -> None:
-        """Says one thing."""
+        """Prints one line."""
 
     def show(self, status: Status, *, last: bool = False) -> None:
-        """Takes over the service's present state; the ``last`` one is always told."""
+        """Shows the service's current state; the ``last`` one is always shown."""
 
     def __enter__(self) -> Self: ...
 
@@ -29,7 +29,7 @@ class Screen(Protocol):
 
 
 def screen_for(console: Console, title: str, steps_asked: int) -> Screen:
-    """The live view where ``console`` is a terminal, plain lines elsewhere."""
+    """The live view if ``console`` is a terminal, otherwise plain lines."""
     return LiveScreen(console, title, steps_asked) if console.is_terminal else PlainScreen(console)
 
 
@@ -58,7 +58,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A panel that is redrawn with every status; lines scroll by above it."""
+    """A panel that is redrawn with every status. Lines scroll above it."""
 
     def __init__(self, console: Console, title: str, steps_asked: int) -> None:
         self._live = Live(console=console, auto_refresh=False)

@@ -1,4 +1,4 @@
-"""The demo's time series: one JSON object a line in ``series.jsonl``, one line a sample of the service's status."""
+"""The demo's time series, ``series.jsonl``: one JSON line per sample of the service's status."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dora.rpc.dora_pb2 import Status
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker at one moment. ``version`` is -1 while it hosts none."""
+    """One worker at one time. ``version`` is -1 if it hosts none."""
 
     worker: str
     state: str
@@ -28,14 +28,14 @@ class Sample:
     step: int  # the newest version = steps committed
     running: int
     waiting: int
-    finished: int  # groups finished and waiting for a step
+    finished: int  # finished groups that wait for a step
     reward: float | None  # mean of the latest committed step
     workers: tuple[WorkerSample, ...]
     counters: dict[str, float]
 
 
 def sample_of(status: Status, t_s: float) -> Sample:
-    """Reduces a status to what the plot draws."""
+    """Reduces a status to the plotted values."""
     workers = tuple(
         WorkerSample(w.worker_id, w.state, w.version, w.target_version, w.running, w.waiting) for w in status.workers
     )
@@ -52,17 +52,17 @@ def sample_of(status: Status, t_s: float) -> Sample:
 
 
 def sample_json(sample: Sample) -> str:
-    """One line of ``series.jsonl``, without its line end."""
+    """One line of ``series.jsonl``, without the line end."""
     return json.dumps(asdict(sample), separators=(",", ":"))
 
 
 def read_series(path: Path) -> list[Sample]:
-    """The samples of a ``series.jsonl``, in the order they were taken."""
+    """Reads the samples of a ``series.jsonl``, in order."""
     return [_parsed(line) for line in path.read_text().splitlines()]
 
 
 def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float, int, str]]:
-    """The life of one worker as ``(start_s, end_s, version, state)``, adjoining samples alike joined."""
+    """A worker's history as ``(start_s, end_s, version, state)``, with equal adjacent samples merged."""
     joined: list[tuple[float, float, int, str]] = []
     for sample in samples:
         for row in sample.workers:

@@ -1,4 +1,4 @@
-"""The demo's last words: what was seen, in a few lines, and where to find the rest."""
+"""The demo's final summary: the results in a few lines, and the paths of the files."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from dora.view.tables import Note
 
 
 def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder) -> None:
-    """Prints what was seen, every failure in a sentence, and where the files are."""
+    """Prints the results, a sentence per failure, and the paths of the files."""
     console.print(Note(_title(report), "bold"))
     console.print(summary_table(report))
     for sentence in report["failures"]:
@@ -24,7 +24,7 @@ def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder
 
 
 def summary_table(report: Mapping[str, Any]) -> Table:
-    """One line for each thing that a demo is to show."""
+    """One line for each property that a demo shows."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Draws ``timeline.png``: reward and staleness by step, workers and requests over time. Matplotlib loads on use."""
+"""Draws ``timeline.png``: reward and staleness by step, workers and requests over time. Loads Matplotlib on use."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,11 +14,11 @@ BLUE, ORANGE, GREEN = "#2563eb", "#d97706", "#0f9d76"
 TITLE_WORKERS = (
     "Workers, coloured by the policy version they host (hatched: joining, loading or lost; dotted: a commit)"
 )
-SETTLED_STATES = ("ready", "vacating", "draining")  # the others hatch: joining, loading, lost
+SETTLED_STATES = ("ready", "vacating", "draining")  # the others are hatched: joining, loading, lost
 
 
 def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title: str, window: int, path: Path) -> None:
-    """Writes the four panels to ``path``. Raises nothing for an empty series: its panels stay empty."""
+    """Writes the four panels to ``path``. With an empty series, its panels stay empty."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,7 +136,7 @@ def _whole_ticks(axis: Any) -> None:
 
 
 def _version_colour(version: int) -> Any:
-    """Ten colours in turn: neighbouring versions never look alike."""
+    """Cycles through ten colours, so that adjacent versions differ."""
     from matplotlib import colormaps
 
     return colormaps["tab10"](version % 10)

@@ -1,4 +1,4 @@
-"""The reference trainer as a process of its own: torch stays out of the service's process."""
+"""The reference trainer in a process of its own, which keeps torch out of the service's process."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ STOP_GRACE_S = 10.0
 
 
 class TrainerProcess:
-    """``python -m dora.trainers.grpo --json``; ``trained`` grows by one step for each line that it prints.
+    """Runs ``python -m dora.trainers.grpo --json``. ``trained`` grows by one step per output line.
 
-    The token travels in the environment, where other users of the host cannot read it.
+    The token is passed in the environment, which other users of the host cannot read.
     """
 
     def __init__(self, arguments: list[str], token: str, threads: int, log: Path, trained_file: Path) -> None:
@@ -25,10 +25,10 @@ class TrainerProcess:
         self._trained_file = trained_file
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
-        self.committed_s: list[float] = []  # when each step was, by the event loop's clock
+        self.committed_s: list[float] = []  # event loop time of each commit
 
     async def run(self) -> int:
-        """Reads the trainer's lines until it ends; its exit code."""
+        """Reads the trainer's output until it ends; returns its exit code."""
         with self._log.open("wb") as log, self._trained_file.open("wb") as trained_file:
             process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -42,7 +42,7 @@ class TrainerProcess:
             assert process.stdout is not None
             async for line in process.stdout:
                 step = json.loads(line)
-                # A step trained twice must show: it adds to the list rather than replacing it.
+                # A step trained twice must show, so it extends the list instead of replacing it.
                 self.committed_s.append(asyncio.get_running_loop().time())
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
                 trained_file.write(line)
@@ -50,7 +50,7 @@ class TrainerProcess:
             return await process.wait()
 
     def last_words(self) -> str:
-        """The last line that the trainer wrote to stderr."""
+        """The last line of the trainer's stderr."""
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 

@@ -1,4 +1,4 @@
-"""Where prompts come from. Tokenisation happens here, once: from here on everything is token ids."""
+"""Prompt sources. Prompts are tokenized here, once; the rest of the service sees token ids."""
 
 from collections.abc import Callable
 
@@ -35,13 +35,14 @@ def resolve_prompts(
     check: Callable[[Prompt], Prompt] = lambda prompt: prompt,
     progress: Callable[[str], None] = lambda line: None,
 ) -> PromptSource:
-    """The source that ``config`` (a text: its ``source``) names.
+    """Returns the source that ``config`` (if a text, its ``source``) names.
 
     That is ``counting``, ``tiny``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's folder, or ``none``.
 
     ``none`` has no prompts of its own: only those submitted over gRPC are sampled. Prompts of more than
-    ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they come up. Each prompt of a file
-    is put through ``check``, and what it raises comes with the place; ``progress`` is told how far a file was read.
+    ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they are drawn. Each prompt of a
+    file is passed to ``check``, whose errors get the row's location. ``progress`` receives the progress of reading a
+    file.
     """
     if isinstance(config, str):
         config = PromptsConfig(source=config)
@@ -64,7 +65,7 @@ def resolve_prompts(
 
 
 def _check_has_effect(config: PromptsConfig) -> None:
-    """Raises InvalidValue for a setting that means nothing to a source without rows."""
+    """Raises InvalidValue for a setting that has no effect on a source without rows."""
     without = PromptsConfig(source=config.source, then=config.then)
     for name, value in config:
         if value != getattr(without, name):

@@ -1,4 +1,4 @@
-"""What the parts of a prompt must be like, wherever it comes from: of the declared types, and bounded."""
+"""Checks of the parts of a prompt from any source: types and bounds."""
 
 import json
 from typing import Any
@@ -9,10 +9,10 @@ from dora.errors import InvalidValue
 
 
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
-    """A list of at least one message, each an object with a ``role`` and a ``content``.
+    """Returns a list of at least one message, each an object with a ``role`` and a ``content``.
 
-    The content is a text or a list of parts; where there are tool calls, it may be null or left out. Further fields are
-    the template's to read. Raises InvalidValue, naming ``field``.
+    The content is a text or a list of parts; with tool calls, it may be null or missing. Further fields are passed to
+    the template. Raises InvalidValue, naming ``field``.
     """
     if not isinstance(value, list) or not value:
         raise InvalidValue(field, value, "a list of {role, content} objects, at least one")
@@ -30,16 +30,16 @@ def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def check_name(name: Any, field: str) -> None:
-    """Raises InvalidValue for what is no name of a prompt or of a task."""
+    """Raises InvalidValue for an invalid name of a prompt or task."""
     if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARACTERS_MAX:
         raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MAX} characters")
     check_text(name, field)
-    if not name.isprintable():  # it is shown on terminals and in logs
+    if not name.isprintable():  # names appear on terminals and in logs
         raise InvalidValue(field, name, "a printable id, in one line")
 
 
 def check_size(text: Any, field: str, bytes_most: int) -> None:
-    """Raises InvalidValue for what is no text, or longer in UTF-8 than allowed."""
+    """Raises InvalidValue for a value that is not a text, or is too long in UTF-8."""
     if not isinstance(text, str):
         raise InvalidValue(field, text, "a text")
     if len(text) > bytes_most:
@@ -53,7 +53,7 @@ def check_priority(priority: Any, field: str) -> None:
 
 
 def check_verifier(verifier_json: Any, place: str) -> None:
-    """Raises InvalidValue where a reward function could not be given this: it takes an object, read from JSON."""
+    """Raises InvalidValue unless it is a JSON object, which reward functions require."""
     if not isinstance(verifier_json, str):
         raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text with a JSON object")
     verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MAX)

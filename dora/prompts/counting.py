@@ -1,7 +1,7 @@
-"""Counting: list the numbers from one to another. A task that a small language model learns in a few steps.
+"""Counting: list the numbers from one to another. A small language model learns this task in a few steps.
 
-How many numbers are asked for has a long tail, as the lengths of reasoning have: most answers are short, and the few
-long ones are still being written when the next version is published.
+The number of values has a long tail, like reasoning lengths: most answers are short, and the few long ones are still
+running when the next version is published.
 """
 
 import json
@@ -14,8 +14,8 @@ from dora.prompts.tokenizer import ChatTokenizer
 
 REWARD: Final = "dora.rewards.counting:score"
 FIRST_MAX: Final = 9
-COUNT_MIN, COUNT_MAX = 3, 16  # so many, of two digits each, are 63 tokens of SmolLM2
-COUNT_MEDIAN_LOG, COUNT_SIGMA = 1.6, 0.7  # of the lognormal distribution: a median of 5
+COUNT_MIN, COUNT_MAX = 3, 16  # 16 numbers of two digits are 63 tokens of SmolLM2
+COUNT_MEDIAN_LOG, COUNT_SIGMA = 1.6, 0.7  # lognormal distribution with a median of 5
 
 
 def counting_source(tokenizer: ChatTokenizer, seed: int = 0, limit_tokens: int | None = None) -> PromptSource:

@@ -1,8 +1,8 @@
-"""Which files a dataset's folder holds of one split.
+"""Finds the files of one split in a dataset's folder.
 
-A folder is what ``datasets.save_to_disk`` leaves (a dataset, or a folder of them by split), or one with .parquet or
-.jsonl files, as repositories of the Hugging Face hub are laid out: the split is part of a file's or folder's name, as
-in ``train-00000-of-00002.parquet`` and ``data/test.jsonl``.
+A folder is either the output of ``datasets.save_to_disk`` (a dataset, or a folder of them by split), or has .parquet or
+.jsonl files like repositories of the Hugging Face hub: the split is part of a file's or folder's name, as in
+``train-00000-of-00002.parquet`` and ``data/test.jsonl``.
 """
 
 import re
@@ -27,9 +27,9 @@ _SHARD: Final = re.compile(r"(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 
 
 def dataset_files(folder: Path, split: str) -> list[Path]:
-    """The files of ``split``, in the order of their names; where it is empty, of the one split there is.
+    """The files of ``split``, ordered by name. If ``split`` is empty, the folder must have a single split.
 
-    Raises InvalidValue for a folder that is no dataset, or has several splits where none was chosen.
+    Raises InvalidValue for a folder that is not a dataset, or that has several splits when none is given.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = _listed(folder / "dataset_dict.json", "splits")
@@ -42,7 +42,7 @@ def dataset_files(folder: Path, split: str) -> list[Path]:
 
 
 def _saved(folder: Path) -> list[Path]:
-    """What ``save_to_disk`` wrote of one dataset."""
+    """The files of a dataset written by ``save_to_disk``."""
     state = json_object(folder / "state.json", "--prompts")
     files = state.get("_data_files")
     listed = files if isinstance(files, list) else []
@@ -53,7 +53,7 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _found(folder: Path, split: str) -> list[Path]:
-    """The table files in a folder and below it."""
+    """The table files in a folder and its subfolders."""
     entries = list(islice(folder.rglob("*"), ENTRIES_MAX + 1))
     if len(entries) > ENTRIES_MAX:
         raise InvalidValue("--prompts", str(folder), f"a dataset's folder, with at most {ENTRIES_MAX:,} files")
@@ -74,7 +74,7 @@ def _found(folder: Path, split: str) -> list[Path]:
 
 
 def _split_of(path: Path) -> str:
-    """The split that a file's name says, or a folder's above it; empty where none does."""
+    """The split named by a file or by a folder above it; empty if none does."""
     shard = _SHARD.fullmatch(path.stem)
     if shard is not None:
         return _SPLIT_OF.get(shard["split"], shard["split"])
@@ -103,5 +103,5 @@ def _listed(file: Path, name: str) -> list[str]:
 
 
 def _is_name(value: Any) -> bool:
-    """Of a file or folder in the dataset's own."""
+    """Whether it is a plain name of a file or folder."""
     return isinstance(value, str) and Path(value).name == value

@@ -1,8 +1,8 @@
-"""A tokenizer as transformers makes it of a model folder, in a form that needs no transformers any more.
+"""Exports a model folder's tokenizer as transformers loads it, to a form that does not need transformers.
 
-What a folder's files mean is for transformers to say: it picks a class by config.json and tokenizer_config.json, may
-build the tokenizer anew, and adds tokens and templates of further files. So it reads the folder itself, once, in a
-process of its own and without torch; the service uses what that leaves, which is cached by the files' content.
+Only transformers knows the meaning of the folder's files: it picks a class by config.json and tokenizer_config.json,
+may rebuild the tokenizer, and adds tokens and templates from further files. It therefore reads the folder once, in a
+process of its own and without torch. The service uses the result, which is cached by the files' content.
 
     python -m dora.prompts.export FOLDER MADE
 """
@@ -28,27 +28,28 @@ from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 
 RECIPE: Final = 2
-KEPT_MAX: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
+KEPT_MAX: Final = 16  # exported tokenizers in a cache; the least recently used are deleted
 EXPORT_TIMEOUT_S: Final = 300.0
 TOKENIZER_FILE: Final = "tokenizer.json"
 _REST_FILE: Final = "rest.json"
-_READ: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})  # suffixes of what transformers may read
+# suffixes of files that transformers may read
+_READ: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 _PACKAGES: Final = ("transformers", "tokenizers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exported:
-    """What is needed to tokenise texts and chats."""
+    """The data needed to tokenize texts and chats."""
 
     tokenizer: Tokenizer
-    special_tokens: Mapping[str, str]  # as a chat template sees them: "bos_token" and so on
-    chat_template: str | None  # None: the model has none for a chat without tools
+    special_tokens: Mapping[str, str]  # names as in chat templates: "bos_token" and so on
+    chat_template: str | None  # None: no template for chats without tools
 
 
 def exported(folder: Path, cache: Path) -> Exported:
-    """The tokenizer of a model folder as transformers has it; without transformers, as tokenizer.json has it.
+    """Returns a model folder's tokenizer as transformers loads it; without transformers, from tokenizer.json.
 
-    Raises InvalidValue where the folder has no tokenizer, or one that cannot be loaded.
+    Raises InvalidValue if the folder has no tokenizer, or one that cannot be loaded.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         raise InvalidValue("tokenizer", str(folder), "a folder with tokenizer.json")
@@ -57,11 +58,11 @@ def exported(folder: Path, cache: Path) -> Exported:
     try:
         made = prepare_once(cache / "tokenizers" / _digest(folder), {"recipe": RECIPE}, lambda made: _run(folder, made))
         result = _read(made)
-        with suppress(OSError):  # a cache that is only read
-            os.utime(made)  # the ones not used for longest are forgotten
+        with suppress(OSError):  # a read-only cache
+            os.utime(made)  # marks it as used: the least recently used are deleted
             _forget_oldest(made.parent)
         return result
-    except OSError:  # no cache to write in, or no room there: as well without
+    except OSError:  # the cache is not writable or full: continue without it
         pass
     try:
         with tempfile.TemporaryDirectory(prefix="dora-tokenizer-") as passing:
@@ -74,7 +75,7 @@ def exported(folder: Path, cache: Path) -> Exported:
 
 
 def _digest(folder: Path) -> str:
-    """Of everything that the result depends on."""
+    """A digest of everything that the result depends on."""
     packages = {package: version(package) for package in _PACKAGES}
     digest = blake3(json.dumps([str(folder.resolve()), packages, RECIPE]).encode())
     for file in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):
@@ -123,7 +124,7 @@ def _without_transformers(folder: Path) -> Exported:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         file = folder / "chat_template.jinja"
         template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    except Exception as error:  # the tokenizers library raises nothing else
+    except Exception as error:  # the tokenizers library raises only plain Exceptions
         raise InvalidValue("tokenizer", str(folder), f"a folder with a readable tokenizer ({error})") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -135,7 +136,7 @@ def _without_transformers(folder: Path) -> Exported:
 
 
 def export(folder: Path, made: Path) -> None:
-    """Leaves in ``made`` what transformers makes of ``folder``. Whatever transformers raises is raised."""
+    """Writes the tokenizer that transformers loads from ``folder`` to ``made``. Raises the errors of transformers."""
     sys.modules["torch"] = None  # type: ignore[assignment] # to transformers it is not installed: seconds less
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -144,7 +145,7 @@ def export(folder: Path, made: Path) -> None:
     except Exception:
         if (folder / "config.json").is_file():
             raise
-        loaded = PreTrainedTokenizerFast.from_pretrained(folder)  # nothing in the folder names a class
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder)  # no file of the folder names a class
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(loaded).__name__} has no tokenizer of the library tokenizers")
@@ -155,7 +156,7 @@ def export(folder: Path, made: Path) -> None:
     }
     templates = loaded.chat_template
     rest["chat_template"] = templates.get("default") if isinstance(templates, dict) else templates
-    # Prompts are neither cut nor filled up, whatever is stored: so it is in transformers unless one asks for it.
+    # Prompts are neither truncated nor padded, regardless of the stored settings, as in transformers by default.
     backend.no_truncation()
     backend.no_padding()
     text = backend.to_str(pretty=True)

@@ -1,4 +1,4 @@
-"""Prompts from files and dataset folders: read, checked and tokenised once, before anything starts; then by epochs."""
+"""Prompts from files and dataset folders: read, checked and tokenized once before the start, then served by epochs."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from dora.prompts.tokenizer import ChatTokenizer
 from dora.system.files import path_of
 
 REWARD: Final = "dora.rewards.answer:score"
-TOLD_ROWS: Final = 20_000  # progress is told after every so many
+TOLD_ROWS: Final = 20_000  # rows between progress reports
 _LATER_EPOCH: Final = re.compile(rf"{SUFFIX}\d+$")
 
 
@@ -34,8 +34,8 @@ def file_source(
 ) -> PromptSource:
     """The prompts of ``config.source``, a file or a dataset's folder, over its epochs.
 
-    Every row is checked here. Raises InvalidValue with the file, the row and the column for the first that is wrong,
-    Conflict for an id that appeared before.
+    Checks every row. Raises InvalidValue with the file, row and column of the first invalid value, Conflict for a
+    duplicate id.
     """
     path, files = _files(config)
     columns, store = Columns.of(config.columns, config.other_columns), PromptStore()
@@ -60,9 +60,9 @@ def file_source(
 
 
 def prompt_rows(config: PromptsConfig) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    """The rows of ``config.source`` in order, once, unchecked: fields of prompts, by their columns, and other columns.
+    """Yields the rows of ``config.source`` in order, once and unchecked: columns with prompt fields, and others.
 
-    Raises InvalidValue for a row that is none.
+    Raises InvalidValue for a malformed row.
     """
     columns = Columns.of(config.columns, config.other_columns)
     for file in _files(config)[1]:
@@ -82,7 +82,7 @@ def _files(config: PromptsConfig) -> tuple[Path, list[Path]]:
 
 
 def _rows(file: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    if file.exists() and not file.is_file():  # a pipe would be waited for, without end
+    if file.exists() and not file.is_file():  # reading a pipe could block forever
         raise InvalidValue("--prompts", str(file), "a regular file: all rows are read before anything starts")
     if file.suffix != ".jsonl":
         yield from table_rows(file, columns)
@@ -108,7 +108,7 @@ def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Pro
 
 
 def _check_for_epochs(prompt_id: str, place: RowLocation) -> None:
-    """Later epochs add theirs to a prompt's id: it has to stay within bounds, and another than any of the file's."""
+    """Checks that a prompt's id stays valid and unique with the suffix of later epochs."""
     most = ID_CHARACTERS_MAX - len(f"{SUFFIX}{EPOCHS_MAX}")
     if len(prompt_id) > most or _LATER_EPOCH.search(prompt_id):
         allowed = f"of at most {most} characters, without {SUFFIX} and a number at its end, which later epochs add"

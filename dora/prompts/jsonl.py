@@ -1,6 +1,6 @@
-"""The rows of a JSON Lines file: one object a line, in UTF-8.
+"""The rows of a JSON Lines file: one object per line, in UTF-8.
 
-A byte-order mark, Windows' line ends and blank lines are passed over. One line is in memory at a time.
+Skips a byte-order mark and blank lines, and accepts Windows line ends. One line is in memory at a time.
 """
 
 import codecs
@@ -16,11 +16,11 @@ LINE_BYTES_MAX: Final = 8 << 20
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    """Raises InvalidValue, with the file and the line, for the first line that is no JSON object."""
+    """Raises InvalidValue, with the file and the line, for the first line that is not a JSON object."""
     try:
         with path.open("rb") as file:
             number = 0
-            # Only b"\n" ends a line: a text in JSON may hold any other line separator.
+            # Only b"\n" ends a line: a JSON text may contain any other line separator.
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
                 place = RowLocation(path, number)

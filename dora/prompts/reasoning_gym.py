@@ -1,4 +1,4 @@
-"""Procedural tasks of the package reasoning-gym: endless, with verifiers, with no download."""
+"""Procedural tasks of the package reasoning-gym: endless, with verifiers, without downloads."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
 
 REWARD = "dora.rewards.reasoning_gym:score"
-_BLOCK_ENTRIES = 1024  # some tasks make all their entries at once, so an endless source is made of blocks
+_BLOCK_ENTRIES = 1024  # some tasks create all entries at once, so an endless source consists of blocks
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """``"chain_sum:2,leg_counting:1"`` as {"chain_sum": 2.0, "leg_counting": 1.0}; a task without weight has 1.
+    """Parses ``"chain_sum:2,leg_counting:1"`` to {"chain_sum": 2.0, "leg_counting": 1.0}; the default weight is 1.
 
-    Raises InvalidValue for a task named twice or a weight that is no positive number.
+    Raises InvalidValue for a task named twice or a weight that is not a positive number.
     """
     mix: dict[str, float] = {}
     for part in text.split(","):
@@ -39,8 +39,8 @@ def reasoning_gym_source(
 ) -> PromptSource:
     """Endless prompts of a task mix (task name -> weight), as one user message in the model's chat template.
 
-    The verifier gets the whole entry, so that it can score without making it again. Raises InvalidValue for an
-    unknown task, NotFound where the package is missing.
+    The verifier gets the whole entry, so it can score without creating it again. Raises InvalidValue for an unknown
+    task, NotFound if the package is missing.
     """
     makers = {task: _entry_maker(task, seed) for task in mix}
     tasks, weights = list(mix), list(mix.values())
@@ -62,14 +62,14 @@ def reasoning_gym_source(
 
 
 def _entry_maker(task: str, seed: int) -> Callable[[int], dict[str, Any]]:
-    """A function from index to the task's entry, as JSON holds it."""
+    """Returns a function from an index to the task's entry, as JSON stores it."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         allowed = "a source whose package is installed"
         raise NotFound("--prompts", "reasoning-gym", allowed, why="needs the package reasoning-gym") from error
-    if task not in DATASETS or task == "composite":  # composite is a mix of its own; ours replaces it
+    if task not in DATASETS or task == "composite":  # composite is a mix of tasks; DORA's mix replaces it
         known = ", ".join(sorted(set(DATASETS) - {"composite"}))
         raise InvalidValue("--prompts", f"reasoning-gym:{task}", f"one of {known}")
 
@@ -86,7 +86,7 @@ def _entry_maker(task: str, seed: int) -> Callable[[int], dict[str, Any]]:
 
 
 def _check_survives_json(task: str, dataset: Any, entry: dict[str, Any]) -> None:
-    """Refuses a task whose verifier judges an entry otherwise once its tuples have become lists."""
+    """Refuses a task whose verifier scores an entry differently after its tuples became lists."""
     answer = dataset[0]["answer"]
     if dataset.score_answer(answer, entry) != dataset.score_answer(answer, dataset[0]):
         raise InvalidValue("--prompts", f"reasoning-gym:{task}", "a task whose verifier takes entries read from JSON")

@@ -1,17 +1,17 @@
-"""A row of a prompts file, as names and values, made into a prompt: strict, with errors that name its place.
+"""Converts a row of a prompts file, as names and values, to a prompt. Errors name the location of the value.
 
 Exactly one of
-    prompt, text                 text, tokenised as it stands, without a chat template
+    prompt, text                 text, tokenized as it is, without a chat template
     prompt_token_ids, token_ids  list of token ids
-    messages                     list of {"role", "content", ...}, put through the model's chat template
+    messages                     list of {"role", "content", ...}, for the model's chat template
 and, each optional,
-    prompt_id         unique in the source; by default "<file>:<row>"
-    task_id           by default the source's name
-    answer            any JSON value, given to the reward function as verifier["answer"]
-    verifier          object, given to the reward function as it is (with "answer" added where there is one)
-    group_size        responses to this prompt; 0: the service's default
+    prompt_id         unique in the source; default: "<file>:<row>"
+    task_id           default: the source's name
+    answer            any JSON value, passed to the reward function as verifier["answer"]
+    verifier          object, passed to the reward function unchanged (except for "answer", if given)
+    group_size        responses per prompt; 0: the service's default
     sampling          object of SamplingParams fields, e.g. {"temperature": 0.7, "max_tokens": 64}
-    priority          of the prompts that wait, the highest is admitted first; 0 by default
+    priority          waiting prompts of the highest priority are admitted first; default: 0
 """
 
 import json
@@ -38,9 +38,9 @@ OtherColumns = Literal["refuse", "ignore", "verifier"]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column holds which field, and what becomes of columns that hold none."""
+    """The mapping of fields to columns, and the treatment of other columns."""
 
-    given: Mapping[str, str]  # field -> column; what is not here has a name of its own
+    given: Mapping[str, str]  # field -> column; other fields have columns of their own names
     others: OtherColumns
 
     @classmethod
@@ -48,7 +48,7 @@ class Columns:
         return cls({name: column for name, column in columns if column}, others)
 
     def used(self, present: Mapping[str, Any], place: "RowLocation") -> dict[str, str]:
-        """Field -> column of a row with these columns. Raises InvalidValue for a column that is lacking or too much."""
+        """Field -> column of a row with these columns. Raises InvalidValue for a missing or conflicting column."""
         used: dict[str, str] = {}
         for name in FIELDS:
             if name in self.given:
@@ -67,7 +67,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """A row of a file (0: the whole file), to name in errors. ``columns``: field -> column of this row."""
+    """A row of a file (0: the whole file), to be named in errors. ``columns``: field -> column of this row."""
 
     path: Path
     number: int
@@ -84,9 +84,9 @@ class RowLocation:
 def prompt_of_row(
     row: Mapping[str, Any], place: RowLocation, others: OtherColumns, tokenizer: ChatTokenizer, source: str, number: int
 ) -> Prompt:
-    """``number``: of the row in its source, by which a prompt is named that brings no name of its own.
+    """``number``: the row's number in its source, used as the id of a prompt without one.
 
-    Raises InvalidValue, with the file, the row and the column, for the first thing that is wrong.
+    Raises InvalidValue, with the file, row and column of the first invalid value.
     """
     record = {name: row[column] for name, column in place.columns.items() if column in row}
     further = {name: value for name, value in row.items() if name not in place.columns.values()}
@@ -122,7 +122,7 @@ def prompt_of_row(
 
 
 def without_nulls(row: Mapping[str, Any], used: Mapping[str, str]) -> dict[str, Any]:
-    """``row`` without its nulls, which are fields that it does not have; ``answer`` alone may be null."""
+    """Removes nulls, which stand for missing fields. Only ``answer`` may be null."""
     answer = used.get("answer")
     return {name: value for name, value in row.items() if value is not None or name == answer}
 

@@ -1,4 +1,4 @@
-"""What a source of prompts is: a pure function from an index to a prompt."""
+"""The interface of prompt sources: a pure function from an index to a prompt."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from dora.errors import InvalidValue
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Which prompt of a source comes next. Both count from 0; an endless source is in its epoch 0 for ever."""
+    """The position of the next prompt in a source. Both count from 0; an endless source stays in epoch 0."""
 
     epoch: int
-    index: int  # within the epoch, in the epoch's own order
+    index: int  # in the order of the epoch
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Prompts by index, endless or finite. The same source gives the same prompt for the same index, always:
+    """Prompts by index, endless or finite. The same source always gives the same prompt for the same index.
 
-    so a service that restarts goes on at ``starting_at(n)``, and prompt ids stay unique and stable. Indexes count on
-    over the epochs: ``position(n)`` is where the ``n``-th prompt stands.
+    A restarted service therefore continues at ``starting_at(n)``, and prompt ids stay unique and stable. Indexes
+    continue over the epochs: ``position(n)`` is the position of the ``n``-th prompt.
     """
 
     name: str
-    reward: str  # the built-in verifier of these prompts, as "module:function"; "" where there is none
-    at: Callable[[int], Prompt | None]  # None: past the last prompt. Raises InvalidValue for one that cannot be made
-    epoch_prompts: int = 0  # of one epoch; 0: it has no end
+    reward: str  # the built-in verifier of these prompts, as "module:function"; "" if there is none
+    at: Callable[[int], Prompt | None]  # None after the last prompt; raises InvalidValue for an invalid one
+    epoch_prompts: int = 0  # prompts per epoch; 0: endless
 
     def __iter__(self) -> Iterator[Prompt]:
         return self.starting_at(0)
 
     def starting_at(self, index: int) -> Iterator[Prompt]:
-        """The prompts from ``index`` on."""
+        """Yields the prompts starting at ``index``."""
         while (prompt := self.at(index)) is not None:
             yield prompt
             index += 1
@@ -42,7 +42,7 @@ class PromptSource:
 
 
 def check_length(prompt: Prompt, limit_tokens: int | None) -> Prompt:
-    """The prompt itself; raises InvalidValue where it is empty or longer than ``limit_tokens`` (None: no limit)."""
+    """Returns the prompt. Raises InvalidValue if it is empty or longer than ``limit_tokens`` (None: no limit)."""
     length_tokens = len(prompt.token_ids)
     if length_tokens == 0:
         raise InvalidValue(f"prompt {prompt.prompt_id}: length in tokens", 0, "at least 1")

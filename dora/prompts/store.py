@@ -1,8 +1,8 @@
-"""The checked and tokenised prompts of a file: kept outside memory, found by their number.
+"""The checked and tokenized prompts of a file, stored outside memory and read by number.
 
-One prompt takes 8 bytes of memory, and its own size (4 bytes a token, text, verifier) in a temporary file, which stays
-in memory up to ``MEMORY_BYTES`` and is gone with the process. What was read once is not read again: a file that changes
-meanwhile changes nothing.
+A prompt takes 8 bytes of memory, and its own size (4 bytes per token, text, verifier) in a temporary file, which stays
+in memory up to ``MEMORY_BYTES`` and disappears with the process. The source file is read only once, so later changes of
+it have no effect.
 """
 
 from array import array
@@ -22,20 +22,20 @@ PROMPTS_MAX: Final = 1 << 24
 
 
 class PromptStore:
-    """Prompts are appended, then closed to further ones by ``check_ids``, then read in any order."""
+    """Prompts are appended, then closed by ``check_ids``, then read in any order."""
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=MEMORY_BYTES, prefix="dora-prompts-")  # noqa: SIM115 # kept open
         self._ends = array("Q", [0])
-        self._digests = array("Q")  # of ids: while prompts are appended
-        self._positions: list[tuple[int, Path]] = []  # the first number of each file
-        self._rows = array("I")  # the row of each in its file
+        self._digests = array("Q")  # of ids, while prompts are appended
+        self._positions: list[tuple[int, Path]] = []  # the number of the first prompt of each file
+        self._rows = array("I")  # each prompt's row in its file
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def append(self, prompt: Prompt, path: Path, row: int) -> None:
-        """Raises InvalidValue where there are too many, or the temporary file has no room."""
+        """Raises InvalidValue if there are too many prompts, or if the temporary file has no room."""
         if len(self) >= PROMPTS_MAX:
             raise InvalidValue("--prompts", str(path), f"of at most {PROMPTS_MAX:,} prompts")
         packed = msgpack.packb(
@@ -62,7 +62,7 @@ class PromptStore:
         self._ends.append(self._ends[-1] + len(packed))
 
     def check_ids(self) -> None:
-        """Raises Conflict, with both places, for an id that two prompts have."""
+        """Raises Conflict, with both locations, for an id that two prompts have."""
         digests = np.frombuffer(self._digests, np.uint64)
         order = np.argsort(digests, kind="stable")
         for at in np.flatnonzero(digests[order[:-1]] == digests[order[1:]]).tolist():

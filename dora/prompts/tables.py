@@ -1,4 +1,4 @@
-"""The rows of Parquet and Arrow files, by pyarrow: an optional package, loaded where a file of that kind is read."""
+"""The rows of Parquet and Arrow files. Reads them with pyarrow, an optional package that is loaded on use."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,17 +8,17 @@ from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
 from dora.prompts.row import Columns, RowLocation, without_nulls
 
-BATCH_ROWS: Final = 128  # decoded at once
-CELL_BYTES_MAX: Final = 8 << 20  # of a JSON text in a cell
+BATCH_ROWS: Final = 128  # rows decoded at once
+CELL_BYTES_MAX: Final = 8 << 20  # size of a JSON text in a cell
 INSTALL: Final = "pip install 'dora-rollout[data]'"
-_OBJECTS: Final = ("messages", "verifier", "sampling", "prompt_token_ids")  # may stand in a cell as JSON text
+_OBJECTS: Final = ("messages", "verifier", "sampling", "prompt_token_ids")  # fields that may be JSON texts in cells
 
 
 def table_rows(path: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    """The rows of a .parquet or .arrow file (a stream, as Hugging Face's ``save_to_disk`` writes it), from 1 on.
+    """Yields the rows of a .parquet or .arrow file (a stream, as written by Hugging Face's ``save_to_disk``), from 1.
 
-    A cell that is null is a field that the row does not have, but for ``answer``. Raises InvalidValue where pyarrow is
-    not installed, or for a file that it cannot read, naming file and row.
+    A null cell is a missing field, except for ``answer``. Raises InvalidValue, naming file and row, if pyarrow is not
+    installed or cannot read the file.
     """
     first = True
     number = 0
@@ -33,7 +33,7 @@ def table_rows(path: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict
 
 
 def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iterable[dict[str, Any]]]]:
-    """Column names and rows, some at a time."""
+    """Yields column names and rows in batches."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -44,7 +44,7 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
             with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
                 names = file.schema_arrow.names
                 wanted = names
-                if columns.others == "ignore":  # what is not used is not even read
+                if columns.others == "ignore":  # unused columns are not read
                     wanted = sorted(set(columns.used(dict.fromkeys(names), RowLocation(path, 0)).values()))
                 yield names, ()
                 for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
@@ -54,7 +54,7 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
             with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
                 yield stream.schema.names, ()
                 for batch in stream:
-                    batch.validate(full=True)  # else damaged offsets are followed out of the file
+                    batch.validate(full=True)  # prevents reads outside the file by damaged offsets
                     for start in range(0, batch.num_rows, BATCH_ROWS):
                         yield stream.schema.names, batch.slice(start, BATCH_ROWS).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -63,14 +63,14 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
 
 
 def _check_names(names: Sequence[str], path: Path) -> None:
-    """Raises InvalidValue for a column that a table has twice: a row would have one of them, silently."""
+    """Raises InvalidValue for a duplicate column, of which a row would silently keep only one."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidValue("--prompts", str(path), f"a file whose columns have different names; twice: {twice[0][:80]}")
 
 
 def _cells(row: dict[str, Any], used: dict[str, str], place: RowLocation) -> dict[str, Any]:
-    """The row without its nulls, and with the objects that stand in it as JSON text."""
+    """Removes nulls from the row and parses objects stored as JSON texts."""
     found = without_nulls(row, used)
     for name in _OBJECTS:
         column = used.get(name)
@@ -83,7 +83,7 @@ def _cells(row: dict[str, Any], used: dict[str, str], place: RowLocation) -> dic
 
 
 def _without_nulls(value: Any, keep: str) -> Any:
-    """Arrow gives every object in a column the fields of all of them, as nulls."""
+    """Removes the nulls that Arrow adds to every object for the fields of the others."""
     if isinstance(value, dict):
         return {name: _without_nulls(part, keep) for name, part in value.items() if part is not None or name == keep}
     return [_without_nulls(part, keep) for part in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The environment that chat templates are written for, as transformers has it, without importing it.
+"""The environment of chat templates as in transformers, without importing it.
 
 Source: ``transformers/utils/chat_template_utils.py``, ``_cached_compile_jinja_template``, ``render_jinja_template``.
 """
@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what an assistant wrote, for masks in training; what is in it is rendered as it is."""
+    """``{% generation %}`` marks the assistant's text for training masks; its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
 
@@ -33,7 +33,7 @@ class _Generation(Extension):
 
 
 def compiled_template(text: str) -> Template:
-    """The template, ready to be rendered. Raises jinja2.TemplateError where it is none."""
+    """Compiles a template. Raises jinja2.TemplateError for an invalid one."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -44,7 +44,7 @@ def compiled_template(text: str) -> Template:
 
 
 def rendered(template: Template, messages: Messages, special_tokens: Mapping[str, str]) -> str:
-    """A chat that waits for the assistant's answer. Raises whatever the template raises."""
+    """Renders a chat up to the assistant's next answer. Raises the template's errors."""
     return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens)
 
 
@@ -55,7 +55,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what means something in HTML."""
+    """Unlike Jinja's own filter, does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
 """The tiny models' task: write characters of the class that the prompt names.
 
-A random model scores about 0.16 (a quarter of the alphabet is right), and every right character counts, so that a few
-dozen steps of reinforcement learning show.
+A random model scores about 0.16 (a quarter of the alphabet is right). Every right character counts, so a few dozen
+steps of reinforcement learning show an effect.
 """
 
 import json

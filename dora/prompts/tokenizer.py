@@ -1,6 +1,6 @@
-"""Text to token ids with a model folder's own tokenizer and chat template; transformers and torch stay outside.
+"""Converts text to token ids with a model folder's tokenizer and chat template, without transformers or torch.
 
-Whatever the folder stores about lengths (truncation, padding) does not touch prompts.
+The folder's settings of truncation and padding do not affect prompts.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from dora.prompts.template import Messages, compiled_template, rendered
 
 
 class ChatTokenizer:
-    """The tokenizer of one Hugging Face folder. Same ids as transformers gives for the same folder.
+    """The tokenizer of a Hugging Face folder. Gives the same ids as transformers.
 
-    ``cache``: where what transformers made of the folder is kept; None: ``default_cache()``. Raises InvalidValue where
-    ``folder`` has no tokenizer.json, or no tokenizer that can be loaded.
+    ``cache``: the folder of exported tokenizers; None: ``default_cache()``. Raises InvalidValue if ``folder`` has no
+    tokenizer.json, or a tokenizer that cannot be loaded.
     """
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
@@ -29,34 +29,34 @@ class ChatTokenizer:
 
     @cached_property
     def largest_id(self) -> int:
-        """The largest token id that has a token: some vocabularies have gaps."""
+        """The largest token id in use: some vocabularies have gaps."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Plain text, with whatever special tokens this tokenizer puts around a text."""
+        """Encodes plain text, with the special tokens that this tokenizer adds to a text."""
         return tuple(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Messages) -> tuple[str, tuple[int, ...]]:
-        """The text of a chat that waits for the assistant's answer, and its token ids."""
+        """Returns a chat's text up to the assistant's next answer, and its token ids."""
         text = self.render(messages)
         return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Messages) -> str:
-        """The chat template's text. Raises InvalidValue where the template is missing or refuses the messages.
+        """Renders the chat template. Raises InvalidValue if it is missing or refuses the messages.
 
-        A template that shows the date shows that of this moment, as in transformers.
+        A template with a date uses the current one, as in transformers.
         """
         try:
             text = rendered(self._template, messages, self._exported.special_tokens)
             text.encode()
         except InvalidValue:
             raise
-        except Exception as error:  # a template is a program: it may refuse, or fail in any way
+        except Exception as error:  # a template is a program, which may fail in any way
             raise InvalidValue("messages", messages, f"what the chat template takes ({error})") from error
         return text
 
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
-        """The text of token ids, special tokens shown or left out."""
+        """Decodes token ids, with or without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
     @cached_property

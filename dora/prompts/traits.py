@@ -1,4 +1,4 @@
-"""What a prompt shows of how long its responses will be: what length predictors learn from."""
+"""Features of a prompt from which length predictors learn."""
 
 import math
 
@@ -8,7 +8,7 @@ from dora.data.types import Prompt
 
 
 def key_of(prompt: Prompt) -> str:
-    """The same for the same prompt in every epoch."""
+    """A key that is the same for a prompt in every epoch."""
     tokens = ",".join(map(str, prompt.token_ids))
     return blake3(tokens.encode()).hexdigest(length=8)
 

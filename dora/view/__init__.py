@@ -1,4 +1,4 @@
-"""What people see: tables, the live view and its narration. The command line and the demo draw with it.
+"""Output for people: tables, the live view and its narration, for the command line and the demo.
 
-It reads reports of the simulator, answers of a service and decisions of a replay; it opens no connection and no file.
+Input is a simulator's report, a service's reply or a replay's decision. Opens no connection and no file.
 """

@@ -1,4 +1,4 @@
-"""What a person sees of all policies of a preset, side by side."""
+"""A table that compares all policies of a preset."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LEGEND: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One policy of a comparison: its report, its split, and how much faster than sync it was."""
+    """One policy of a comparison: its report, its split, and its speed relative to sync."""
 
     report: Annotated[Report, "what `dora simulate` reports of it"]
     train_gpus: Annotated[int, "accelerators that train"]
@@ -85,13 +85,13 @@ COLUMNS: Final[Sequence[Column[Shown]]] = (
 
 
 def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list[Compared]:
-    """The reports of all policies of one preset, in the same order, each held against that of ``sync``."""
+    """Compares the reports of all policies of one preset with that of ``sync``, in the same order."""
     sync = next((report for report in reports if report.policy == "sync"), None)
     return [_compared(report, division(scenario), sync) for report, scenario in zip(reports, scenarios, strict=True)]
 
 
 def comparison_table(rows: Sequence[Compared]) -> Group:
-    """All policies of one preset, the shortest step bold."""
+    """All policies of one preset, with the shortest step in bold."""
     first = rows[0].report
     unit = step_unit(row.report.step_time_min for row in rows)
     fastest = min(row.report.step_time_min for row in rows)
@@ -126,6 +126,6 @@ def _errors(report: Report) -> Text:
 
 
 def _rollout_min(report: Report) -> float:
-    """What rounding leaves of a difference of two equal times is no time: nothing is faster by a ratio to it."""
+    """The time of a step in which only rollout runs; 0 for rounding errors, which would give absurd ratios."""
     minutes = report.step_time_min * report.rollout_only_fraction
     return minutes if minutes > ROUNDING_MIN else 0.0

@@ -1,4 +1,4 @@
-"""A replayed decision for people and programs: pure functions of the data of ``dora.orchestrator.recovery.replay``."""
+"""Decisions of a replay, for people and programs: pure functions of data from ``dora.orchestrator.recovery.replay``."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,10 +12,10 @@ from dora.core.events import Event
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary, line_of
 from dora.view.tables import Facts, version_cell
 
-WORKERS_SHOWN = 8  # more than these are shown by version
-COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all
+WORKERS_SHOWN = 8  # more workers are shown by version
+COMMANDS_SHOWN = 8  # of one kind in one decision; --json lists all
 INDENT = " " * 9
-CONTINUED = 11  # the indent of a line that goes on with the one before it
+CONTINUED = 11  # indent of a continuation line
 
 
 class DecisionTree(TypedDict):
@@ -40,7 +40,7 @@ class ReplayTree(TypedDict):
 
 
 def block(decision: Decision, time_s: float) -> Text:
-    """One event: when and what, what was known, what was chosen. ``time_s`` is since the log was begun."""
+    """One event: its time and kind, the core's knowledge and its commands. ``time_s`` counts from the log's start."""
     text = Text.assemble(
         (f"#{decision.number}", "bold"), f"  {time_s:+.3f} s  ", (line_of(decision.event), "bold cyan")
     )
@@ -56,7 +56,7 @@ def block(decision: Decision, time_s: float) -> Text:
 
 
 def tree(decision: Decision, time_s: float) -> DecisionTree:
-    """The whole decision as JSON values; ``refused`` and ``failed`` are null where the core took the event."""
+    """Returns the whole decision as JSON values; ``refused`` and ``failed`` are null if the core accepted the event."""
     return {
         "number": decision.number,
         "time_s": time_s,
@@ -69,7 +69,7 @@ def tree(decision: Decision, time_s: float) -> DecisionTree:
 
 
 def summary_table(title: str, summary: Summary) -> Facts:
-    """What the replay came to."""
+    """The summary of a replay."""
     table = Facts(title)
     table.add_row("events", _counted(summary.events))
     table.add_row("commands", _counted(summary.commands))
@@ -112,7 +112,7 @@ def _by_version(counts: Mapping[int, int]) -> str:
 
 
 def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
-    """One line a worker, or, of many, one line a version."""
+    """One line per worker, or per version if there are many."""
     if len(workers) <= WORKERS_SHOWN:
         return [_load(worker.worker_id, [worker]) for worker in workers]
     versions = sorted({worker.target for worker in workers}, reverse=True)
@@ -121,7 +121,7 @@ def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
 
 
 def _load(name: str, group: list[KnownWorker]) -> Text:
-    """How full workers of one target version are."""
+    """The load of the workers of one target version."""
     first, capacity = group[0], sum(worker.kv_tokens for worker in group)
     on_the_way = sum(worker.hosts != worker.target for worker in group)
     line = Text.assemble(f"{name} ", version_cell(first.target) if first.target >= 0 else "no version")

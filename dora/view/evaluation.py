@@ -1,4 +1,4 @@
-"""An evaluation as a table: pure functions from what came of it."""
+"""The results of an evaluation as a table: pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from dora.rpc.dora_pb2 import EvaluationStatus
 from dora.view.numbers import measured, number, percent
 from dora.view.tables import Column, Sheet
 
-VALUES_MAX: Final = 200  # of one column, that have a row of their own
+VALUES_MAX: Final = 200  # rows for the values of one column
 ALL: Final = "all"
 OTHERS: Final = "(others)"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What came of an evaluation."""
+    """The results of an evaluation."""
 
     evaluation_id: Annotated[str, "its id in the service"]
     version: Annotated[int, "the policy version that sampled every response"]
@@ -54,7 +54,7 @@ COLUMNS: Final[Sequence[Column[_Row]]] = (
 
 
 def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) -> EvaluationReport:
-    """``value_of``: the value of ``column`` of each prompt, by its id; ``column`` empty: none was asked for."""
+    """``value_of``: the value of ``column`` by prompt id; ``column`` empty: none was requested."""
     by = {}
     tasks = scores_by(evaluation.groups, lambda group: group.trajectories[0].task_id)
     if len(tasks) > 1:
@@ -84,7 +84,7 @@ def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
 
 
 def evaluation_line(status: EvaluationStatus) -> Text:
-    """One that runs, in a line."""
+    """A running evaluation in one line."""
     share = f"a share of {status.share:g}" if status.share else "idle slots"
     name = f"{status.evaluation_id} {status.name}".strip()
     done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"

@@ -1,4 +1,4 @@
-"""The hosts of a running service as a table, and in a line."""
+"""The hosts of a running service: as a table, and in one line."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -58,13 +58,13 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
 
 
 def hosts_table(status: Status) -> Sheet[HostStatus]:
-    """The hosts; below them why some are lost, and what troubles others."""
+    """The hosts; below them the reasons of losses and faults."""
     notes = [f"{row.name}: {row.reason}" for row in status.hosts if row.reason]
     return Sheet(HOST_COLUMNS, list(status.hosts), "hosts", notes=notes)
 
 
 def hosts_line(status: Status) -> str:
-    """Each host that is there, with its workers; then how many are gone."""
+    """Each connected host with its workers, then the number of lost hosts."""
     there = [row for row in status.hosts if row.state not in ("lost", "drained") or not row.epoch]
     words = [
         f"{row.name} {row.workers_ready}/{row.workers}{'' if row.state == 'ready' else ' ' + row.state}"

@@ -1,4 +1,4 @@
-"""The live view of a service: pure functions from a status to something rich can draw."""
+"""The live view of a service: pure functions from a status to rich renderables."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from dora.view.service import (
 from dora.view.tables import PLAIN, Column, Note, Sheet
 
 BAR_CELLS = 24
-SLOTS_CELLS = 10  # of a worker's bar
+SLOTS_CELLS = 10  # width of a worker's bar
 SPARKS = " ▁▂▃▄▅▆▇█"
-WORKERS_SHOWN = 16  # of more there is a row for each version and state
+WORKERS_SHOWN = 16  # more workers are shown by version and state
 METRICS_SHOWN = 8  # `dora status` shows all
 SHOWN_COUNTERS = (
     "groups_admitted", "groups_trained", "migrations_kv", "migrations_reprefill", "tokens_reprefilled",
@@ -46,7 +46,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 
 
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
-    """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: no end in sight."""
+    """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: without an end."""
     workers = Sheet(WORKER_COLUMNS, _shown(status.workers), looks=(PLAIN,), tell=False)
     head = [_progress(status, steps_asked), *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
@@ -59,7 +59,7 @@ def service_view(status: Status, title: str, steps_asked: int = 0) -> Renderable
 
 
 def _shown(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """The workers, the newest version first; of many, those of one version and state in one row."""
+    """The workers, newest version first. If there are many, merges those of one version and state."""
     if len(workers) <= WORKERS_SHOWN:
         return by_version(workers)
     alike: dict[tuple[int, int, str], list[WorkerStatus]] = defaultdict(list)
@@ -69,7 +69,7 @@ def _shown(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def _together(workers: Sequence[WorkerStatus]) -> WorkerStatus:
-    """Workers of one version and state as if they were one."""
+    """Merges workers of one version and state into one row."""
     first = workers[0]
     return WorkerStatus(
         worker_id=first.worker_id if len(workers) == 1 else f"{len(workers):,} workers",
@@ -85,13 +85,13 @@ def _together(workers: Sequence[WorkerStatus]) -> WorkerStatus:
 
 
 def bar(share: float, cells: int, style: str) -> Text:
-    """A bar ``cells`` wide, filled to ``share`` (0 to 1)."""
+    """A bar of ``cells`` characters, filled to ``share`` (0 to 1)."""
     full = round(min(max(share, 0.0), 1.0) * cells)
     return Text.assemble(("█" * full, style), ("░" * (cells - full), "dim"))
 
 
 def spark_line(values: list[float]) -> str:
-    """One character a value, scaled from 0 to the largest."""
+    """One character per value, scaled from 0 to the largest."""
     top = max([*values, 0.0])
     if top <= 0:
         return SPARKS[1] * len(values)
@@ -114,7 +114,7 @@ def _progress(status: Status, steps_asked: int) -> Text:
 
 
 def _faults(status: Status) -> list[Text]:
-    """What holds the service up, and what the trainer gives alarm of in its last step, if anything."""
+    """Faults of the service, and the alarms of the trainer's last step."""
     lines = [storage(status)] if status.storage_faults else []
     failed = status.prompts_failed
     lines += [Text(f"prompts: failed: {failed}", "bold red")] if failed else []
@@ -130,7 +130,7 @@ def _rewards(status: Status) -> Text:
 
 
 def _metrics(status: Status) -> list[RenderableType]:
-    """What the trainer sent with its last commit; nothing where it sends nothing."""
+    """The metrics of the trainer's last commit; empty if it sent none."""
     sent = metrics(status.steps[-1].metrics) if status.steps else []
     if not sent:
         return []

@@ -1,4 +1,4 @@
-"""What a trainer sent with its commit, as text: its metrics, and the alarms among them."""
+"""A trainer's metrics of a commit as text, and the alarms among them."""
 
 import re
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Final
 from dora.data.types import ALARM
 from dora.view.numbers import measured
 
-FIRST: Final = ("loss", "reward")  # how the names begin that are shown first
+FIRST: Final = ("loss", "reward")  # prefixes of the metrics shown first
 _OF_STALENESS: Final = re.compile(r"staleness_(\d+\+?)/(.+)", re.S)
 
 
 def metrics(sent: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The metrics of a commit with their values as text; losses and rewards first, then by name.
+    """The metrics of a commit as names and texts; losses and rewards first, then by name.
 
-    A ``staleness_1/loss`` stands in brackets behind ``loss``, as "1: 0.25"; alarms are left to :func:`alarms`.
+    A ``staleness_1/loss`` is added to ``loss`` in brackets, as "1: 0.25". Alarms are excluded (:func:`alarms`).
     """
     parts: dict[str, list[str]] = {}
     for name in sorted(sent):
@@ -33,7 +33,7 @@ def metrics(sent: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def alarms(sent: Mapping[str, float]) -> list[str]:
-    """Sentences for the metrics that are above a bound which their trainer sent with them."""
+    """Sentences for metrics that exceed the bound sent with them."""
     names = (name.removeprefix(ALARM) for name in sorted(sent) if _is_alarm(name, sent))
     return [f"{name} {measured(sent[name])} is above {measured(sent[ALARM + name])}" for name in names]
 

@@ -1,12 +1,12 @@
-"""What happened between two statuses, in sentences: the live view where there is no terminal."""
+"""Events between two statuses, as sentences: replaces the live view without a terminal."""
 
 from dora.rpc.dora_pb2 import Status, StepMetrics
 from dora.view.metrics import alarms, metrics
 from dora.view.service import faults_of, filling
 
-NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
-METRICS_TOLD = 4  # of a commit; `dora status` shows all
-SILENCE_PERIOD_S = 15.0  # where nothing happened, a sign of life after so long
+NEWS_PERIOD_S = 2.0  # minimum time between batches of lines
+METRICS_TOLD = 4  # per commit; `dora status` shows all
+SILENCE_PERIOD_S = 15.0  # time without events before a line of progress
 
 COUNTED_EVENTS = {
     "migrations_kv": "requests migrated with their KV",
@@ -41,13 +41,13 @@ def news(before: Status, after: Status) -> list[str]:
 
 
 def sign_of_progress(status: Status) -> str:
-    """One sentence on a service where nothing happened."""
+    """A sentence on a service without new events."""
     running = sum(worker.running for worker in status.workers)
     return f"filling step {filling(status)}, {running} requests running"
 
 
 class Narrator:
-    """Turns a stream of statuses into a few lines, never more often than every ``NEWS_PERIOD_S``."""
+    """Turns a stream of statuses into lines, at most once per ``NEWS_PERIOD_S``."""
 
     def __init__(self) -> None:
         self._told = Status()
@@ -55,7 +55,7 @@ class Narrator:
         self._spoke_at_s = float("-inf")
 
     def tell(self, status: Status, now_s: float, *, last: bool = False) -> list[str]:
-        """The lines to print for ``status``, seen at ``now_s`` (any monotonic clock); often none, unless ``last``."""
+        """Returns the lines to print for ``status`` at ``now_s`` (any monotonic clock); often none, unless ``last``."""
         if now_s - self._looked_at_s < NEWS_PERIOD_S and not last:
             return []
         lines = news(self._told, status)
@@ -81,7 +81,7 @@ def _version_news(before: Status, after: Status) -> list[str]:
 
 
 def _metrics(step: StepMetrics) -> str:
-    """The first of what the trainer sent with its commit."""
+    """The first metrics of a commit."""
     return "".join(f", {name} {value}" for name, value in metrics(step.metrics)[:METRICS_TOLD])
 
 

@@ -1,4 +1,4 @@
-"""The planner's answer, as a person sees it and as one JSON object."""
+"""The planner's answer, as a table and as one JSON object."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,13 +15,13 @@ from dora.planning.training import Trainers
 from dora.sim.report import StepUnit, step_unit
 from dora.view.tables import SHEET, Column, Note, Sheet
 
-SHOWN_EACH_SIDE: Final = 4  # candidates beside the best
+SHOWN_EACH_SIDE: Final = 4  # candidates on each side of the best
 LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: of an accelerator that trains"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout(Replica):
-    """How the accelerators of a trainer divide the model."""
+    """The partition of the model over a trainer's accelerators."""
 
     data: Annotated[int, "copies of the model"]
     memory_bytes: Annotated[float, "what the fullest accelerator of the trainer holds"]
@@ -29,7 +29,7 @@ class TrainerLayout(Replica):
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """One split: the accelerators of both roles, and what a step takes."""
+    """One split: the accelerators of both roles, and the times of a step."""
 
     gpus: Annotated[int, "accelerators of both roles; the table shows what the budget has beyond them as *unused*"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
@@ -57,7 +57,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What was asked, what the answer rests on, and all splits tried. The best split's fields stand beside these."""
+    """The question, the assumptions of the answer, and all candidate splits. The best split's fields are added."""
 
     model: Annotated[str, "the model"]
     rollout_hardware: Annotated[str, "accelerator that generates"]
@@ -82,7 +82,7 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """How many workers to add, from times measured in a run (`--generation-s`, `--training-s`, `--engines`)."""
+    """The number of workers to add, from times measured in a run (`--generation-s`, `--training-s`, `--engines`)."""
 
     groups_to_add: Annotated[int, "workers to add"]
     engines: Annotated[int, "workers with them"]
@@ -144,7 +144,7 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
 
 
 def plan_tree(question: Question, answer: Plan) -> dict[str, Any]:
-    """The whole answer: the best split's fields, what it rests on, and every candidate."""
+    """Returns the whole answer: the best split's fields, its assumptions, and every candidate."""
     option = answer.best.generation.option
     report = PlanReport(
         model=question.model.name,
@@ -185,7 +185,7 @@ def _split_report(trainers: Trainers, split: Split) -> SplitReport:
 
 
 def plan_table(question: Question, answer: Plan) -> Group:
-    """The best split among its nearest candidates, and what must be known of them."""
+    """The best split among its nearest candidates, with notes."""
     place = answer.candidates.index(answer.best)
     near = answer.candidates[max(0, place - SHOWN_EACH_SIDE) : place + SHOWN_EACH_SIDE + 1]
     unit = step_unit(split.step_s / 60.0 for split in near)
@@ -271,7 +271,7 @@ def _notes(question: Question, answer: Plan, extrapolated: bool) -> list[str]:
 
 
 def _waits_for(split: Split) -> str:
-    """What a step of this split takes its time for."""
+    """The bottleneck of a step."""
     generation = split.generation
     stages_s = max(generation.seconds, split.training_s)
     if not generation.ready_s and split.link_s > stages_s:

@@ -1,4 +1,4 @@
-"""The pools of a running service as a table, and in a line."""
+"""The pools of a running service: as a table, and in one line."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -39,13 +39,13 @@ POOL_COLUMNS: Final[Sequence[Column[PoolStatus]]] = (
 
 
 def pools_table(status: Status) -> Sheet[PoolStatus]:
-    """The pools; below them why some are lost."""
+    """The pools; below them the reasons of losses."""
     notes = [f"{row.pool_id}: {row.reason}" for row in status.pools if row.reason]
     return Sheet(POOL_COLUMNS, list(status.pools), "pools", notes=notes)
 
 
 def pools_line(status: Status) -> str:
-    """What the pools hold together."""
+    """The total content of the pools."""
     if not status.pools:
         return "none"
     parked = sum(row.parked for row in status.pools)

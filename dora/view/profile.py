@@ -1,4 +1,4 @@
-"""What ``dora profile`` found: for a person as a table, for programs as one tree."""
+"""The results of ``dora profile``, as a table and as one tree."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from dora.view.tables import Facts
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """All that was found of one engine."""
+    """All results for one engine."""
 
     model: Annotated[str, "the model that was timed"]
     cost: Annotated[CostConfig, "seconds of a step, as a scenario's `cluster.cost`"]
@@ -43,7 +43,7 @@ class ProfileReport:
 def profile_tree(
     model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float
 ) -> dict[str, Any]:
-    """The whole result as one JSON object."""
+    """Returns the whole result as one JSON object."""
     report = ProfileReport(
         model=model,
         cost=fitted.coefficients,
@@ -72,7 +72,7 @@ def profile_tree(
 
 
 def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float) -> Facts:
-    """The coefficients, then the mixed workload that they were checked against."""
+    """The coefficients, then their check against a mixed workload."""
     beside = f", {measurement.engines} engines beside each other" if measurement.engines > 1 else ""
     title = f"cost of {model}, {measurement.slots} slots{beside}"
     table = Facts(title)
@@ -94,7 +94,7 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
 
 
 def _add_check(table: Facts, measurement: Measurement, checked: Validation, tolerance: float) -> None:
-    """The mixed workload: what was measured of it in two ways, what was predicted, and which of the two is held."""
+    """Adds the mixed workload: two measurements, the prediction, and which measurements are checked."""
     fastest = measurement.engines == 1 and measurement.clock == "wall"
     counted = "by its fastest steps" if fastest else "by its usual steps"
     counted += ", in time on a core" if measurement.clock == "cpu" else ""

@@ -1,4 +1,4 @@
-"""A running service as tables: pure functions from its answers."""
+"""Tables of a running service: pure functions of its replies."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,7 +82,7 @@ COUNTERS: Final = {
     "versions_rejected": "versions that no worker could load and two refused; their trainer publishes them anew",
     "versions_live_max": "most versions in the window at once",
     "workers_lost": "workers whose connection broke",
-}  # what a service counts, since it started
+}  # since the service's start
 
 CANCELLED: Final = {
     "dequeued": "taken out of the queue",
@@ -90,7 +90,7 @@ CANCELLED: Final = {
     "before": "it was cancelled before",
     "taken": "its group {group} stays: a step has taken it",
     "unknown": "not known: no prompt or group of this name waits or is open",
-}  # what became of a prompt that was to be cancelled
+}  # results of a cancellation
 
 STATE: Final[Column[WorkerStatus]] = Column(
     "state",
@@ -177,11 +177,11 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
-WORKERS_NAMED: Final = 8  # more of them are counted
+WORKERS_NAMED: Final = 8  # if there are more, only their number is shown
 
 
 def status_table(status: Status) -> Facts:
-    """The service in one screen: where the window stands, the last step, then every counter."""
+    """The service on one screen: the window, the last step, then every counter."""
     table = Facts("service")
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
@@ -216,25 +216,25 @@ def status_table(status: Status) -> Facts:
 
 
 def versions_table(status: Status) -> Sheet[VersionStatus]:
-    """The live policy versions, newest first; below them why some are refused by workers."""
+    """The live policy versions, newest first; below them the reasons of refusals by workers."""
     rows = sorted(status.versions, key=lambda row: row.version, reverse=True)
     return Sheet(VERSION_COLUMNS, rows, "live versions", notes=[line.plain for line in refusals(status)])
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
-    """Workers in the given order; below them the reasons for losses."""
+    """Workers in the given order; below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
     return Sheet([*WORKER_COLUMNS, *more], workers, "workers", notes=_reasons(workers))
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
-    """Requests that are not committed yet."""
+    """Requests that are not committed."""
     notes = [f"{len(trajectories):,} of {total:,} (--limit shows more)"] if len(trajectories) < total else []
     return Sheet(TRAJECTORY_COLUMNS, trajectories, "trajectories", notes=notes)
 
 
 def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
-    """The last committed step: what the service counted of it, then the trainer's alarms and metrics."""
+    """The last committed step: the service's measurements, then the trainer's alarms and metrics."""
     took = duration(step.took_s) if step.HasField("took_s") else ""
     waited = f"the trainer waited {duration(step.waited_s)} of it" if step.HasField("waited_s") and took else ""
     yield "last step", ", ".join(part for part in (str(step.step), took and f"took {took}", waited) if part)
@@ -262,16 +262,16 @@ def _state(worker: WorkerStatus) -> str:
 
 
 def ranks(worker: WorkerStatus) -> str:
-    """The ranks of a worker's engine, tensor x pipeline; empty: it has one."""
+    """The ranks of a worker's engine, tensor x pipeline; empty for a single rank."""
     several = max(worker.tensor_parallel, worker.pipeline_parallel) > 1
     return f"{worker.tensor_parallel}x{worker.pipeline_parallel}" if several else ""
 
 
 def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
-    """A sentence for each reason that workers are lost for."""
+    """A sentence for each reason of lost workers."""
     names: dict[str, list[str]] = defaultdict(list)
     for worker in workers:
-        if worker.reason and worker.reason != worker.state:  # a drained one needs no other
+        if worker.reason and worker.reason != worker.state:  # a drained worker needs no reason
             names[worker.reason].append(worker.worker_id)
     return [f"{_listed(found)}: {reason}" for reason, found in names.items()]
 
@@ -291,12 +291,12 @@ def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def cancelled_line(name: str, state: str, group_id: str) -> str:
-    """What became of a prompt or group that was to be cancelled."""
+    """The result of cancelling a prompt or group."""
     return f"{name}: {CANCELLED.get(state, state).format(group=group_id)}\n"
 
 
 def checkpoint_line(reply: CheckpointReply) -> str:
-    """What is on disk, for people."""
+    """The data on disk, in one line."""
     groups = f"{reply.groups} groups ({reply.groups_leased} with the trainer), {reply.prompts_queued} queued prompts"
     size = (
         f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it alive"
@@ -305,12 +305,12 @@ def checkpoint_line(reply: CheckpointReply) -> str:
 
 
 def state_style(worker: WorkerStatus) -> str:
-    """The colour of what a worker does."""
+    """The colour of a worker's state."""
     return STATE_STYLES.get(worker.state, "dim")
 
 
 def hosted_version(worker: WorkerStatus) -> Text:
-    """The version a worker hosts, and the one it is on its way to."""
+    """The version that a worker hosts, and the one it changes to."""
     cell = version_cell(worker.version) if worker.version >= 0 else Text("none", style="dim")
     if worker.target_version >= 0 and worker.target_version != worker.version:
         cell = Text.assemble(cell, " to ", version_cell(worker.target_version))
@@ -327,7 +327,7 @@ def refusals(status: Status) -> list[Text]:
 
 
 def window_lines(status: Status) -> Iterator[str]:
-    """The window in force; of an adaptive one also its bounds, and why it changed last."""
+    """The current window; for an adaptive one also its bounds and the reason of its last change."""
     line = f"{status.window_versions} versions, newest v{status.newest_version}"
     if not status.HasField("adaptive_window"):
         yield line
@@ -342,7 +342,7 @@ def window_lines(status: Status) -> Iterator[str]:
 
 
 def filling(status: Status) -> str:
-    """How far the step is that is being filled."""
+    """The progress of the step being filled."""
     if status.groups_per_step == 0:
         return f"{status.filling_step}, its size is not set yet (a trainer sets it)"
     taken = status.groups_per_step - status.filling_left
@@ -350,19 +350,19 @@ def filling(status: Status) -> str:
 
 
 def storage(status: Status) -> Text:
-    """Whether all can be written that has to be, or what that holds up."""
+    """Whether all folders can be written; otherwise the faults and their effect."""
     if not status.storage_faults:
         return Text("well")
     return Text(f"{faults_of(status)}; nothing is admitted until it can be written", "bold red")
 
 
 def faults_of(status: Status) -> str:
-    """The places that cannot be written now, each with its reason; empty: there is none."""
+    """The folders that cannot be written now, with the reasons; empty if there are none."""
     return "; ".join(f"{fault.place}: {fault.reason}" for fault in status.storage_faults)
 
 
 def tier(found: KvTierStatus, workers: int) -> Text:
-    """Whether the shared KV tier is there, what it holds, and who reaches it."""
+    """The state of the shared KV tier, its content, and how many workers are connected."""
     if not found.up:
         return Text(f"down: {found.reason}; workers compute what they would find there", "yellow")
     used, size = found.used_bytes / 2**20, found.size_bytes / 2**20
@@ -370,7 +370,7 @@ def tier(found: KvTierStatus, workers: int) -> Text:
 
 
 def pace(status: Status) -> str:
-    """Whether generation keeps up with training, and what would let it."""
+    """Whether generation keeps up with training, or how many more workers it needs."""
     if not status.HasField("dp_groups_to_add"):
         return "its pace is known after two steps of a trainer that says how long it waited"
     count = status.dp_groups_to_add

@@ -1,4 +1,4 @@
-"""A configuration as people and programs read it: a commented TOML file, or a tree; never with its secret."""
+"""A configuration as a commented TOML file or a tree, without its secret."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from dora.config import Config, Setting
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """The resolved configuration as a tree, without the secret."""
+    """Returns the resolved configuration as a tree, without the secret."""
     tree = config.model_dump(mode="json")
     del tree["service"]["token"]
     return tree
 
 
 def toml_of(config: Config) -> str:
-    """A complete, commented configuration file that loads back to ``config``, its token excepted."""
+    """Returns a complete, commented configuration file that loads back to ``config``, except its token."""
     return "\n".join(_lines(config, "", hidden={"service.token"})) + "\n"
 
 
 def _lines(section: BaseModel, path: str, hidden: set[str]) -> list[str]:
-    """Its own fields, then its sections; a section that is not set is left out."""
+    """The section's own fields, then its sections. A section that is not set is omitted."""
     lines, sections = [], []
     for name, value in section:
         if isinstance(value, BaseModel):

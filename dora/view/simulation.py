@@ -1,4 +1,4 @@
-"""What a person sees of one simulated run, and whether it can be taken as stationary."""
+"""The report of one simulated run, and whether the run was stationary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +13,13 @@ from dora.sim.scenario import Scenario
 from dora.view.numbers import NONE, duration, number, percent, ratio
 from dora.view.tables import FRAMED, WIDEST, Column, Note, Sheet
 
-STEPS_MIN: Final = 40  # measured: fewer are within a few versions of the run's start
+STEPS_MIN: Final = 40  # measured: shorter runs are dominated by the first versions
 WORK_OFF_MAX: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Whose the accelerators are; colocated: all are both roles', one after the other."""
+    """The split of the accelerators. If colocated, the roles take turns on all of them."""
 
     gpus: Annotated[int, "accelerators in all"]
     train_gpus: Annotated[int, "accelerators that train"]
@@ -29,7 +29,7 @@ class Division:
 
 
 class Line(NamedTuple):
-    """One line of the table: its name, the fields of the report that it shows, and how."""
+    """One line of the table: its name, the fields of the report that it shows, and their format."""
 
     name: str
     fields: tuple[str, ...]
@@ -100,19 +100,19 @@ OF_SELECTION: Final = {"groups_filtered", "groups_dropped", "tokens_wasted_fract
 
 
 def report_tree(report: Report, scenario: Scenario) -> dict[str, Any]:
-    """One run with its split, as a tree."""
+    """Returns one run with its split, as a tree."""
     return asdict(report) | asdict(division(scenario))
 
 
 def division(scenario: Scenario) -> Division:
-    """How the accelerators of a scenario are divided."""
+    """Returns the split of a scenario's accelerators."""
     cluster = scenario.cluster
     rollout_gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
     return Division(cluster.gpus, cluster.train_gpus, rollout_gpus, cluster.gpus_per_engine, cluster.colocated)
 
 
 def report_table(report: Report, scenario: Scenario) -> Group:
-    """One run, line by line; what a selection of groups did only where the scenario has one."""
+    """One run, line by line. Lines of group selection are shown only if the scenario has one."""
     unit = step_unit([report.step_time_min])
     selects = report.filter_fraction or report.redundant_fraction
     columns: Sequence[Column[Line]] = (
@@ -132,7 +132,7 @@ def report_table(report: Report, scenario: Scenario) -> Group:
 
 
 def stationarity(reports: Sequence[Report]) -> str:
-    """Why these runs cannot be taken as stationary, in a line; empty where they can. Short runs flatter a strategy."""
+    """The reasons why these runs may not be stationary, in one line, or empty. Short runs flatter a strategy."""
     steps = min(report.steps for report in reports)
     off = [report for report in reports if not _balanced(report)]
     reasons = []
@@ -145,7 +145,7 @@ def stationarity(reports: Sequence[Report]) -> str:
 
 
 def staleness(report: Report, digits: int) -> str:
-    """Mean and largest; where one response has several versions there is none."""
+    """Mean and maximum; none if a response has several versions."""
     if report.staleness_mean is None:
         return NONE
     return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"
@@ -163,13 +163,13 @@ def _extent(values: Sequence[float] | None) -> str:
 
 
 def over_bound(report: Report) -> float | None:
-    """How much longer than its bound a step took, as a share of it; None without a bound."""
+    """The excess of a step's time over its bound, as a share of the bound; None without a bound."""
     over = ratio(report.step_time_min, report.bound_min)
     return None if over is None else over - 1.0
 
 
 def step_time(minutes: float, unit: StepUnit) -> str:
-    """A time in its unit, without the unit's name."""
+    """Formats a time in this unit, without the unit's name."""
     return number(unit.of_min(minutes), 2)
 
 
@@ -187,11 +187,11 @@ def _split(scenario: Scenario) -> str:
 
 
 def _balanced(report: Report) -> bool:
-    """As much was generated as was trained on. Where nothing was measured nothing is known."""
+    """Whether as much was generated as was trained on; False without a measurement."""
     ratio = report.work_done_over_consumed
     return isfinite(ratio) and abs(ratio - 1.0) <= WORK_OFF_MAX
 
 
 def _cancelled(reports: Sequence[Report]) -> str:
-    """What is generated and cancelled is never consumed: the ratio is above 1 for good."""
+    """Explains a ratio above 1: cancelled work is never consumed."""
     return ", cancelled groups included" if any(report.tokens_wasted_fraction > 0.0 for report in reports) else ""

@@ -1,7 +1,7 @@
-"""Tables for people, made of columns that say what they mean; ``docs/reference.md`` has the same words.
+"""Tables for people. Their columns describe themselves, and ``docs/reference.md`` has the same words.
 
-A table takes the room that there is. In a narrow terminal it first does without its frame, then without the columns
-that declare it; long words are abbreviated. No word is broken and no number is cut.
+A table adapts to the available width. In a narrow terminal it first drops its frame, then the columns of the highest
+rank; long words are abbreviated. No word is broken and no number is cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,17 @@ VERSION_STYLES: Final = tuple(
     f"bold white on {name}" for name in ("blue", "dark_orange3", "green4", "purple4", "deep_pink4")
 )
 NOTE_WIDTH: Final = 100  # characters: longer lines are hard to read
-WIDEST: Final = 1 << 16  # of a note that only the terminal limits
-WORD_WIDTH: Final = 24  # a column of words is abbreviated to this before another column is left out for it
+WIDEST: Final = 1 << 16  # for a note limited only by the terminal
+WORD_WIDTH: Final = 24  # columns of words are abbreviated to this before a column is left out
 WORD_MIN: Final = 6
 ELLIPSIS: Final = "…"
 
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """One column: its heading, what it means, and its cell of a row. Words stand at the left, numbers at the right.
+    """A column: its heading, its meaning, and its cell of a row. Words are aligned left, numbers right.
 
-    ``rank`` 0: always shown. Where there is no room for all columns, those of the highest rank are left out first.
+    ``rank`` 0: always shown. If there is no room for all columns, those of the highest rank are left out first.
     """
 
     heading: str
@@ -41,7 +41,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a table is drawn. ``gap``: characters between two columns; ``edge``: at both sides together."""
+    """The style of a table. ``gap``: characters between columns; ``edge``: characters of both edges together."""
 
     box: Box | None
     padding: tuple[int, int, int, int]
@@ -49,7 +49,6 @@ class Look:
     edge: int
 
     def table(self) -> Table:
-        """An empty one."""
         framed = self.edge > 0
         return Table(box=self.box, padding=self.padding, show_edge=framed, pad_edge=framed, header_style="bold")
 
@@ -61,10 +60,10 @@ PLAIN: Final = Look(None, (0, 2, 0, 0), gap=2, edge=0)
 
 @dataclass(slots=True)
 class Sheet(Generic[Row]):
-    """Rows under their headings, as wide as the place that they are printed in.
+    """Rows under headings, adapted to the available width.
 
-    ``looks``: the first one in which all columns have room is taken, else the last. ``headings``: instead of the
-    columns' own. ``notes``: sentences below; with ``tell`` another one says which columns were left out.
+    ``looks``: the first one with room for all columns is used, otherwise the last. ``headings`` override the columns'
+    own. ``notes``: sentences below the table; with ``tell``, another one lists the columns that were left out.
     """
 
     columns: Sequence[Column[Row]]
@@ -107,7 +106,7 @@ class Sheet(Generic[Row]):
             yield Note(note, "dim")
 
     def _fitted(self, widths: Sequence[int], room: int) -> tuple[Look, list[int]]:
-        """The look, and which columns are shown."""
+        """Returns the style and the indexes of the columns to show."""
         every = list(range(len(widths)))
         for look in self.looks:
             if _total([widths[at] for at in every], look) <= room:
@@ -123,7 +122,7 @@ class Sheet(Generic[Row]):
 
 @dataclass(slots=True)
 class Facts:
-    """Rows of a name and a value, added by the caller; long values go on in the next line, at a word."""
+    """Rows of a name and a value, added by the caller. Long values are wrapped at words."""
 
     title: str | Text = ""
     notes: list[str] = field(default_factory=list)
@@ -157,7 +156,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A text below or above a table: lines of at most ``NOTE_WIDTH``, broken at words; ``indent`` from the second."""
+    """A text below or above a table, wrapped at words to at most ``NOTE_WIDTH``; ``indent`` from the second line."""
 
     text: str | Text
     style: str = ""
@@ -173,7 +172,7 @@ class Note:
 
 
 def _lines(text: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
-    """``text``, one line, as lines of ``width``; those after the first are indented."""
+    """Wraps one line to ``width``, indenting all lines but the first."""
     first, *rest = text.wrap(console, width)
     yield first
     if rest:
@@ -184,7 +183,7 @@ def _lines(text: Text, console: Console, width: int, indent: int) -> Iterator[Te
 
 
 def abbreviated(cell: str | Text, width: int) -> Text:
-    """A cell of at most ``width`` characters, without the middle of a longer one."""
+    """Abbreviates a cell to at most ``width`` characters, replacing its middle."""
     text = cell if isinstance(cell, Text) else Text(cell)
     if text.cell_len <= width:
         return text
@@ -195,7 +194,7 @@ def abbreviated(cell: str | Text, width: int) -> Text:
 
 
 def short_words(cell: str | Text, width: int) -> Text:
-    """The same text, with the words abbreviated that are longer than a line of ``width``: nothing else could be."""
+    """Abbreviates the words that are longer than a line of ``width``, which cannot be wrapped."""
     text = cell if isinstance(cell, Text) else Text(cell)
     if all(cell_len(word) <= width for word in text.plain.split()):
         return text
@@ -208,12 +207,12 @@ def short_words(cell: str | Text, width: int) -> Text:
 
 
 def in_a_line(heading: str) -> str:
-    """A heading that is written in several lines."""
+    """Joins the lines of a heading."""
     return heading.replace("/\n", "/").replace("\n", " ")
 
 
 def version_cell(version: int, suffix: str = "") -> Text:
-    """A version as a coloured cell; neighbouring versions never share a colour."""
+    """A version as a coloured cell. Adjacent versions have different colours."""
     return Text.assemble((f" v{version} ", VERSION_STYLES[version % len(VERSION_STYLES)]), suffix)
 
 
@@ -227,7 +226,7 @@ def _total(widths: Sequence[int], look: Look) -> int:
 
 
 def _word_width(widths: Sequence[int], least: Sequence[int], look: Look, room: int) -> int:
-    """The most characters that a column of words may have. ``least``: what each column needs at least."""
+    """The maximum width of a column of words. ``least``: the minimum width of each column."""
     for most in range(max(widths, default=0), WORD_MIN, -1):
         if _total([max(min(width, most), needed) for width, needed in zip(widths, least, strict=True)], look) <= room:
             return most

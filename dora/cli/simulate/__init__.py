@@ -1,1 +1,1 @@
-"""``dora simulate`` and its companions: one run or all policies (run), fault sweeps (sweep), the presets (presets)."""
+"""``dora simulate``: one run or all policies (run), fault sweeps (sweep), the presets (presets)."""

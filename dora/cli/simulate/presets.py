@@ -16,7 +16,7 @@ EXAMPLE = "dora simulate presets"
 
 @dataclass(frozen=True, slots=True)
 class PresetRow:
-    """What tells presets apart, under the default strategy."""
+    """The differences between presets, under the default strategy."""
 
     preset: Annotated[str, "its name"]
     train_gpus: Annotated[int, "accelerators that train"]
@@ -29,7 +29,7 @@ class PresetRow:
 
 
 def presets(as_json: JsonOption = False) -> None:
-    """List what --preset takes, each as the default strategy runs it."""
+    """List the values of --preset, each as run by the default strategy."""
     from dora.config import DEFAULT_POLICY
     from dora.sim.presets import NAMES, scenario_for
 

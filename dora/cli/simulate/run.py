@@ -25,7 +25,7 @@ EXAMPLE = "dora simulate --preset dora-64 --window 3 --steps 8 --compare"
 
 
 class SplitChoice(StrEnum):
-    """Where the division of the accelerators between training and rollout comes from."""
+    """Source of the split of accelerators between training and rollout."""
 
     PRESET = "preset"
     PLAN = "plan"
@@ -74,7 +74,7 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the
 
 
 class Origin(TypedDict):
-    """How a report came about."""
+    """The command line that a report came from."""
 
     warmup: Annotated[int, "steps before those measured"]
     settings: Annotated[list[str], "the values of `--set`"]
@@ -82,7 +82,7 @@ class Origin(TypedDict):
 
 
 class ComparisonTree(Origin):
-    """All policies of one preset (`--compare`)."""
+    """A comparison of all policies on one preset (`--compare`)."""
 
     preset: Annotated[str, "the preset, or `custom`"]
     seed: Annotated[int, "of prompts and lengths"]
@@ -92,7 +92,7 @@ class ComparisonTree(Origin):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is the same for every policy of one command. ``options``: those that the scenario was made from."""
+    """Inputs that are equal for all policies of one command. ``options``: those that define the scenario."""
 
     steps: int
     warmup: int
@@ -103,11 +103,11 @@ class Asked:
     as_json: bool
 
     def origin(self) -> Origin:
-        """What a report does not say of how it came about."""
+        """The inputs that a report does not contain."""
         return {"warmup": self.warmup, "settings": list(self.settings), "split": self.split.value}
 
     def replay(self, scenario: "Scenario") -> str:
-        """The command that runs this one scenario again."""
+        """Returns the command that runs this scenario alone."""
         chosen = {"policy": scenario.balance.policy, "window": scenario.window.size}
         if self.split is SplitChoice.PLAN and not scenario.cluster.colocated:
             chosen["split"] = self.split.value
@@ -141,10 +141,10 @@ def simulate(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the real orchestrator core under virtual time, with simulated engines, links and trainer.
+    """Run the real orchestrator core in virtual time, with simulated engines, links and trainer.
 
-    The command exits with 1 if a promise was broken: a response mixed versions, staleness passed its bound, or a group
-    was lost or delivered twice.
+    The command exits with 1 if a guarantee was violated: a response mixed versions, staleness exceeded its bound, or a
+    group was lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
         reason = f"before {context.invoked_subcommand}, which has options of its own"
@@ -188,7 +188,7 @@ def simulate(
 
 
 def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: str | None) -> tuple[str, ...]:
-    """The options that a scenario is made from, as they were given."""
+    """Returns the options that define a scenario, as given."""
     named = (
         ("--preset", preset),
         ("--file", file),
@@ -201,8 +201,11 @@ def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: s
 def _scenario(
     over: Mapping[str, Any], preset: str, policy: str, window: "WindowSize | None", split: SplitChoice, compare: bool
 ) -> "Scenario":
-    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split;
-    with ``auto``, those that are defined for some windows alone have the one nearest to the default."""
+    """Returns the scenario for one policy.
+
+    In a comparison, each policy has the nearest window that it allows, and colocated ones have their own split. With
+    ``auto``, a policy that supports only fixed windows gets the one nearest to the default.
+    """
     from dora.config import merged, tree_of, value_at
     from dora.core.policies import allows_any, nearest_window
     from dora.sim.partial import strategies
@@ -266,7 +269,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
 
 
 def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
-    """Simulates with a progress bar. A broken promise, or a bug, ends the command, with all that is known of it."""
+    """Simulates with a progress bar. If a guarantee is violated or a bug found, prints all that is known and exits."""
     from dora.sim.run import BrokenRun
     from dora.sim.run import simulate as run
 
@@ -299,7 +302,7 @@ def _known_policy(policy: str, known: Sequence[str]) -> str:
 
 
 def _finite(tree: Any) -> Any:
-    """JSON has no NaN and no infinity: what could not be measured becomes null."""
+    """Replaces NaN and infinity by None, because JSON has neither."""
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -38,10 +38,10 @@ def sweep(
     replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the real orchestrator core on small simulated clusters with faults; check every promise after each event.
+    """Run the real orchestrator core on small simulated clusters with faults, checking every guarantee after each
+    event.
 
-    The command exits with 1 if a promise was broken: a violation, a group lost or duplicated, or a trainer that waits
-    in vain.
+    The command exits with 1 after a violation, a lost or duplicated group, or a trainer that waits forever.
     """
     from dora.orchestrator.plugins import load_strategies
     from dora.sim import sweep as sim
@@ -77,7 +77,7 @@ def _sweep(seeds: range, policies: list[str], faults: str, window: str, jobs: in
 
 
 def _known_policies(names: list[str], window: str) -> list[str]:
-    """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
+    """The strategies to distribute over the seeds. Raises InvalidValue, suggesting the nearest name."""
     from dora.core.policies import POLICIES, allows_any
     from dora.sim.trial import DRAWN, WINDOWS
 
