@@ -92,7 +92,7 @@ async def test_a_service_is_stopped_while_its_record_is_full(tiny_dense: Path, t
         assert await service.process.wait() == 0
         with pytest.raises(ServiceUnavailable):
             await training
-    assert "the record lacks the last" in (tmp_path / "service.log").read_text()
+    assert "the run record lacks the last" in (tmp_path / "service.log").read_text()
 
 
 @own_disk

@@ -86,7 +86,7 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     assert w7 is not None
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense)
     hello = pb.WorkerMessage(hello=convert.hello_to_wire("w7", 1, "host", engine.capability))
-    for caller, name, allowed in ((Caller(Role.WORKER), "w7", "not given"), (w7, "w8", "w7")):
+    for caller, name, allowed in ((Caller(Role.WORKER), "w7", "w7"), (w7, "w8", "w7")):
         CALLER.set(caller)
         hello.hello.worker_id = name
         with refused(

@@ -57,7 +57,7 @@ async def test_without_room_nothing_is_admitted_and_nothing_is_lost(tmp_path: Pa
         runtime.post(on.Tick())
         await journal.settled()
         with files_up_to(10):
-            journal.submitted([1], [Prompt("p0", "echo", (1, 2, 3))])
+            journal.note(records.Submitted([1], [records.prompt_values(Prompt("p0", "echo", (1, 2, 3)))]))
             waiting = asyncio.create_task(journal.settled())
             await shell.until(lambda: shell.state.window.closed)
             assert faults(shell) == {"state folder": "File too large"}

@@ -78,7 +78,7 @@ async def test_one_that_dies_is_started_again(tmp_path: Path, caplog: pytest.Log
     died = tmp_path / "died"
     async with supervised(tmp_path, TELLS, f"test -e {died} && {LIVES}", f"touch {died}; exit 7") as tier:
         await until(lambda: tier.status(0).restarts == 1 and tier.status(0).up)
-    assert "the KV tier's server is started again: it ended with 7 (its log: kv-tier.log)" in caplog.text
+    assert "the KV tier's server is restarted: it ended with 7 (its log: kv-tier.log)" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["garbage", "[]", "{}", '{"used_bytes": [], "size_bytes": 1, "chunks": 1}'])

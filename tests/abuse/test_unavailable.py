@@ -56,7 +56,7 @@ async def test_a_version_whose_weights_vanish_is_published_anew(
                 await until(operator, lambda status: all(worker.version == 1 for worker in status.workers))
                 rmtree(handle.run_folder / "weights" / "versions" / "1")
                 status = await until(operator, lambda status: _of(status, 1).state == "rejected")
-                assert _of(status, 1).reason == "no host has its weights any more"
+                assert _of(status, 1).reason == "no host has its weights"
             while not step.committed:
                 try:
                     async for group in step:

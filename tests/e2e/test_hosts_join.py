@@ -83,10 +83,10 @@ async def test_hosts_are_scaled_drained_and_leave(tiny_dense: Path, tmp_path: Pa
             await operator.scale(1, "h3")
         with refused(NotFound, names=("h3",)):
             await operator.drain("h3")
-        assert (await operator.scale(1, "h1")).message == "being emptied, to leave: h1-w1"
+        assert (await operator.scale(1, "h1")).message == "draining: h1-w1"
         gone = until(operator, lambda status: host(status, "h1").workers == 1)
         await during(training, gone)
-        assert (await operator.drain("h1")).message.startswith("h1 is being emptied: its workers (1) leave")
+        assert (await operator.drain("h1")).message.startswith("h1 is draining: its workers (1) leave")
         drained = until(operator, lambda status: host(status, "h1").state == "drained")
         status = await during(training, drained)
         assert await asyncio.wait_for(h1.wait(), 60) == 0, "its agent has ended"

@@ -91,7 +91,7 @@ async def test_the_service_runs_it(package: Path, tiny_dense: Path, monkeypatch:
             "",
             f"{NAME}:Missing",
             "mine",
-            r"dora.policies: mine, of newest-only = 'newest_only:Missing'.*imported.*no att",
+            r"dora.policies: mine, of newest-only = 'newest_only:Missing'.*import.*no att",
         ),
         ("1 / 0", f"{NAME}:Missing", "mine", r"dora.policies: mine.*ZeroDivisionError: division by zero"),
         ("Policy = 3", f"{NAME}:Policy", "mine", r"dora.policies: mine.*a Strategy, or what makes a Policy"),

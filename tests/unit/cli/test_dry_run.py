@@ -86,7 +86,7 @@ def files(folder: Path) -> set[str]:
         ({"service__run_folder": "foreign"}, "no service has made foreign/weights"),
         (
             {"service__keep_events": True},
-            "service.state = '' is not valid: it must be a folder, where service.keep_events is set",
+            "service.state = '' is not valid: it must be a folder, because service.keep_events is set",
         ),
         (
             {"service__state": "file"},
