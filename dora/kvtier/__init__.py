@@ -1,6 +1,5 @@
-"""The shared tier: whole chunks of KV that any worker of the run may find again, kept by LMCache's server.
+"""The shared tier: complete chunks of KV that any worker of the run can find, stored by LMCache's server.
 
-``server`` is that server's process, ``wire`` speaks to it, ``chunks`` says what a chunk is and whether one is whole.
-``tier`` is a worker's part: a thread that finds and keeps chunks. A tier that is slow, full or gone is a tier in which
-nothing is found.
+``server`` is that server's process, ``wire`` is its protocol, ``chunks`` defines chunks and checks them. ``tier`` is a
+worker's part: a thread that fetches and stores chunks. In a tier that is slow, full or down, nothing is found.
 """

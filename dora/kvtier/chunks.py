@@ -1,9 +1,9 @@
-"""A chunk: some neighbouring blocks of one prefix, as bytes, with a seal that says what they are.
+"""A chunk: consecutive blocks of one prefix, as bytes, with a seal that identifies them.
 
-LMCache names a chunk by its tokens, those before it, the model and a salt. It shows a chunk to readers even if the
-worker that was to write it died before it did. So each chunk ends with a seal: the digest of what the chunk is meant to
-be, and that of its bytes. Both guard against damage and mistakes, not against somebody who means harm: who can write
-into this user's shared memory can do more than that.
+LMCache names a chunk by its tokens, the tokens before it, the model and a salt. Readers see a chunk even if its writer
+died before it was written. Each chunk therefore ends with a seal: the digest of its identity and the digest of its
+bytes. Both guard against damage and mistakes, not against attacks: anybody who can write this user's shared memory can
+do more than that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,38 +22,37 @@ SCHEMA: Final = "dora-1"
 
 
 def salt_of(version: int) -> str:
-    """KV of one version is never found by a request of another: every name of a chunk has this in it."""
+    """The salt of every chunk's name, so that requests of another version never find its KV."""
     return f"pv{version}"
 
 
 def chunk_tokens_of(block_tokens: int) -> int:
-    """Whole blocks, of at least 32 tokens together: each chunk costs some milliseconds to find and to keep."""
+    """Whole blocks of at least 32 tokens in total, as each chunk costs some milliseconds to find and to store."""
     return -(-CHUNK_TOKENS_MIN // block_tokens) * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What chunks of one engine look like: the blocks of a layer lie together, the layers in the layout's order."""
+    """The shape of an engine's chunks: the blocks of a layer are consecutive, the layers in the layout's order."""
 
-    fingerprint: str  # of all that has to agree for the bytes of a block to mean the same
+    fingerprint: str  # of everything in which engines must agree to exchange blocks
     block_tokens: int
     chunk_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
 
     @classmethod
     def of(cls, layout: KvLayout) -> "ChunkShape":
-        """For an engine whose KV has this layout."""
-        whole = layout.digest  # the layout's own fingerprint lets blocks differ that can be converted
+        whole = layout.digest  # the layout's own fingerprint ignores differences that can be converted
         return cls(whole, layout.block_tokens, chunk_tokens_of(layout.block_tokens), layout.layers)
 
     @property
     def name(self) -> str:
-        """The model, as LMCache's names have it: engines that differ in it find nothing of each other."""
+        """The model in LMCache's names; engines with different names find none of each other's chunks."""
         return f"{SCHEMA}-{self.fingerprint}"
 
     @property
     def blocks(self) -> int:
-        """Of one chunk."""
+        """Blocks of one chunk."""
         return self.chunk_tokens // self.block_tokens
 
     @property
@@ -77,7 +76,7 @@ class ChunkShape:
             first = end
 
     def show(self, chunks: np.ndarray, first_block: int, end_block: int) -> dict[str, Pieces]:
-        """Some blocks of ``chunks``, counted from its first; views."""
+        """Views of some blocks of ``chunks``, counted from its first."""
         shown: dict[str, Pieces] = {}
         first = 0
         for name, size in self.layers:
@@ -98,7 +97,7 @@ def _within(pieces: Sequence[np.ndarray], first: int, end: int) -> Iterator[np.n
 
 
 class Chain:
-    """The digests of a prefix's chunks: each is of its tokens, all before them, the engine's KV and the version."""
+    """The digests of a prefix's chunks: each covers its tokens, all before it, the engine's KV and the version."""
 
     def __init__(self, shape: ChunkShape, version: int) -> None:
         self._chunk_tokens = shape.chunk_tokens
@@ -106,7 +105,7 @@ class Chain:
         self._digests: list[bytes] = []
 
     def digests(self, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Of the first ``end`` chunks of ``token_ids``, which begin as those of earlier calls did."""
+        """Digests of the first ``end`` chunks of ``token_ids``, which must extend those of earlier calls."""
         for index in range(len(self._digests), end):
             tokens = token_ids[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
             self._last = xxh3_128_digest(self._last + np.asarray(tokens, "<i8").tobytes())
@@ -115,11 +114,11 @@ class Chain:
 
 
 def seal(chunk: np.ndarray, digest: bytes) -> None:
-    """Ends a chunk (uint8 of ``sealed_bytes``) with what it is and the digest of its bytes."""
+    """Writes the seal of a chunk (uint8 of ``sealed_bytes``): its identity and the digest of its bytes."""
     written = digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)
     chunk[-SEAL_BYTES:] = np.frombuffer(written, np.uint8)
 
 
 def is_sealed(chunk: np.ndarray, digest: bytes) -> bool:
-    """Whether this is the chunk with that digest, whole."""
+    """Whether this is the chunk with that digest, complete."""
     return bytes(chunk[-SEAL_BYTES:]) == digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)

@@ -1,13 +1,13 @@
 """LMCache's multi-process server for one service: ``python -P server.py RUN_FOLDER SIZE_MB CHUNK_TOKENS``.
 
-A script that imports nothing of DORA: ``kv.tier_python`` may name the Python of an environment that has little more
-than LMCache, whose requirements (numpy, protobuf, setuptools, OpenTelemetry) are older than those of vLLM.
-``python -P server.py`` alone prints the version of LMCache that it would run.
+This script imports nothing of DORA: ``kv.tier_python`` may name the Python of an environment with little more than
+LMCache, whose requirements (numpy, protobuf, setuptools, OpenTelemetry) are older than vLLM's. Without arguments it
+prints the version of LMCache that it would run.
 
-LMCache's own command listens on TCP ports, without a token, for its requests and for an HTTP interface that changes its
-settings; some of the requests unpickle what they carry. Here it has one Unix socket, which only this user can open, and
-answers only the requests that DORA makes. What it holds goes to stdout, a JSON object a second; its log goes to stderr.
-It ends at SIGTERM, or when nobody reads its stdout any more.
+LMCache's own command listens on TCP ports without a token, for requests and for an HTTP interface that changes its
+settings; some requests unpickle their data. This server has one Unix socket, which only this user can open, and answers
+only the requests that DORA sends. Its contents are reported on stdout, one JSON object per second; its log goes to
+stderr. It ends at SIGTERM, or when its stdout is closed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.5.6"  # of LMCache: its protocol has no version of its own
+VERSION = "0.5.6"  # of LMCache, whose protocol has no version of its own
 ANSWERED = {
     "commit_retrieve",
     "commit_store",
@@ -38,12 +38,11 @@ ANSWERED = {
 }
 SEGMENT_PREFIX = "lmcache_l1_pool_"
 SOCKET_PATH_MAX = 107  # bytes
-FORGET_S = 60  # a worker that was not heard of for so long is forgotten
+FORGET_S = 60  # a worker that is silent this long is forgotten
 TELL_S = 1.0
 
 
 def main() -> None:
-    """Prints the version, or serves."""
     if len(sys.argv) == 1:
         try:
             print(importlib.metadata.version("lmcache"))
@@ -51,7 +50,7 @@ def main() -> None:
             print("none")
         return
     run_folder, size_mb, chunk_tokens = sys.argv[1:]
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # nothing is told to anybody
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # no usage reports
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -64,28 +63,28 @@ def main() -> None:
     except BrokenPipeError:
         pass
     server.close()
-    cache.close()  # gives the shared memory back
-    os._exit(0)  # LMCache's threads would go on
+    cache.close()  # frees the shared memory
+    os._exit(0)  # LMCache's threads would keep running
 
 
 def socket_of(run_folder: Path) -> Path:
-    """Where the server of this service listens."""
+    """The socket of this service's server."""
     return run_folder / "kv-tier.sock"
 
 
 def segment_of(run_folder: Path) -> str:
-    """The name of its shared memory, which LMCache puts after ``SEGMENT_PREFIX``."""
+    """The name of its shared memory, which LMCache appends to ``SEGMENT_PREFIX``."""
     return f"dora-{hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:16]}"
 
 
 def remove_left(run_folder: Path) -> None:
-    """Removes what a server leaves that was killed."""
+    """Removes the files of a server that was killed."""
     Path("/dev/shm", SEGMENT_PREFIX + segment_of(run_folder)).unlink(missing_ok=True)
     socket_of(run_folder).unlink(missing_ok=True)
 
 
 def start(run_folder: Path, size_gb: float, chunk_tokens: str) -> tuple[Any, Any]:
-    """The server as LMCache's own command makes it, but for the socket and the requests that it answers."""
+    """Starts the server as LMCache's own command does, except for the socket and the set of requests."""
     from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
     from lmcache.v1.mp_observability.config import add_observability_args, parse_args_to_observability_config
     from lmcache.v1.multiprocess import config, server
@@ -115,7 +114,7 @@ def start(run_folder: Path, size_gb: float, chunk_tokens: str) -> tuple[Any, Any
 
 
 def on_socket(modules: list[Any], settings: Any, socket: Path) -> Any:
-    """LMCache's request server, which serves nothing yet, moved from its TCP port to a Unix socket."""
+    """Moves LMCache's request server, before it serves, from its TCP port to a Unix socket."""
     import zmq
     from lmcache.v1.multiprocess.transport.zmq_impl.server import build_zmq_request_server
 
@@ -128,7 +127,7 @@ def on_socket(modules: list[Any], settings: Any, socket: Path) -> Any:
 
 
 def tell(cache: Any) -> None:
-    """Writes a line: what is held, of how much, in how many chunks."""
+    """Writes one line: used bytes, capacity and number of chunks."""
     held = cache.storage_manager.report_status()["l1_manager"]
     told = {
         "used_bytes": held["memory_used_bytes"],

@@ -1,7 +1,7 @@
-"""A worker's part of the shared tier: one thread that finds chunks and keeps them, beside the engine's steps.
+"""A worker's part of the shared tier: one thread that fetches and stores chunks, beside the engine's steps.
 
-Nothing waits for the tier longer than a time limit. As soon as the server does not answer, the tier is *down*: what was
-asked is not found, what was to be kept is dropped, and the thread looks every second whether the server is back.
+Every wait for the tier has a timeout. When the server does not answer, the tier is *down*: searches find nothing,
+chunks to be stored are dropped, and the thread tries to reach the server every second.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ from dora.kvtransfer.memory import Pool
 
 log = logging.getLogger("dora.worker")
 
-TIMEOUT_S: Final = 1.0  # of one request
+TIMEOUT_S: Final = 1.0  # per request
 RETRY_S: Final = 1.0
-ENDED_MAX: Final = 4096  # those before are not told: LMCache forgets them by itself
+ENDED_MAX: Final = 4096  # earlier ones are not reported: LMCache forgets them by itself
 PING_S: Final = 10.0  # the server forgets a worker after six times as long
 SEGMENT: Final = re.compile(r"[\w.-]{1,200}")
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The beginning of a request, in whole chunks."""
+    """The prefix of a request, in whole chunks."""
 
-    session: str  # the request, on this worker: LMCache keeps what it knows of its prefix under this name
+    session: str  # the request on this worker; LMCache stores its prefix state under this name
     version: int
     token_ids: Sequence[int]
     digests: Sequence[bytes]  # of each chunk
@@ -47,13 +47,13 @@ class Passage:
 
 @dataclass(slots=True)
 class Search:
-    """What is asked for, and once ``done`` what was found of it: chunks from ``first`` on, without a gap."""
+    """A search for chunks, and once ``done`` the chunks found: consecutive, from ``first`` on."""
 
     passage: Passage
     first: int
     done: threading.Event = field(default_factory=threading.Event)
     cancelled: bool = False
-    held: int | None = None  # chunks of the passage that the server says it has; None: it could not be asked
+    held: int | None = None  # chunks of the passage that the server has; None: it could not be asked
     chunks: np.ndarray | None = None  # uint8 (chunks, sealed bytes); None: none
 
     @property
@@ -70,7 +70,7 @@ class _Keeping:
 
 
 class Tier:
-    """``memory_bytes`` bound what is on its way to the tier, and again what was found and is not used yet."""
+    """``memory_bytes`` limits the chunks in transit to the tier, and separately the found chunks not used yet."""
 
     def __init__(self, endpoint: str, shape: ChunkShape, memory_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
         self._shape = shape
@@ -88,7 +88,7 @@ class Tier:
         self._load = TierLoad()
         self._why_down = ""
         self.up = threading.Event()
-        self.opened = 0  # times that a server was found: each may be an empty one
+        self.opened = 0  # times that a server was found, each of which may be empty
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
         self._thread.start()
 
@@ -97,7 +97,7 @@ class Tier:
         return self._load
 
     def search(self, passage: Passage, first: int) -> Search:
-        """Asks for the chunks of a passage, from ``first`` on. A tier that is down has none."""
+        """Searches for the chunks of a passage, from ``first`` on. A tier that is down has none."""
         search = Search(passage, first)
         with self._wake:
             if self.up.is_set():
@@ -108,39 +108,39 @@ class Tier:
         return search
 
     def room(self, chunks: int) -> np.ndarray | None:
-        """Where to write chunks that are to be kept; None while the tier is down, or too many are on their way."""
+        """Memory for chunks to be stored; None while the tier is down, or if too many are in transit."""
         if not self.up.is_set():
             return None
         array = self._outgoing.array(chunks * self._shape.sealed_bytes)
         return None if array is None else array.reshape(chunks, self._shape.sealed_bytes)
 
     def keep(self, passage: Passage, first: int, chunks: np.ndarray) -> None:
-        """Keeps chunks of a passage, from ``first`` on, that were written into ``room``; here they are sealed."""
+        """Seals and stores chunks of a passage, from ``first`` on, that were written into ``room``."""
         with self._wake:
             if self.up.is_set():
                 self._keepings.append(_Keeping(passage, first, chunks))
                 self._wake.notify()
 
     def end(self, session: str) -> None:
-        """The request is over on this worker: its chunks were used last now."""
+        """Ends the request on this worker, and with it the use of its chunks."""
         with self._wake:
             if self.up.is_set():
                 self._ended.append(session)
                 self._wake.notify()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is on its way to the tier; whether that was in time."""
+        """Waits until nothing is in transit to the tier. Returns False after the timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: not (self._keepings or self._ended or self._searches), timeout_s)
 
     def close(self) -> None:
-        """Ends the thread, which takes a time limit at most; what was to be kept may be dropped."""
+        """Ends the thread, within one timeout; chunks to be stored may be dropped."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
 
-    # The thread.
+    # Run by the thread.
 
     def _run(self) -> None:
         try:
@@ -170,9 +170,9 @@ class Tier:
         log.info("the KV tier is up: %d MiB", len(self._segment) >> 20)
 
     def _greet(self) -> Path:
-        """Says that this worker lives; a server that does not know it (any more) gets to know it. Where its memory is.
+        """Registers this worker and pings the server. Returns the path of the server's memory.
 
-        A registration alone is forgotten late, and a ping of a stranger is answered too.
+        Both are needed: a registration alone expires late, and pings of unknown workers are answered too.
         """
         shape = self._shape
         own = registration(self.instance, shape.name, shape.block_tokens, shape.sealed_bytes)
@@ -184,7 +184,7 @@ class Tier:
         return Path("/dev/shm", name)
 
     def _work(self) -> None:
-        """Searches first: requests wait for them. Returns only when the worker ends."""
+        """Serves searches first, as requests wait for them. Returns only when the worker ends."""
         pinged_s = time.monotonic()
         while True:
             with self._wake:
@@ -215,7 +215,7 @@ class Tier:
         return bool(self._closing or self._searches or self._keepings or self._ended)
 
     def _lost(self, reason: str) -> None:
-        """The tier is down: nothing that was asked is found, nothing is kept; a pause before it is looked for again."""
+        """Marks the tier as down: fails searches, drops chunks to be stored, and pauses before the next try."""
         with self._wake:
             if self.up.is_set() and not self._closing:
                 self._tell(up=False, losses=self._load.losses + 1)
@@ -253,7 +253,7 @@ class Tier:
             self._fetch(search, held, room.reshape(held - search.first, self._shape.sealed_bytes))
 
     def _fetch(self, search: Search, held: int, chunks: np.ndarray) -> None:
-        """Copies chunks that the server holds for us, then looks at the copies."""
+        """Copies chunks that the server holds for this search, then checks the copies."""
         passage = search.passage
         key = self._key(passage, search.first, held)
         answer = self._connection.call("prepare_retrieve", key, self.instance)
@@ -282,7 +282,7 @@ class Tier:
             raise TransferFailed("LMCache's server wants other chunks than it was offered")
         for slot, index in zip(slots, indices, strict=True):
             self._slot(slot)[:] = keeping.chunks[index]
-        if slots:  # none: it has them all, or no room
+        if slots:  # empty: it has them all, or no room
             self._connection.call("commit_store", key, self.instance, b"")
             self._tell(kept_tokens=self._load.kept_tokens + len(slots) * self._shape.chunk_tokens)
 
@@ -301,11 +301,11 @@ class Tier:
         )
 
     def _session(self, name: str) -> str:
-        """Workers share a server."""
+        """A unique session name, as workers share a server."""
         return f"{self.instance:x}-{name}"
 
     def _slot(self, slot: Any) -> np.ndarray:
-        """A chunk's place in the server's memory."""
+        """The memory of a chunk in the server's segment."""
         offset, length = _field(slot, "offset", int), _field(slot, "length", int)
         assert self._segment is not None
         if length != self._shape.sealed_bytes or not 0 <= offset <= len(self._segment) - length:
@@ -324,7 +324,7 @@ def _field(answer: Any, name: str, kind: type) -> Any:
 
 
 def _mapped(segment: Path) -> tuple[int, np.ndarray]:
-    """The server's shared memory, and what tells it from another of the same name."""
+    """The server's shared memory, and an id that distinguishes it from another of the same name."""
     try:
         descriptor = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
         try:

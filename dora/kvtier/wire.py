@@ -1,7 +1,7 @@
-"""Requests to LMCache's server, over ZeroMQ, one after the other, each with a time limit.
+"""Requests to LMCache's server over ZeroMQ, one at a time, each with a timeout.
 
-The protocol is LMCache's own (lmcache/v1/multiprocess: transport/zmq_impl/wire.py, custom_types.py), which has no
-version: it is that of the release that ``server.VERSION`` names. A request that fails at the server gets no answer.
+The protocol is LMCache's own (lmcache/v1/multiprocess: transport/zmq_impl/wire.py, custom_types.py). It has no version
+number: ``server.VERSION`` names the release that it belongs to. A request that fails at the server gets no answer.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _OPERATIONS: Final = {
 
 
 class Connection:
-    """To a server that may not be there (yet, or any more). For one thread."""
+    """A connection to a server that may not be running. For one thread."""
 
     def __init__(self, endpoint: str, timeout_s: float) -> None:
         self._endpoint = endpoint
@@ -40,9 +40,9 @@ class Connection:
         self._serial = itertools.count(1)
 
     def call(self, operation: str, *values: Any) -> Any:
-        """The server's answer. Raises TransferFailed if none comes in time, or one that makes no sense.
+        """The server's answer. Raises TransferFailed if it is late or invalid.
 
-        After that the connection begins anew, so that a late answer is nobody's.
+        A failure resets the connection, so a late answer is discarded.
         """
         if self._socket is None:
             self._socket = self._context.socket(zmq.DEALER)
@@ -66,7 +66,7 @@ class Connection:
             raise
 
     def reset(self) -> None:
-        """Drops what is on its way, both ways."""
+        """Drops all messages in transit, in both directions."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -95,7 +95,7 @@ def key_of(
 
 
 def registration(instance: int, model: str, block_tokens: int, chunk_bytes: int) -> Mapping[str, Any]:
-    """``RegisterEngineDrivenContextPayload`` for chunks that are mere bytes: one layer of one slot."""
+    """``RegisterEngineDrivenContextPayload`` for chunks as plain bytes: one layer of one slot."""
     return {
         "instance_id": instance,
         "model_name": model,

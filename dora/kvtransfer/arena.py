@@ -1,10 +1,10 @@
-"""Host memory of a pool: one file in shared memory, in which each body that arrives has its place and stays there.
+"""Host memory of a pool: one file in shared memory, in which each arriving body is stored at a fixed offset.
 
     <folder>/<owner>/arena.kv      a page of its own state, then bodies
 
-A worker of the host maps the whole file once and copies a body to where it is to stay: one copy, and none later. What
-comes by another way is received into the same memory. The file is as large as its bound and takes memory only as far as
-it has been used; that memory is kept, and pinned where the system allows it.
+A worker of the host maps the whole file once and copies each body to its final offset, so a body is copied only once.
+Bodies that arrive by another transport are received into the same memory. The file is as large as its limit, but takes
+memory only as it is used; that memory is retained, and pinned if the system allows it.
 """
 
 import ctypes
@@ -28,20 +28,20 @@ log = logging.getLogger("dora.worker")
 
 ARENA_FILE: Final = "arena.kv"
 STATE_BYTES: Final = 4096
-MARK_BYTES: Final = 16  # random, at the file's beginning: who reads them has mapped the same memory
+MARK_BYTES: Final = 16  # random, at the file's beginning: whichever process reads it has mapped the same memory
 STEP_BYTES: Final = 4 << 10  # places are multiples of it
 GROWTH_BYTES: Final = 16 << 20
-TOUCH_BYTES: Final = 2 << 20  # mapped at once by who writes
+TOUCH_BYTES: Final = 2 << 20  # offsets are multiples of it
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python has no name for it
 
-Pin = Callable[[int, int], str]  # keeps memory (address, bytes) in place; why it cannot, or nothing
+Pin = Callable[[int, int], str]  # pins memory (address, bytes); returns why it cannot, or ""
 
 
 def lock_pages(address: int, size_bytes: int) -> str:
-    """mlock(2): the system does not swap these pages.
+    """Locks pages in memory with mlock(2), so the system does not swap them.
 
-    It is not ``cudaHostRegister``, which holds for the process that calls it: a pool has no GPU, and would take several
-    hundred megabytes of one for being registered there.
+    ``cudaHostRegister`` is not used: it holds only for the calling process, and a pool has no GPU. Registration there
+    would take several hundred megabytes of GPU memory.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)):
@@ -50,23 +50,23 @@ def lock_pages(address: int, size_bytes: int) -> str:
 
 
 class Arena:
-    """Places of at most ``most_bytes`` together. Any thread may use it.
+    """Allocates at most ``most_bytes`` in one file. Thread-safe.
 
-    Raises InvalidValue where the file cannot be made.
+    Raises InvalidValue if the file cannot be created.
     """
 
     def __init__(self, folder: Path, owner: str, most_bytes: int, pin: Pin = lock_pages) -> None:
-        """``folder`` has a folder of this ``owner``, as ``SegmentPool`` leaves it, which is removed with it."""
+        """``folder`` contains this ``owner``'s folder, as ``SegmentPool`` creates and removes it."""
         self.name = f"{owner}/{ARENA_FILE}"
         self.mark = secrets.token_bytes(MARK_BYTES)
         self.most_bytes = most_bytes // STEP_BYTES * STEP_BYTES
         self.pinned_bytes = 0
         self._folder = folder
         self._pin = pin
-        self._unpinned = ""  # why no more is pinned
+        self._unpinned = ""  # why pinning stopped
         self._grown_bytes = STATE_BYTES
-        self._free = [(0, self.most_bytes)]  # where and how much; in order, and none next to another
-        self._back: deque[tuple[int, int]] = deque()  # filled wherever the collector happens to run: it takes no lock
+        self._free = [(0, self.most_bytes)]  # (offset, bytes), sorted; no two are adjacent
+        self._back: deque[tuple[int, int]] = deque()  # filled by finalizers, which take no lock
         self._lock = threading.Lock()
         try:
             self._descriptor = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -79,9 +79,9 @@ class Arena:
         self._address = int(np.frombuffer(self._mapped, np.uint8, 1).ctypes.data)
 
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """Memory for a body; None where no place is large enough. It is free again once nobody holds it or a view.
+        """Memory for a body; None if no free range is large enough. It is freed with the array and all its views.
 
-        Raises SnapshotRefused where the file system has no more room.
+        Raises SnapshotRefused if the file system is full.
         """
         wanted = -(-size_bytes // STEP_BYTES) * STEP_BYTES
         with self._lock:
@@ -97,23 +97,24 @@ class Arena:
         return root
 
     def prepare(self, size_bytes: int) -> None:
-        """Takes memory for so much, so that nobody who writes has to wait for it. Raises SnapshotRefused as above."""
+        """Allocates this much in advance, so that writers need not wait. Raises SnapshotRefused as ``array`` does."""
         with self._lock:
             self._grow(STATE_BYTES + min(size_bytes, self.most_bytes))
 
     def place(self, array: np.ndarray) -> int:
-        """Where in the file an array of this memory begins."""
+        """The offset in the file at which an array of this memory begins."""
         return int(array.ctypes.data) - self._address
 
     def lent_bytes(self) -> int:
-        """Of places in use now."""
+        """Bytes in use now."""
         with self._lock:
             self._collect()
             return self.most_bytes - sum(size for _, size in self._free)
 
     def move(self, folder: Path, owner: str) -> None:
-        """Its file is another owner's from now on, with all that lies in it; who has it mapped keeps it. Raises
-        InvalidValue where it cannot be moved there, or is gone."""
+        """Transfers the arena to a new owner, with its contents. Existing mappings stay valid. Raises InvalidValue if
+        the file is missing or cannot be moved.
+        """
         name = f"{owner}/{ARENA_FILE}"
         try:
             os.rename(self._folder / self.name, folder / name)
@@ -122,13 +123,13 @@ class Arena:
         self._folder, self.name = folder, name
 
     def close(self) -> None:
-        """Removes the file; who has it mapped keeps its memory for as long."""
-        with suppress(OSError):  # it goes with its folder
+        """Removes the file. Existing mappings stay valid."""
+        with suppress(OSError):  # otherwise it is removed with its folder
             (self._folder / self.name).unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _collect(self) -> None:
-        """Places that were given back join the free ones next to them."""
+        """Returns freed ranges to the free list and merges adjacent ones."""
         if not self._back:
             return
         back = [self._back.popleft() for _ in range(len(self._back))]
@@ -141,7 +142,7 @@ class Arena:
         self._free = joined
 
     def _grow(self, end: int) -> None:
-        """Takes memory up to ``end``: writing to a page that the file system has no room for would end the process."""
+        """Allocates the file up to ``end``. Without it, a write to a page with no disk space would kill the process."""
         if end <= self._grown_bytes:
             return
         grown = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, STATE_BYTES + self.most_bytes)
@@ -164,7 +165,7 @@ class MappedArena:
     """The arena of a pool on this host, mapped by a worker that writes to it."""
 
     def __init__(self, folder: Path, owner: str, name: str, mark: bytes) -> None:
-        """Raises TransferFailed for what is no arena of that owner, cannot be mapped, or is other memory."""
+        """Raises TransferFailed if the file is not that owner's arena, cannot be mapped, or is different memory."""
         if name != f"{owner}/{ARENA_FILE}":
             raise TransferFailed(f"arena {name!r}: not that of {owner}")
         try:
@@ -182,17 +183,17 @@ class MappedArena:
         self._touched = np.zeros(-(-len(self._mapped) // TOUCH_BYTES), bool)
 
     def array(self, at: int, size_bytes: int) -> np.ndarray:
-        """A place in it. Raises TransferFailed where there is none."""
+        """A range of the arena. Raises TransferFailed if it lies outside."""
         if not STATE_BYTES <= at <= at + size_bytes <= len(self._mapped):
             raise TransferFailed(f"arena: bytes {at} to {at + size_bytes} of {len(self._mapped)}")
         return np.frombuffer(self._mapped, np.uint8, size_bytes, at)
 
     def touch(self, at: int, size_bytes: int) -> None:
-        """Maps the pages of a place, if this is their first use here: at once, not one after the other."""
+        """Maps the pages of a range together at its first use, instead of one page fault each."""
         first, end = at // TOUCH_BYTES, -(-(at + size_bytes) // TOUCH_BYTES)
         if self._touched[first:end].all():
             return
         self._touched[first:end] = True
         begin = at // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError):  # an older kernel: they are mapped as they are written
+        with suppress(OSError):  # an older kernel maps them as they are written
             self._mapped.madvise(MADV_POPULATE_WRITE, begin, at + size_bytes - begin)

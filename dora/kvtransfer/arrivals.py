@@ -1,11 +1,11 @@
-"""What a worker expects from others, what is arriving, and what is here and not taken yet.
+"""Snapshots that a worker expects, that are arriving, and that have arrived and were not taken yet.
 
-A snapshot is expected under a *ticket*, any text that both ends were told, from one epoch of one worker; it travels
-under a *key* of its own, so that what is left of an earlier try is never mistaken for it. Nothing unexpected is let in.
+A snapshot is expected under a *ticket*, any text that both ends know, from one epoch of one worker. It travels under a
+*key* of its own, so that the remains of an earlier try are never mistaken for it. Unexpected snapshots are refused.
 
-A snapshot of several rounds has a key for each round. Each names the key of the round before it, so that a round of an
-earlier try has no place in a later one; the key of the last round stands for the whole snapshot. A round that another
-one follows is written where the request is to be taken in, as soon as it is whole and checked, if there is room.
+A snapshot of several rounds has a key for each round. Each round names the key of the previous round, so a round of an
+earlier try cannot follow in a later one; the key of the last round stands for the whole snapshot. A round that is not
+the last is written to the request's destination as soon as it is complete and checked, if there is room.
 """
 
 import re
@@ -20,7 +20,7 @@ from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.checksum import Checksum, Seal
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
-PROBE: Final = ""  # the ticket of what is sent only to be timed
+PROBE: Final = ""  # the ticket of a probe, which is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
 EXPECTED_MAX: Final = 1 << 16
 ROUNDS_MAX: Final = 64
@@ -28,25 +28,24 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 
 class Ahead(Protocol):
-    """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
+    """The destination of rounds before a snapshot's last one. Called by one thread at a time, not always the same."""
 
     def start(self, key: str, prefix: Prefix) -> None:
-        """A first round of this key comes, and with it a snapshot in place of any other.
+        """Begins a snapshot with a first round of this key, in place of any other.
 
-        Raises SnapshotRefused where the prefix, on which it follows, is not here.
+        Raises SnapshotRefused if the prefix that it follows is not here.
         """
 
     def begin(self, head: bytes) -> object:
-        """The head of a first round: what is to be made ready for the request is made so, and how its KV is laid out
-        is known.
+        """Prepares for the request that the head of a first round describes, including the layout of its KV.
 
-        Returns what the head was; nothing here looks at it. Raises SnapshotRefused for a request that cannot be served.
+        Returns the decoded head, which is opaque here. Raises SnapshotRefused for a request that cannot be served.
         """
 
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
-        """Writes a round that follows on ``first_bytes`` bytes of rounds.
+        """Writes a round that follows ``first_bytes`` bytes of earlier rounds.
 
-        False: there is no room for it here, or it is laid out otherwise.
+        Returns False if there is no room for it, or if its layout differs.
         """
 
 
@@ -59,23 +58,23 @@ class _Expected:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One round of a snapshot on its way here; after one that ``goes_on`` another follows."""
+    """One round of a snapshot that is arriving; if ``goes_on``, another round follows."""
 
     key: str
     ticket: str
-    epoch: int  # of the worker that sends it
+    epoch: int  # of the sending worker
     body: np.ndarray
-    before: "Arrival | None" = None  # the round before it
+    before: "Arrival | None" = None  # the previous round
     goes_on: bool = False
     filled_bytes: int = 0
     checksum: Checksum = "xxh3"
     chunk_bytes: int = 0  # of its largest chunk
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
-    opening: object = None  # what was made of the head of a first round
-    is_whole: bool = False  # and checked
-    prefix: Prefix = NO_PREFIX  # blocks before a first round which are here
-    ahead_bytes: int = 0  # all of it, where it was written ahead: then ``body`` is empty
+    opening: object = None  # the decoded head of a first round
+    is_whole: bool = False  # complete and checked
+    prefix: Prefix = NO_PREFIX  # blocks before the first round that are already here
+    ahead_bytes: int = 0  # size of a round that was written ahead; ``body`` is then empty
 
     @property
     def size_bytes(self) -> int:
@@ -90,7 +89,7 @@ class Arrival:
         return Seal(self.checksum, self.chunk_bytes, tuple(self.sums))
 
     def rounds(self) -> "list[Arrival]":
-        """This one and those before it, the first one first."""
+        """This round and all earlier ones, in order."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
@@ -105,7 +104,7 @@ def check_key(key: str, epoch: int) -> None:
 
 
 class Arrivals:
-    """Any thread may use it. What is dropped frees its memory at once, or with the chunk that is being read."""
+    """Thread-safe. Dropped snapshots free their memory at once, or after the chunk that is being read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,9 +112,9 @@ class Arrivals:
         self._here: dict[str, Arrival] = {}
 
     def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
-        """Lets in one snapshot of this ticket, from this epoch of a worker. Raises Conflict where too many are.
+        """Expects one snapshot of this ticket from this epoch of a worker. Raises Conflict if too many are expected.
 
-        ``ahead``: where its rounds before the last are written; None: they are kept here.
+        ``ahead``: the destination of all rounds but the last; None: rounds are stored here.
         """
         with self._lock:
             if len(self._expected) >= EXPECTED_MAX:
@@ -125,17 +124,17 @@ class Arrivals:
             self._expected[epoch, ticket] = _Expected(most_bytes, ahead)
 
     def forget(self, ticket: str) -> None:
-        """Expects the ticket no longer, and drops what has come under it."""
+        """Stops expecting the ticket, and drops its rounds."""
         with self._lock:
             for entry in [entry for entry in self._expected if entry[1] == ticket]:
                 del self._expected[entry]
             self._drop(lambda arrival: arrival.ticket == ticket)
 
     def take(self, key: str) -> tuple[bytes, list[Arrival]]:
-        """Head and rounds of a snapshot that is here; the first of them may have been written ahead.
+        """Removes and returns head and rounds of an arrived snapshot; the first rounds may have been written ahead.
 
-        The head is what came with all rounds, in a row.
-        Raises NotFound: it is not here, or not any more.
+        The head is the concatenation of the heads of all rounds. Raises NotFound if the snapshot has not arrived or was
+        taken.
         """
         with self._lock:
             arrival = self._here.get(key)
@@ -148,17 +147,16 @@ class Arrivals:
         return b"".join(each.head for each in rounds), rounds
 
     def close(self) -> None:
-        """Drops everything."""
         with self._lock:
             self._expected.clear()
             self._here.clear()
 
-    # For the connection that it comes by.
+    # Called by the connection that a snapshot arrives on.
 
     def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int, after: str = "") -> Arrival | None:
-        """The round before this one, which has the key ``after``; None for a first round.
+        """Returns the round before this one, whose key is ``after``; None for a first round.
 
-        Raises SnapshotRefused for what is not expected, is more than that, or follows on nothing that is here.
+        Raises SnapshotRefused if the round is not expected, is too large, or follows a round that is not here.
         """
         try:
             check_key(key, epoch)
@@ -184,9 +182,9 @@ class Arrivals:
         return before
 
     def begin(self, arrival: Arrival) -> None:
-        """In place of what came under the same ticket, but for the rounds that it follows on.
+        """Registers a round. Drops other rounds of the same ticket, except those that it follows.
 
-        Raises SnapshotRefused where it is expected no longer, or where its prefix is not here.
+        Raises SnapshotRefused if the snapshot is not expected, or if its prefix is not here.
         """
         rounds = {each.key for each in arrival.rounds()[:-1]}
         with self._lock:
@@ -217,9 +215,9 @@ class Arrivals:
             return self._here.get(key)
 
     def complete(self, arrival: Arrival, head: bytes) -> bool:
-        """It is whole, and written ahead if it can be. False where nobody wants it any more.
+        """Marks a round as complete, and writes it ahead if possible. Returns False if it was dropped meanwhile.
 
-        Raises SnapshotRefused for the head of a request that cannot be taken in.
+        Raises SnapshotRefused for the head of a request that cannot be accepted.
         """
         self._write_ahead(arrival, head)
         with self._lock:
@@ -232,7 +230,7 @@ class Arrivals:
             return True
 
     def _write_ahead(self, arrival: Arrival, head: bytes) -> None:
-        """Rounds of several tries never mix: each is written whole, and none that a later try has dropped."""
+        """Writes a round whole, and only if no later try has dropped it, so rounds of several tries never mix."""
         with self._lock:
             expected = self._expected.get((arrival.epoch, arrival.ticket))
         before = arrival.rounds()[:-1]
@@ -253,7 +251,7 @@ class Arrivals:
             self._drop(lambda arrival: arrival.key == key)
 
     def arriving(self, epoch: int) -> list[str]:
-        """Keys of what has begun and is not whole."""
+        """Keys of rounds that have begun and are not complete."""
         with self._lock:
             return [key for key, arrival in self._here.items() if arrival.epoch == epoch and not arrival.is_whole]
 

@@ -1,24 +1,24 @@
-"""A snapshot as bytes: a head that says what it is, and a body of KV blocks.
+r"""A snapshot as bytes: a head that describes it, and a body of KV blocks.
 
-The head is self-describing and has two parts, each of them sealed. All integers little-endian:
+The head is self-describing and has two parts, each sealed. All integers are little-endian:
 
-    0   8   magic  "DORA-KV\\0"
+    0   8   magic  "DORA-KV\0"
     8   4   schema
     12  4   manifest bytes
     16  32  BLAKE3 of everything else: bytes 0..16, then 48..
     48      manifest: msgpack map; token ids as int32, logprobs as float64, raw
 
-The *opening* says what the request is, with the tokens that it had when the copy began. It may travel with the first
-round, so that only the *closing* is left for the end: which tokens came since, and how the body is cut. The closing
-names the seal of its opening.
+The *opening* describes the request, with the tokens that it had when the copy began. It may travel with the first
+round, so that only the *closing* remains for the end: the tokens sampled since, and how the body is cut. The closing
+contains the seal of its opening.
 
-The body is a row of *rounds*, each of them some blocks: those of the first layer, then of the second, in the layout's
-order. A copy of a frozen request has one round; one that began while the request still decoded has its full blocks in
-the first rounds and the rest in the last. Layers with a window have blocks in the last round alone: those which are
-still read. The first blocks of all may be left out: the *prefix* that the target has by another request of the same
-prompt. A body travels and is checked in chunks, of which the head knows nothing.
+The body is a sequence of *rounds*, each of some blocks: those of the first layer, then of the second, in the layout's
+order. A copy of a frozen request has one round. A copy that began while the request still decoded has its full blocks
+in the first rounds and the rest in the last. Layers with a window have blocks in the last round alone: those that are
+still read. The first blocks of all layers may be omitted: the *prefix*, which the target has from another request of
+the same prompt. A body travels and is checked in chunks, which the head does not describe.
 
-BLAKE3 guards against damage, not against forgery: whoever may write snapshots may write any snapshot.
+BLAKE3 guards against damage, not against forgery: a writer of snapshots may write any snapshot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,9 +45,9 @@ _HEAD_START: Final = _PREAMBLE.size + 32
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first part of a head: ``raw`` are its bytes, ``request`` has the outputs of when the copy began.
+    """The first part of a head: ``raw`` are its bytes; ``request`` has the outputs of the time when the copy began.
 
-    ``prefix``: how many of the first blocks do not travel with the snapshot, as its target has them.
+    ``prefix``: the number of first blocks that do not travel with the snapshot, as its target has them.
     """
 
     raw: bytes
@@ -57,7 +57,7 @@ class Opening:
 
 
 def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Opening:
-    """What is known of a snapshot before it is there."""
+    """Builds the opening, which is known before the snapshot exists."""
     manifest = {
         "layout": asdict(layout),
         "request_id": request.request_id,
@@ -71,9 +71,9 @@ def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Openi
 
 
 def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = ()) -> bytes:
-    """The rest of the head. ``rounds``: blocks in each round of the body; none: one.
+    """Builds the closing. ``rounds``: blocks in each round of the body; empty: one round.
 
-    Raises SnapshotRefused where the snapshot's parts contradict each other.
+    Raises SnapshotRefused if the snapshot's parts contradict each other.
     """
     check_consistent(snapshot)
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
@@ -88,16 +88,16 @@ def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = (
 
 
 def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
-    """Both parts of the head: what is to be known of a snapshot beside its blocks."""
+    """Both parts of the head: everything about a snapshot except its blocks."""
     opening = opening_of(snapshot.layout, snapshot.request)
     return opening.raw + closing_of(snapshot, opening, rounds)
 
 
 def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[memoryview]:
-    """The blocks ``first`` to ``end`` of each layer as buffers in a row; nothing is copied.
+    """The blocks ``first`` to ``end`` of each layer as consecutive buffers, without a copy.
 
-    With the request's last block come all blocks of the layers that have a window. Blocks that went ahead of the
-    snapshot are not shown by it.
+    The request's last block is accompanied by all blocks of the layers that have a window. Blocks that were sent ahead
+    of the snapshot are not part of it.
     """
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
     end, ahead = count if end is None else end, snapshot.ahead
@@ -105,7 +105,7 @@ def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> li
 
 
 def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int) -> list[memoryview]:
-    """The same of any blocks that a request will not be without: of layers with a window there are none."""
+    """The same of full blocks of a request that still decodes. Layers with a window are not included."""
     return _parts(layout, blocks, first, end, is_last=False)
 
 
@@ -126,7 +126,7 @@ def _parts(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int,
 
 
 def opening_in(head: Buffer) -> Opening:
-    """The first part of a head. Raises SnapshotRefused where it is truncated, damaged or of another schema."""
+    """Decodes the opening. Raises SnapshotRefused if it is truncated, damaged or of another schema."""
     view = memoryview(head).cast("B")
     manifest = _unsealed(view)
     try:
@@ -139,13 +139,13 @@ def opening_in(head: Buffer) -> Opening:
 def snapshot_of(
     head: Buffer, *bodies: Buffer | np.ndarray, ahead_bytes: int = 0, opening: Opening | None = None
 ) -> KvSnapshot:
-    """The snapshot of a head and a body whose chunks were checked, in one or more pieces of whole rounds.
+    """The snapshot of a head and of a body whose chunks were checked, in one or more pieces of whole rounds.
 
-    Its arrays are views of ``bodies``. ``ahead_bytes``: of the first rounds, which are not among them. ``opening``: one
-    that was read before; where it is this head's, the snapshot's prompt is the very object that it has.
+    Its arrays are views of ``bodies``. ``ahead_bytes``: size of the first rounds, which are not in ``bodies``.
+    ``opening``: one decoded earlier; if it belongs to this head, the snapshot shares its prompt object.
 
-    Raises SnapshotRefused, naming the field, where the head is truncated, damaged or of another schema, or where it
-    does not fit the body or contradicts itself.
+    Raises SnapshotRefused, naming the field, if the head is truncated, damaged or of another schema, or if it
+    contradicts the body or itself.
     """
     view = memoryview(head).cast("B")
     if opening is None or bytes(view[: len(opening.raw)]) != opening.raw:
@@ -174,7 +174,7 @@ def _seal_of(part: Buffer) -> bytes:
 
 
 def _unsealed(view: memoryview) -> memoryview:
-    """The manifest of the first part of a head, whose seal is checked."""
+    """The manifest of the first part of a head, after its seal was checked."""
     if view.nbytes <= _HEAD_START:
         raise SnapshotRefused(f"head bytes = {view.nbytes}, each of its parts has more than {_HEAD_START}")
     magic, schema, manifest_bytes = _PREAMBLE.unpack_from(view)
@@ -191,7 +191,7 @@ def _unsealed(view: memoryview) -> memoryview:
 
 
 def _outputs(request: RequestSpec, first: int) -> dict[str, bytes]:
-    """Output tokens from one on, and their logprobs."""
+    """Output tokens from index ``first``, and their logprobs."""
     return {
         "output_token_ids": np.asarray(request.output_token_ids[first:], "<i4").tobytes(),
         "logprobs": np.asarray(request.logprobs[first:], "<f8").tobytes(),
@@ -236,7 +236,7 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
 
 
 def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
-    """All of them: a default would stand for what nobody said. A text or a map is no list."""
+    """Returns all fields of ``kind``; none has a default. A string or a map is not accepted as a list."""
     found = dict(manifest[name])
     wrong = [each for each in _LISTS if each in found and not isinstance(found[each], list)]
     if wrong or set(found) != {field.name for field in fields(kind)}:
@@ -264,7 +264,7 @@ def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarra
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
-    """How many blocks each layer has in each round."""
+    """The number of blocks of each layer in each round."""
     if not 0 < len(rounds) <= ROUNDS_MAX or min(rounds) < 1:
         raise ValueError(f"rounds = {rounds[:8]}")
     return [
@@ -273,12 +273,12 @@ def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[lis
 
 
 def _bytes_of(layout: KvLayout, counts: Sequence[int]) -> int:
-    """Of one round."""
+    """The size of one round."""
     return sum(count * size for count, (_, size) in zip(counts, layout.layers, strict=True))
 
 
 def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) -> int:
-    """How many of the first rounds make up ``ahead_bytes``."""
+    """The number of first rounds that make up ``ahead_bytes``."""
     first = 0
     while ahead_bytes > 0 and first < len(counts):
         ahead_bytes -= _bytes_of(layout, counts[first])

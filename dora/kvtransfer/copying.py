@@ -1,7 +1,7 @@
-"""One request on its way out of this process: round after round, each once the one before it has arrived.
+"""Copies one request out of this process: round after round, each sent after the previous one has arrived.
 
-A round is cut by the request's ``Rounds``: of an engine they are the blocks that have become full, of a pool the bodies
-that came when the request was parked.
+The request's ``Rounds`` cut it: an engine sends the blocks that have become full, a pool sends the bodies that arrived
+when the request was parked.
 """
 
 import threading
@@ -18,57 +18,58 @@ from dora.kvtransfer.transfer import Sent, Transfer
 
 
 class NotMovable(DoraError):
-    """The request's KV cannot move exactly; it must be re-prefilled."""
+    """The request's KV cannot be moved exactly; it must be prefilled again."""
 
 
 class Round(NamedTuple):
-    """What travels at once; its first fields are those of ``DataPlane.send_parts``."""
+    """One unit of transfer; its first fields are the arguments of ``DataPlane.send_parts``."""
 
     parts: Sequence[memoryview]
     head: bytes = b""
     seal: Seal | None = None
     goes_on: bool = False
     prefix: Prefix = NO_PREFIX
-    is_first: bool = False  # the rounds sent before it are void
-    leaves: "Callable[[Future[Sent]], None] | None" = None  # is called as the round leaves
+    is_first: bool = False  # rounds sent before it are void
+    leaves: "Callable[[Future[Sent]], None] | None" = None  # called when the round is sent
 
 
 class Rounds(Protocol):
-    """The rounds of one request. One thread at a time uses it."""
+    """The rounds of one request. Used by one thread at a time."""
 
     @property
     def opened(self) -> "Future[Any] | None":
-        """Ends once the first round can be read; then any thread may ask for rounds. None: the caller's thread alone
-        may, and it asks again and again."""
+        """Completes when the first round can be read; after that, any thread may ask for rounds. None: only the
+        caller's thread may ask, and it must poll.
+        """
 
     @property
     def tokens(self) -> int:
         """Response tokens of the snapshot; -1: the request still decodes."""
 
     def next_round(self) -> Round | None:
-        """The round that follows; None: not yet. Raises NotFound, NotMovable and TransferFailed where there is none."""
+        """The next round; None: not yet. Raises NotFound, NotMovable or TransferFailed if there is none."""
 
     def restarts(self) -> bool:
-        """A round did not arrive: whether the next one may begin again with the first block."""
+        """Called if a round did not arrive. Returns whether the copy may start again from the first block."""
 
     def close(self, error: DoraError | None) -> DoraError | None:
-        """No byte is read any longer. ``error``: why the copy failed. Returns the cause, if it lies in these bytes."""
+        """Ends reading. ``error``: why the copy failed. Returns the cause if these bytes are at fault."""
 
 
 class CopyReply(Protocol):
-    """Is told of a copy. ``ends`` is called once: by any thread after ``freezes``, and of a pool always."""
+    """Receives the progress of a copy. ``ends`` is called once: after ``freezes`` by any thread; for a pool always."""
 
     def began(self) -> None:
-        """Rounds are under way while the request decodes."""
+        """Rounds are being sent while the request decodes."""
 
     def freezes(self) -> None:
-        """The request is frozen, and its last round is on its way."""
+        """The request is frozen, and its last round is being sent."""
 
     def ends(self, copying: "Copying", error: DoraError | None) -> None: ...
 
 
 class Copying:
-    """``advance`` until it has returned the last round; ``finish`` once that round is done, or ``advance`` raised."""
+    """Call ``advance`` until it returns the last round, and ``finish`` once that is done or ``advance`` raised."""
 
     def __init__(
         self, plane: DataPlane, peer: Peer, request_id: str, rounds: Rounds, reply: CopyReply | None = None
@@ -77,11 +78,11 @@ class Copying:
         self._peer = peer
         self._request_id = request_id
         self._reply = reply
-        self._after = ""  # key of the round that has arrived
+        self._after = ""  # key of the last round that arrived
         self._is_cancelled = False
-        self._is_told = False  # that it has begun
-        self._over = threading.Lock()  # held once it was told to have ended
-        self.is_last = False  # its last round is on its way
+        self._is_told = False  # ``began`` was called
+        self._over = threading.Lock()  # held once ``ends`` was called
+        self.is_last = False  # its last round is being sent
         self.rounds = rounds
         self.arrived: list[Sent] = []
         self.current: Transfer | None = None
@@ -92,7 +93,7 @@ class Copying:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether rounds are under way while the request decodes."""
+        """Whether rounds are being sent while the request decodes."""
         return self.tokens < 0 and (self.current is not None or bool(self.arrived))
 
     @property
@@ -100,17 +101,17 @@ class Copying:
         return self._over.locked()
 
     def cancel(self) -> None:
-        """Makes void what was sent. Any thread may call it."""
+        """Voids the rounds that were sent. Thread-safe."""
         self._is_cancelled = True
         current = self.current
         if current is not None:
             current.cancel()
 
     def advance(self) -> Transfer | None:
-        """Sends the next round if the one before has arrived. Returns the last round, whose end is the copy's.
+        """Sends the next round if the previous one has arrived. Returns the last round, whose completion ends the copy.
 
-        Raises NotFound for a request that has ended, NotMovable, and TransferFailed where a round did not arrive or
-        the copy was cancelled.
+        Raises NotFound for a request that has ended, NotMovable, and TransferFailed if a round did not arrive or the
+        copy was cancelled.
         """
         if self.current is not None and not self.current.done.done():
             return None
@@ -118,7 +119,7 @@ class Copying:
             raise TransferFailed("it was cancelled")
         failed = self._take_arrived()
         if failed is not None and not self.rounds.restarts():
-            raise TransferFailed(str(failed))  # the transfer's own error would hold this frame, and so the transfer
+            raise TransferFailed(str(failed))  # the transfer's own error would reference this frame, hence the transfer
         found = self.rounds.next_round()
         if found is None:
             return None
@@ -134,7 +135,7 @@ class Copying:
         return transfer if self.is_last else None
 
     def go_on(self) -> None:
-        """Advances, and tells of it. Where any thread may ask for rounds, the rest of the copy goes on by itself."""
+        """Advances and reports it. If any thread may ask for rounds, the rest of the copy continues by itself."""
         try:
             last = self.advance()
         except DoraError as error:
@@ -158,12 +159,12 @@ class Copying:
         return self.rounds.close(None if self._is_cancelled else error) or error
 
     def end(self, error: DoraError | None) -> None:
-        """Tells how the copy ended, unless that was told before."""
+        """Reports how the copy ended, once."""
         if self._over.acquire(blocking=False) and self._reply is not None:
             self._reply.ends(self, error)
 
     def _take_arrived(self) -> DoraError | None:
-        """Moves a transfer that has ended to ``arrived``; if it failed, returns why."""
+        """Moves a completed transfer to ``arrived``; if it failed, returns why."""
         transfer, self.current = self.current, None
         if transfer is None:
             return None

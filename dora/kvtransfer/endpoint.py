@@ -1,4 +1,4 @@
-"""One end of handoffs: it obeys their commands, over a store of requests.
+"""One end of handoffs: executes their commands on a store of requests.
 
     source                                   target
                                              reserve ─▶ store.reserve, plane.expect
@@ -6,8 +6,8 @@
                                              copy_in ─▶ plane.take_all, store.accept
     remove ─▶ store.remove
 
-A worker's engine is a store, and so is a pool: to park is a handoff whose target is the pool, and to resume is one
-whose source it is. ``thaw`` and ``cancel_reservation`` undo what was begun at either end.
+A worker's engine is a store, and so is a pool: parking is a handoff to the pool, and resuming is a handoff from it.
+``thaw`` and ``cancel_reservation`` undo a handoff at either end.
 """
 
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ from dora.kvtransfer.plane import Arrived, DataPlane
 
 
 class ReserveOrder(Protocol):
-    """The command to make room for a request that is to come; ``dora_pb2.ReserveSlot`` is one."""
+    """The command to make room for an incoming request; ``dora_pb2.ReserveSlot`` is one."""
 
     request_id: str
     version: int
@@ -33,40 +33,40 @@ class ReserveOrder(Protocol):
 
 
 class Room(NamedTuple):
-    """What a store keeps for a request that is to come."""
+    """The room that a store reserves for an incoming request."""
 
-    most_bytes: int  # of its snapshot
+    most_bytes: int  # limit of its snapshot
     ahead: Ahead | None = None
-    granted: "Future[None] | None" = None  # ends once there is room; None: there is
+    granted: "Future[None] | None" = None  # completes once there is room; None: there is room now
 
 
 class KvStore(Protocol):
-    """Requests with their KV. One thread uses it, but for what it gives out."""
+    """Requests with their KV. Used by one thread, except for the objects that it returns."""
 
     def reserve(self, order: ReserveOrder) -> Room:
-        """Raises Conflict and SnapshotRefused where there is no room."""
+        """Raises Conflict or SnapshotRefused if there is no room."""
 
     def release(self, request_id: str) -> None:
         """Undoes ``reserve``. Unknown ids are ignored."""
 
     def accept(self, arrived: Arrived, row: int) -> None:
-        """Holds a request that has come, in what was reserved for it. ``row``: by which the service knows it.
+        """Accepts an arrived request into its reservation. ``row``: its row in the service's request table.
 
         Raises as ``RolloutEngine.take_in``.
         """
 
     def rounds_of(self, request_id: str, peer: Peer) -> Rounds:
-        """The request as ``peer`` is to get it. Raises NotMovable."""
+        """The request in rounds for ``peer``. Raises NotMovable."""
 
     def thaw(self, request_id: str) -> None:
-        """The request goes on here. Raises NotFound."""
+        """Resumes the request here. Raises NotFound."""
 
     def remove(self, request_id: str) -> None:
         """Forgets the request. Unknown ids are ignored."""
 
 
 class Endpoint:
-    """One thread gives it commands. ``plane``: None where no request can come or leave with its KV."""
+    """Called by one thread. ``plane``: None if no request can arrive or leave with its KV."""
 
     def __init__(self, store: KvStore, plane: DataPlane | None) -> None:
         self._store = store
@@ -76,15 +76,15 @@ class Endpoint:
 
     @property
     def plane(self) -> DataPlane:
-        """Raises Conflict where there is none."""
+        """Raises Conflict if there is none."""
         if self._plane is None:
             raise Conflict("data plane", MISSING, "there, for a request to move with its KV", why="is missing")
         return self._plane
 
     def reserve(self, order: ReserveOrder) -> "Future[None] | None":
-        """Makes room, and lets in one snapshot. Returns what ends once there is room; None: there is.
+        """Makes room, and expects one snapshot. Returns a future that completes once there is room; None: there is.
 
-        Raises Conflict and SnapshotRefused, as which the future may end too.
+        Raises Conflict or SnapshotRefused; the future may fail with the same.
         """
         request_id, room = order.request_id, self._store.reserve(order)
         try:
@@ -99,7 +99,7 @@ class Endpoint:
         return room.granted
 
     def cancel_reservation(self, request_id: str) -> None:
-        """Undoes ``reserve``, and ``copy_in`` if the request was copied in before the handoff was undone."""
+        """Undoes ``reserve``, and ``copy_in`` if the request had already been copied in."""
         self._reserved.discard(request_id)
         self._store.release(request_id)
         if self._plane is not None:
@@ -107,7 +107,7 @@ class Endpoint:
         self._store.remove(request_id)
 
     def copy_in(self, request_id: str, version: int, key: str, row: int) -> None:
-        """The store holds the snapshot that has arrived. Raises SnapshotRefused, NotFound, and as the store does."""
+        """Passes the arrived snapshot to the store. Raises SnapshotRefused, NotFound, and the store's errors."""
         arrived = self.plane.take_all(key)
         found = arrived.snapshot.request
         if (found.request_id, found.version) != (request_id, version):
@@ -118,7 +118,7 @@ class Endpoint:
         self._reserved.discard(request_id)
 
     def copy_out(self, request_id: str, peer: Peer, reply: CopyReply) -> None:
-        """Begins to copy a request to ``peer``, which expects it. Raises Conflict, and NotMovable."""
+        """Begins to copy a request to ``peer``, which expects it. Raises Conflict and NotMovable."""
         self.end_copy(request_id)
         plane, rounds = self.plane, self._store.rounds_of(request_id, peer)
         copy = self.copies[request_id] = Copying(plane, peer, request_id, rounds, reply)
@@ -126,7 +126,7 @@ class Endpoint:
             rounds.opened.add_done_callback(lambda _done: copy.go_on())
 
     def advance(self) -> None:
-        """Sends the next round of each copy whose rounds are asked for by this thread, where it is time for one."""
+        """Sends the next round, if it is time, of each copy that this thread must poll."""
         for request_id, copy in list(self.copies.items()):
             if not copy.is_last and copy.rounds.opened is None:
                 copy.go_on()
@@ -134,17 +134,17 @@ class Endpoint:
                     del self.copies[request_id]
 
     def thaw(self, request_id: str) -> None:
-        """Ends the copy: the request goes on here. Raises NotFound."""
+        """Ends the copy, and resumes the request here. Raises NotFound."""
         self.end_copy(request_id)
         self._store.thaw(request_id)
 
     def remove(self, request_id: str) -> None:
-        """Ends the copy, and forgets the request."""
+        """Ends the copy, and removes the request."""
         self.end_copy(request_id)
         self._store.remove(request_id)
 
     def end_copy(self, request_id: str, error: DoraError | None = None) -> None:
-        """Makes void what was copied of a request, because of ``error`` or because it was ordered."""
+        """Voids the copy of a request, because of ``error`` or on command."""
         copy = self.copies.pop(request_id, None)
         if copy is not None:
             copy.cancel()
@@ -152,7 +152,7 @@ class Endpoint:
                 copy.end(error or TransferFailed("it was cancelled"))
 
     def leave(self) -> None:
-        """The service is lost: undoes all handoffs under way. What the store holds stays."""
+        """Undoes all handoffs in progress after the service was lost. The store keeps its requests."""
         for request_id, copy in self.copies.items():
             copy.cancel()
             self._store.thaw(request_id)
@@ -163,5 +163,5 @@ class Endpoint:
         self._plane = None
 
     def come_back(self, plane: DataPlane | None) -> None:
-        """A service is there again."""
+        """Reconnects to a service."""
         self._plane = plane

@@ -1,4 +1,4 @@
-"""The receiving side of a pair: what another worker sends arrives, on the thread of its connection."""
+"""The receiving side of a pair: receives another worker's snapshots, on the thread of its connection."""
 
 import contextlib
 import logging
@@ -24,13 +24,13 @@ from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 log = logging.getLogger("dora.worker")
 
 VOID_MAX: Final = 16
-PENDING_MAX: Final = 4  # chunks that are on their way while another is checked
+PENDING_MAX: Final = 4  # chunks in transit while another is checked
 
 MakeReceiver = Callable[[Identity, Stream], Receiver]
 
 
 class Incoming:
-    """Serves one connection after the other's words, on the thread of each."""
+    """Serves each connection on its own thread."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Incoming:
         except TransferFailed as error:
             voided = connection.under_way()
             if not stopping.is_set() and (voided or not isinstance(error, Gone)):
-                # As text: whoever keeps the line would keep all that the frames of the error hold, and so memory of KV.
+                # Logged as text: a stored log record would otherwise reference the error's frames, and so memory of KV.
                 log.warning("kv: from %s: %s; %d snapshots on their way are void", peer.worker_id, str(error), voided)
         finally:
             connection.close()
@@ -70,7 +70,7 @@ class Incoming:
 
 @dataclass(slots=True)
 class _Use:
-    """The way by which a body comes, and its memory."""
+    """The transport of an arriving body, and its memory."""
 
     receiver: Receiver
     body: np.ndarray
@@ -101,7 +101,7 @@ class _Connection:
         self._digest = digest
         self._receivers: dict[str, Receiver] = {}
         self._uses: dict[str, _Use] = {}  # by key
-        self._void: dict[str, _Use] = {}  # what was refused, and its sender has not yet ended: it may still write there
+        self._void: dict[str, _Use] = {}  # refused, but not yet ended by the sender, which may still write there
         self._pending: deque[tuple[Arrival, Sum]] = deque()
         self._obey: dict[Kind, Callable[[Frame], None]] = {
             Kind.ATTACH: self._attach,
@@ -112,7 +112,7 @@ class _Connection:
         }
 
     def run(self, stopping: threading.Event, timeout_s: float) -> None:
-        """Until the other end is gone, stops in the middle of a snapshot, or breaks the rules."""
+        """Serves until the other end disconnects, stalls within a snapshot, or violates the protocol."""
         heard_s = time.monotonic()
         while not stopping.is_set():
             if not self._stream.is_readable(TICK_S):
@@ -130,7 +130,7 @@ class _Connection:
                 raise TransferFailed(f"its {frame.kind.name} makes no sense: {error!r}") from error
 
     def under_way(self) -> int:
-        """Snapshots, or rounds, that have begun and are not whole."""
+        """The number of snapshots or rounds that have begun and are not complete."""
         return len(self._uses)
 
     def close(self) -> None:
@@ -215,12 +215,12 @@ class _Connection:
         self._check_pending(0 if isinstance(found, bytes) else PENDING_MAX)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:
-        """Whether it comes or not is the same now."""
+        """Skips a chunk of a void snapshot."""
         with contextlib.suppress(SnapshotRefused):
             receiver.skip(self._stream, frame)
 
     def _check_pending(self, left: int) -> None:
-        """Waits for chunks, in the order in which they came, and for their checksums, until so many are left."""
+        """Waits for chunks and their checksums, in the order of arrival, until only ``left`` are pending."""
         while len(self._pending) > left:
             arrival, found = self._pending.popleft()
             try:
@@ -251,7 +251,7 @@ class _Connection:
             self._stream.send(Kind.ARRIVED, {"key": key, "ahead": is_ahead})
 
     def _complete(self, key: str, head: bytes, sums: list[bytes], expected: bytes) -> str:
-        """Why a snapshot is refused though its sender has sent it all; empty: it is here."""
+        """Completes a snapshot after its sender's commit. Returns why it is refused; empty: it has arrived."""
         arrival = self._arrivals.find(key)
         if arrival is None:
             return "it is expected no longer"
@@ -280,7 +280,7 @@ class _Connection:
             use.end()
 
     def _refuse(self, key: str, reason: str, transport: bool = False, full: bool = False) -> None:
-        """``transport``: another one might do; ``full``: so might this one, later."""
+        """``transport``: another transport might succeed; ``full``: so might this one, later."""
         use = self._uses.pop(key, None)
         if use is not None:
             self._void[key] = use

@@ -1,4 +1,4 @@
-"""Does a snapshot fit an engine? Each refusal names the one field that differs and both values."""
+"""Checks whether a snapshot fits an engine. Each refusal names the one field that differs, with both values."""
 
 from dataclasses import fields
 from typing import Final
@@ -9,44 +9,43 @@ from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.reslice import resharded
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 
-BLOCK_TOKENS_MAX: Final = 1024  # of another engine, whose blocks are to fit this one's
+BLOCK_TOKENS_MAX: Final = 1024  # limit for another engine's blocks, which this engine must convert
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """How many blocks hold ``tokens`` tokens."""
     return -(-tokens // block_tokens)
 
 
 def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
     """The first block that a layer reads for the token after ``kv_tokens`` tokens; ``window_tokens`` 0: it reads all.
 
-    With the next token itself a window covers ``window_tokens`` tokens (vLLM's ``SlidingWindowManager``).
+    A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``).
     """
     return max(0, kv_tokens + 1 - window_tokens) // block_tokens if window_tokens else 0
 
 
 def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = True) -> list[int]:
-    """How many blocks each layer has in a round of ``blocks`` blocks: those with a window come in the last, alone."""
+    """The blocks of each layer in a round of ``blocks`` blocks. Layers with a window are in the last round alone."""
     windowed, end = layout.windowed, blocks_for(kv_tokens, layout.block_tokens)
     in_window = {name: end - first_block(kv_tokens, layout.block_tokens, size) for name, size in windowed.items()}
     return [in_window[name] * is_last if name in windowed else blocks for name, _ in layout.layers]
 
 
 def body_bytes_most(layout: KvLayout, tokens: int) -> int:
-    """The most that a snapshot of ``tokens`` tokens may weigh, in blocks of this size or of another that fits it."""
+    """The maximum size of a snapshot of ``tokens`` tokens, in this engine's blocks or in others that fit it."""
     spare_tokens = BLOCK_TOKENS_MAX if _of_interiors(layout) else 0
     return blocks_for(tokens + spare_tokens, layout.block_tokens) * layout.block_bytes
 
 
 def rng_draws(outputs: int, temperature: float) -> int:
-    """Draws that a request has taken from its random stream: one a sampled token, none when greedy."""
+    """Draws that a request has taken from its random stream: one per sampled token, none if greedy."""
     return outputs if temperature > 0 else 0
 
 
 def check_snapshot(snapshot: KvSnapshot, layout: KvLayout, loaded: int | None) -> None:
-    """What every engine asks of a snapshot before it takes it in. Raises SnapshotRefused for the first misfit.
+    """The checks of every engine before it accepts a snapshot. Raises SnapshotRefused for the first mismatch.
 
-    It may be in other shards and in blocks of another size, where ``reblock.reblocked`` can make this engine's of them.
+    Other shards and block sizes are allowed if ``reblock.reblocked`` can convert them.
     """
     check_version(snapshot.request.version, loaded)
     check_layout(snapshot.layout, layout)
@@ -54,10 +53,10 @@ def check_snapshot(snapshot: KvSnapshot, layout: KvLayout, loaded: int | None) -
 
 
 def check_layout(found: KvLayout, expected: KvLayout) -> None:
-    """Raises LayoutMisfit for the first field that differs, and that nothing can convert exactly."""
+    """Raises LayoutMisfit for the first field that differs and cannot be converted exactly."""
     resized = False
     for field in fields(KvLayout):
-        if field.name == "block_tokens":  # what follows can be converted, and says what of
+        if field.name == "block_tokens":  # the remaining fields can be converted
             found = resharded(found, expected.shards)
             resized = _is_resized(found, expected)
         theirs, ours = getattr(found, field.name), getattr(expected, field.name)
@@ -66,7 +65,7 @@ def check_layout(found: KvLayout, expected: KvLayout) -> None:
 
 
 def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
-    """Whether two layouts differ in the size of a block alone, and it is known what their blocks are made of."""
+    """Whether two layouts differ only in the block size, and the interiors of their blocks are known."""
     return (
         found.interiors == expected.interiors
         and found.block_tokens <= BLOCK_TOKENS_MAX
@@ -77,19 +76,19 @@ def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
 
 
 def _of_interiors(layout: KvLayout) -> bool:
-    """Whether the blocks of all layers are what the layout says that they are made of, to the byte."""
+    """Whether the interiors account for every byte of the blocks of all layers."""
     made = [times * sum(outer * inner for outer, inner in strips) for times, strips in layout.interiors]
     return bool(made) and [size for _, size in layout.layers] == [layout.block_tokens * token for token in made]
 
 
 def check_version(found: int, loaded: int | None) -> None:
-    """Raises SnapshotRefused unless the snapshot is of the version that is loaded."""
+    """Raises SnapshotRefused unless the snapshot is of the loaded version."""
     if found != loaded:
         raise SnapshotRefused(f"request.version = {found}, this engine has loaded {loaded}")
 
 
 def check_consistent(snapshot: KvSnapshot) -> None:
-    """Raises SnapshotRefused where the parts of a snapshot contradict each other."""
+    """Raises SnapshotRefused if the parts of a snapshot contradict each other."""
     request, layout = snapshot.request, snapshot.layout
     outputs = len(request.output_token_ids)
     if outputs == 0 or not request.prompt_token_ids:

@@ -1,6 +1,6 @@
-"""The door of a worker: where other workers reach it.
+"""The listener of a worker, which other workers connect to.
 
-One thread listens; each connection has one of its own, which is where bytes are received and checked.
+One thread accepts connections. Each connection has a thread of its own, which receives and checks bytes.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from typing import Final
 from dora.errors import InvalidValue
 from dora.kvtransfer.wire import Stream
 
-TICK_S: Final = 0.25  # how soon a thread sees that it is to end
+TICK_S: Final = 0.25  # how soon a thread notices that it must end
 CONNECTIONS_MAX: Final = 4096
 
 
 class Listener:
-    """A listening socket, open from the start so that its address can be told; ``open`` lets others in."""
+    """A listening socket, bound at creation so that its address is known; ``open`` accepts connections."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         try:
@@ -30,7 +30,7 @@ class Listener:
         self._listening: threading.Thread | None = None
 
     def open(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
-        """``serve`` is run for each connection, in a thread of its own, and ends when the event is set."""
+        """Runs ``serve`` for each connection in a thread of its own, until the event is set."""
         self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)
         self._listening.start()
 
@@ -50,7 +50,7 @@ class Listener:
         while not self._stopping.is_set():
             try:
                 connected, _ = self._socket.accept()
-            except OSError:  # closed, or no descriptor is free
+            except OSError:  # closed, or no file descriptor is free
                 self._stopping.wait(TICK_S)
                 continue
             self._threads = {thread: stream for thread, stream in self._threads.items() if thread.is_alive()}

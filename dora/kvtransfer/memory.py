@@ -1,6 +1,6 @@
-"""Bounded memory that is used again: pages that were touched once are not cleared by the kernel a second time.
+"""Bounded memory that is reused, so the kernel need not clear its pages a second time.
 
-A first touch of a page costs several times a copy into it (measured: 1 GB/s against 10).
+The first touch of a page costs several times a copy into it (measured: 1 GB/s against 10).
 """
 
 import threading
@@ -13,36 +13,36 @@ from typing import Final, Generic, Protocol, TypeVar
 import numpy as np
 
 STEP_BYTES: Final = 64 << 10  # capacities are multiples of it
-WASTE_MAX: Final = 4  # a buffer is not used for what is smaller than its capacity by this factor
+WASTE_MAX: Final = 4  # a buffer is not used for a size smaller than its capacity by this factor
 
 
 class Memory(Protocol):
-    """Where what arrives is put."""
+    """Memory for received bytes."""
 
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """An array of so many bytes; None where too much is in use. Raises SnapshotRefused where none can be had."""
+        """An array of this size; None if too much is in use. Raises SnapshotRefused if none can be allocated."""
 
     def lent_bytes(self) -> int:
-        """In use now."""
+        """Bytes in use now."""
 
 
 class Sized(ABC):
-    """Something that holds ``capacity_bytes``."""
+    """An object that holds ``capacity_bytes``."""
 
     capacity_bytes: int
 
     def destroy(self) -> None:
-        """Gives its memory back to the system."""
-        return  # what is mere memory ends with its object
+        """Returns its memory to the system."""
+        return  # plain memory is freed with its object
 
 
 Item = TypeVar("Item", bound=Sized)
 
 
 class Shelf(Generic[Item], ABC):
-    """Items of at most ``most_bytes`` together, those that are lent included. Any thread may use it.
+    """Items of at most ``most_bytes`` together, including those in use. Thread-safe.
 
-    ``take`` lends an item that lies here free, or makes one; free ones are destroyed where there is no room otherwise.
+    ``take`` returns a free item or makes one; free items are destroyed to make room.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -56,7 +56,7 @@ class Shelf(Generic[Item], ABC):
         return self._held_bytes
 
     def take(self, size_bytes: int) -> Item | None:
-        """An item of at least this capacity; None where too much is lent."""
+        """An item of at least this capacity; None if too much is in use."""
         wanted = max(STEP_BYTES, -(-size_bytes // STEP_BYTES) * STEP_BYTES)
         with self._lock:
             self._free.extend(self._returned())
@@ -74,7 +74,7 @@ class Shelf(Generic[Item], ABC):
             return made
 
     def lent_bytes(self) -> int:
-        """Of items in use now."""
+        """Bytes of items in use now."""
         with self._lock:
             self._free.extend(self._returned())
             return self._held_bytes - sum(item.capacity_bytes for item in self._free)
@@ -84,7 +84,7 @@ class Shelf(Generic[Item], ABC):
 
     @abstractmethod
     def _returned(self) -> list[Item]:
-        """Lent items that are free again since the last call."""
+        """Items that became free since the last call."""
 
     def _forget(self, item: Item) -> None:
         self._held_bytes -= item.capacity_bytes
@@ -102,16 +102,16 @@ def _private(size_bytes: int) -> np.ndarray:
 
 
 class Pool(Shelf[_Buffer]):
-    """Host memory for what arrives. An array comes back by itself once nobody holds it or a view of it."""
+    """Host memory for received bytes. An array returns to the pool when it and all its views are gone."""
 
     def __init__(self, most_bytes: int, allocate: Callable[[int], np.ndarray] = _private) -> None:
-        """``allocate``: makes uint8 of so many bytes."""
+        """``allocate``: makes a uint8 array of this size."""
         super().__init__(most_bytes)
         self._allocate = allocate
-        self._back: deque[_Buffer] = deque()  # filled wherever the collector happens to run: it takes no lock
+        self._back: deque[_Buffer] = deque()  # filled by finalizers, which take no lock
 
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """An array of so many bytes; None where too much is in use."""
+        """An array of this size; None if too much is in use."""
         buffer = self.take(size_bytes)
         if buffer is None:
             return None

@@ -1,7 +1,7 @@
-"""NIXL between two workers: one side writes into the other's memory, by whatever UCX finds between them.
+"""NIXL between two workers: the source writes into the target's memory, by the transport that UCX selects.
 
-The optional extra ``nixl``. The target registers the memory of each body, and the source writes chunks there from
-memory of its own; a chunk is announced once it is there. Only descriptors travel, as numbers: no pickle.
+Requires the optional extra ``nixl``. The target registers the memory of each body; the source writes chunks there from
+memory of its own and announces each chunk after it was written. Only descriptors travel, as numbers: no pickle.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _MEMORY: Final = "DRAM"
 
 
 def _agent() -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it writes to standard output
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # NIXL logs to standard output
     api = importlib.import_module(f"{nixl_package()}._api")
     return api.nixl_agent(secrets.token_hex(16), api.nixl_agent_config(backends=["UCX"]))
 
@@ -38,11 +38,11 @@ def _place(array: np.ndarray) -> tuple[int, int, int]:
     return array.ctypes.data, array.nbytes, 0
 
 
-_WHEELS: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # of one library
+_WHEELS: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # packages of the same library
 
 
 def nixl_package() -> str:
-    """The name under which NIXL is installed; empty: it is not."""
+    """The name of the installed NIXL package; empty: none."""
     return next((name for name in _WHEELS if importlib.util.find_spec(name) is not None), "")
 
 
@@ -97,7 +97,7 @@ class NixlSender(Sender):
             self._announce()
 
     def abandon(self) -> None:
-        """Nothing is written any more once this returns."""
+        """Returns once no more writes can happen."""
         while self._pending:
             handle, _, _ = self._pending.popleft()
             with contextlib.suppress(TransferFailed):
@@ -112,7 +112,7 @@ class NixlSender(Sender):
         self._agent = None
 
     def _announce(self) -> None:
-        """The oldest chunk, once it is there."""
+        """Announces the oldest chunk after it was written."""
         handle, stream, head = self._pending.popleft()
         self._wait(handle)
         send_chunk(stream, head)
@@ -131,7 +131,7 @@ class NixlSender(Sender):
 class NixlReceiver(Receiver):
     def __init__(self) -> None:
         self._agent: Any = None
-        self._registered: dict[int, Any] = {}  # by the address of a body
+        self._registered: dict[int, Any] = {}  # by the address of the body
 
     def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
         with _failing(SnapshotRefused):
@@ -147,7 +147,7 @@ class NixlReceiver(Receiver):
         return Landing(body, {"address": address, "agent": metadata})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
-        """It is there already."""
+        """The chunk was written before it was announced."""
         stream.drain(frame.body_bytes)
         return digest([target])
 
@@ -163,10 +163,10 @@ class NixlReceiver(Receiver):
 
 @contextlib.contextmanager
 def _failing(as_error: type[DoraError] = TransferFailed) -> Iterator[None]:
-    """What NIXL raises, as a transport that cannot go on."""
+    """Raises NIXL's exceptions as a transport failure."""
     try:
         yield
     except DoraError:
         raise
-    except Exception as error:  # its bindings have exceptions of their own, derived from Exception alone
+    except Exception as error:  # its bindings raise their own exceptions, derived from Exception alone
         raise as_error(f"nixl: {type(error).__name__} {error}".splitlines()[0]) from error

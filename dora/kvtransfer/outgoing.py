@@ -1,7 +1,7 @@
-"""The sending side of one pair of workers: all snapshots to that worker, one after the other, on one stream.
+"""The sending side of a pair of workers: sends all snapshots to one worker, one at a time, on one stream.
 
-A thread of its own connects, and sends each snapshot by the transport that ``Choice`` names; a second one hears what
-the other end says. A transport that fails is left for the next one; the pair itself fails only with its stream.
+One thread connects and sends each snapshot by the transport that ``Choice`` selects; a second one receives replies. If
+a transport fails, the next one is used; the pair itself fails only with its stream.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from dora.kvtransfer.wire import Kind, Stream
 log = logging.getLogger("dora.worker")
 
 TICK_S: Final = 0.25
-IDLE_S: Final = 60.0  # a pair without snapshots is closed after this
-QUEUED_MAX: Final = 1024  # snapshots of one pair that wait; a further one fails
+IDLE_S: Final = 60.0  # a pair without snapshots is closed after this time
+QUEUED_MAX: Final = 1024  # queued snapshots of one pair; a further one fails
 
 MakeSender = Callable[[Identity, Stream], Sender]
 
 
 class Pair:
-    """``send`` from any thread. Once ``broken`` says why, everything of it has failed and it takes nothing more."""
+    """``send`` is thread-safe. Once ``broken`` has a reason, all transfers have failed and no more are accepted."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Pair:
         timeout_s: float,
         idle_s: float = IDLE_S,
     ) -> None:
-        """``senders``: by name, in order of preference; of them those are used that the peer has too."""
+        """``senders``: by name, in order of preference; only those that the peer has too are used."""
         self.broken = ""
         self._own = own
         self._peer = peer
@@ -69,7 +69,7 @@ class Pair:
         self._thread.start()
 
     def send(self, transfer: Transfer) -> None:
-        """Queues a snapshot; it fails where the pair is broken or too many wait."""
+        """Queues a snapshot, which fails if the pair is broken or too many are queued."""
         with self._lock:
             refused = self.broken
             if self._waiting.qsize() >= QUEUED_MAX:
@@ -80,15 +80,15 @@ class Pair:
             transfer.fail(refused)
 
     def close(self) -> None:
-        """Breaks off what is under way."""
         self._break("this worker ends")
         self._thread.join()
 
     def measured(self) -> dict[str, float]:
-        """Bytes a second of each transport, as far as one was used."""
+        """Bytes per second of each transport that was used."""
         return self._choice.measured()
 
-    # ------------------------------------------------------------------------------------------------- the own thread
+    # ------------------------------------------------------------------------------------------------ the sending
+    # thread
 
     def _run(self) -> None:
         hearing: threading.Thread | None = None
@@ -118,7 +118,7 @@ class Pair:
         except (OSError, ValueError) as error:
             raise TransferFailed(f"{self._peer.worker_id} at {self._peer.address!r}: {error}") from error
         self._stream = stream = Stream(connected, self._timeout_s)
-        if self.broken:  # meanwhile; from here on whoever breaks it stops the stream
+        if self.broken:  # broken meanwhile; after this point ``_break`` stops the stream
             raise TransferFailed(self.broken)
         try:
             found = greet(stream, self._own, self._peer, self._secret)
@@ -131,14 +131,14 @@ class Pair:
         return stream
 
     def _probe(self) -> None:
-        """Times each transport once where there is a choice. Under a cap all are alike, and the first is as good."""
+        """Times each transport once if there is a choice. Under a bandwidth cap all are alike; the first is used."""
         names = self._choice.order()
         if len(names) < 2 or self._throttle.is_capped:
             return
         zeros = memoryview(bytes(PROBE_BYTES))
         for name in names:
             try:
-                for _ in range(2):  # memory that is touched for the first time is slow
+                for _ in range(2):  # the first touch of memory is slow
                     self._choice.forget_measured(name)
                     probe = Transfer(PROBE, [zeros], b"probe")
                     self._copy(probe, name)
@@ -148,7 +148,7 @@ class Pair:
             except (TransferFailed, _Void) as error:
                 if self.broken:
                     raise TransferFailed(self.broken) from error
-                if not isinstance(error, _Full):  # that says nothing of the transport, which is timed as it is used
+                if not isinstance(error, _Full):  # a full transport may work; it is timed when it is used
                     self._leave(name, str(error))
 
     def _work(self) -> None:
@@ -164,7 +164,7 @@ class Pair:
             if transfer is not None:
                 self._current = transfer
                 self._bring(transfer)
-                self._current = transfer = None  # its memory may be wanted
+                self._current = transfer = None  # frees its memory
                 busy_s = time.monotonic()
 
     def _check_due(self) -> None:
@@ -172,7 +172,7 @@ class Pair:
             raise TransferFailed(f"{self._peer.worker_id} acknowledges nothing for {self._timeout_s:g} s")
 
     def _retires(self) -> bool:
-        """Whether nothing is under way: then nothing more is taken either."""
+        """Closes the pair if no transfer is queued or in progress; returns whether it did."""
         with self._lock:
             if self._replies.are_due() or not self._waiting.empty():
                 return False
@@ -180,7 +180,7 @@ class Pair:
             return True
 
     def _bring(self, transfer: Transfer) -> None:
-        """One snapshot, over the best transport that works."""
+        """Sends one snapshot by the best working transport."""
         tried: set[str] = set()
         if transfer.cancelled.is_set():
             transfer.fail("it was cancelled")
@@ -204,11 +204,11 @@ class Pair:
                 if self.broken:
                     transfer.fail(self.broken)
                     return
-                if self._choice.works(name):  # it has no room just now
+                if self._choice.works(name):  # it only has no room now
                     self._choice.pass_over(name, str(error))
 
     def _leave(self, name: str, reason: str) -> None:
-        """The transport does not work between these two."""
+        """Abandons a transport that does not work between these two workers."""
         self._choice.leave(name, reason)
         log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, reason)
         sender = self._senders.pop(name, None)
@@ -216,7 +216,7 @@ class Pair:
             sender.close()
 
     def _copy(self, transfer: Transfer, name: str) -> None:
-        """Raises TransferFailed where the transport fails, _Void where the snapshot is not wanted any more."""
+        """Raises TransferFailed if the transport fails, _Void if the snapshot is no longer wanted."""
         key = f"{self._own.epoch}-{secrets.token_hex(16)}.kv"
         began_s = time.monotonic()
         sender = self._attached(name)
@@ -224,7 +224,7 @@ class Pair:
         opening = {"key": key, "ticket": transfer.ticket, "transport": name, "size": body_bytes}
         opening.update(after=transfer.after, goes_on=transfer.goes_on)
         opening.update(prefix=transfer.prefix.key, prefix_blocks=transfer.prefix.blocks)
-        opening.update(sender.begin(body_bytes))  # where this raises, the transport has no room just now
+        opening.update(sender.begin(body_bytes))  # if this raises, the transport has no room now
         try:
             kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)
             if kind is Kind.REFUSED:
@@ -277,7 +277,7 @@ class Pair:
         return sums
 
     def _usable_seal(self, transfer: Transfer, sender: Sender) -> Seal | None:
-        """The body's own sums, where this way has the same chunks; elsewhere the body is checked, and gets new ones."""
+        """The body's own seal, if this transport has the same chunks. Otherwise checks the body and returns None."""
         seal = transfer.seal
         if seal is None or seal.fits(self._checksum, sender.chunk_bytes, transfer.body_bytes):
             return seal
@@ -317,7 +317,7 @@ class Pair:
             raise
 
     def _ask(self, kind: Kind, head: dict[str, Any], expected: Kind) -> Answer:
-        """Says something and waits for the answer, which is of the kind ``expected`` or a refusal."""
+        """Sends a question and waits for the answer, which is of the kind ``expected`` or a refusal."""
         self._replies.ask(expected, str(head.get("key", "")))
         self._say(kind, head)
         try:
@@ -329,7 +329,7 @@ class Pair:
             raise TransferFailed(self.broken)
         return answer
 
-    # -------------------------------------------------------------------------------------------- what the other says
+    # --------------------------------------------------------------------------------------------- the receiving thread
 
     def _hear(self, stream: Stream) -> None:
         try:
@@ -345,7 +345,7 @@ class Pair:
         self._replies.hear(frame)
 
     def _break(self, reason: str) -> None:
-        """The pair is over, and all that waits on it has failed. Any thread may say so; the first reason holds."""
+        """Ends the pair and fails all its transfers. Thread-safe; the first reason is retained."""
         with self._lock:
             if self.broken:
                 return
@@ -364,18 +364,18 @@ class Pair:
 
 
 class _Void(Exception):
-    """The snapshot is not wanted any more: no transport could do better."""
+    """The snapshot is no longer wanted; another transport would not help."""
 
 
 class _NotThisWay(TransferFailed):
-    """The target cannot take it by this transport; by another one it may."""
+    """The target cannot accept it by this transport, but may by another."""
 
 
 class _Full(_NotThisWay):
-    """It has no room for it now."""
+    """The target has no room for it now."""
 
 
 def _refusal(answer: dict[str, Any]) -> Exception:
-    """What a target's refusal of a body means."""
+    """Converts a target's refusal of a body to an exception."""
     kind = _Full if answer.get("full") else _NotThisWay if answer.get("transport") else _Void
     return kind(str(answer.get("reason")))

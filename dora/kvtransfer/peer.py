@@ -1,9 +1,9 @@
-"""Who is at the two ends of a connection, and how each proves to be of this run.
+"""Identities of the two ends of a connection, and the proof that each belongs to this run.
 
-Both ends hold the run's secret and show it without sending it: each makes a keyed BLAKE3 of what both said, in which
-each has put a random number. An end of another run, model or epoch is refused with the reason. Frames that follow
-have tags under a key that comes of the same two numbers, so none of another connection is taken for one of this.
-Nothing is encrypted: workers talk in a network of their own.
+Both ends hold the run's secret and prove it without sending it: each makes a keyed BLAKE3 of both greetings, to which
+each has added a random number. An end of another run, model or epoch is refused with the reason. Later frames have tags
+under a key derived from the same two numbers, so frames of another connection are rejected. Nothing is encrypted:
+workers communicate in a network of their own.
 """
 
 import hmac
@@ -28,17 +28,17 @@ _TEXT_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One epoch of one worker, as its peers know it."""
+    """One epoch of one worker, as presented to its peers."""
 
     worker_id: str
     epoch: int
-    fingerprint: str  # EngineCapability.fingerprint; ANY_MODEL of who only keeps what others send
-    host: str  # ``this_host()``: alike where shared memory may be shared
+    fingerprint: str  # EngineCapability.fingerprint; ANY_MODEL for a pool, which only stores snapshots
+    host: str  # ``this_host()``: equal if shared memory may be shared
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The worker that a snapshot is sent to: who it is, where its door is, and what it has."""
+    """The target worker of a snapshot: its identity, its listener's address and its transports."""
 
     worker_id: str
     epoch: int
@@ -47,16 +47,16 @@ class Peer:
 
 
 def this_host() -> str:
-    """The same text for processes of one running kernel and one network namespace."""
+    """An id that is equal for processes of one running kernel and one network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # no Linux: no two processes are taken to share a host
+    except OSError:  # not Linux: no two processes are assumed to share a host
         return secrets.token_hex(_NONCE_BYTES)
 
 
 def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
-    """The sending half's part. Returns who answered. Raises TransferFailed with the reason of either end."""
+    """The sending half's handshake. Returns the peer's identity. Raises TransferFailed with either end's reason."""
     greeting = {
         "protocol": PROTOCOL,
         **_named(own),
@@ -79,7 +79,7 @@ def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
 
 
 def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
-    """The receiving half's part. Returns who connected. Raises TransferFailed; the other end is told why."""
+    """The receiving half's handshake. Returns the peer's identity. Raises TransferFailed and sends the reason."""
     greeting = _expect(stream, Kind.GREETING)
     if greeting.get("protocol") != PROTOCOL:
         raise _refused(stream, f"protocol = {greeting.get('protocol')!r}, this worker has {PROTOCOL}")

@@ -1,14 +1,14 @@
-"""A worker's part of the data plane: snapshots go out to other workers and come in from them, beside the engine's loop.
+"""A worker's data plane: sends snapshots to other workers and receives theirs, beside the engine's loop.
 
     source                                           target
     send(peer, ticket, snapshot) ──────┐             expect(ticket, epoch, most_bytes, ahead)
                                        ▼                    │
-                    Pair, one a target: chunks ─────▶ Door, one a worker
+                    Pair, one a target: chunks ─────▶ Listener, one a worker
                                        │                    │
     Transfer.done: Sent(key) ◀─────────┘             take(key): the snapshot
 
-``send`` returns at once. The copy reads the engine's blocks where they lie, while they do not change; it ends with the
-target's word that everything is there and checked, so a source may die from then on.
+``send`` returns at once. The copy reads the engine's blocks in place, while they do not change. It ends when the target
+confirms that everything has arrived and is checked; from then on the source may fail.
 """
 
 import socket
@@ -43,18 +43,18 @@ HELPERS: Final = 2  # threads
 
 @dataclass(frozen=True, slots=True)
 class PlaneSettings:
-    """What a whole run has alike."""
+    """Settings shared by a whole run."""
 
     secret: bytes  # 32 random bytes
-    folder: Path  # of shared-memory segments: a tmpfs
+    folder: Path  # for shared-memory segments: a tmpfs
     transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
-    bandwidth_bytes_per_s: float = 0.0  # of all that a worker sends; 0: no cap
-    memory_bytes: int = 1 << 30  # in flight: of what a worker sends by shared memory, and again of what it receives
-    timeout_s: float = 10.0  # a peer that stops for so long has failed
+    bandwidth_bytes_per_s: float = 0.0  # limit for everything that a worker sends; 0: no cap
+    memory_bytes: int = 1 << 30  # limit in flight, for shared-memory sends and again for receives
+    timeout_s: float = 10.0  # a peer that stalls this long has failed
 
 
 class Arrived(NamedTuple):
-    """A snapshot that has arrived, and how it came."""
+    """An arrived snapshot, with its raw head and rounds."""
 
     snapshot: KvSnapshot
     head: bytes
@@ -62,11 +62,11 @@ class Arrived(NamedTuple):
 
 
 def local_host(address: str) -> str:
-    """The address of this host by which it reaches ``address`` (host:port), and so may be reached from there."""
+    """The address of this host on its route to ``address`` (host:port), where that host can reach it."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: the kernel only looks up the way
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # sends nothing: the kernel only looks up the route
         try:
             asked.connect((host, int(port)))
         except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def local_host(address: str) -> str:
 
 
 class DataPlane:
-    """Any thread may use it. ``door`` is opened here, and closed with everything else."""
+    """Thread-safe. Opens ``listener``, and closes it with everything else."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class DataPlane:
         arena_bytes: int = 0,
         arena: Arena | None = None,
     ) -> None:
-        """``arena_bytes``: of a pool, which keeps what comes where it comes. ``arena``: that of its epoch before."""
+        """``arena_bytes``: size of a pool's arena for received bodies. ``arena``: that of its previous epoch."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
         self._own = own
@@ -103,7 +103,7 @@ class DataPlane:
             arena = Arena(settings.folder, str(own.epoch), arena_bytes)
         self.arena = arena
         self._memory: Memory = self.arena or Pool(settings.memory_bytes)
-        self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # make checksums while bytes are sent and received
+        self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # compute checksums while bytes are sent and received
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
@@ -111,9 +111,9 @@ class DataPlane:
         listener.open(incoming.serve, settings.timeout_s)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
-        """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must stay as they are.
+        """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must not change.
 
-        Raises SnapshotRefused where its parts contradict each other, TransferFailed where too many wait.
+        Raises SnapshotRefused if its parts contradict each other, TransferFailed if too many transfers are queued.
         """
         return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
 
@@ -128,27 +128,27 @@ class DataPlane:
         goes_on: bool = False,
         prefix: Prefix = NO_PREFIX,
     ) -> Transfer:
-        """The same for any bytes: ``parts`` in a row are the body.
+        """The same for any bytes: the consecutive ``parts`` are the body.
 
-        After a round of a snapshot that ``goes_on`` the next one names its key as ``after``. The heads of all rounds in
-        a row are the snapshot's. The first one may leave out the blocks of a ``prefix``. A body that came from
-        elsewhere is one part, sent on with its ``seal``.
+        If a round of a snapshot ``goes_on``, the next one names its key as ``after``. The concatenated heads of all
+        rounds are the snapshot's head. The first round may omit the blocks of a ``prefix``. A body that was received
+        from another worker is one part, sent on with its ``seal``.
         """
         transfer = Transfer(ticket, parts, head, after, seal, goes_on, prefix)
         self._pair(peer).send(transfer)
         return transfer
 
     def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
-        """Lets in one snapshot under this ticket, from the worker of this epoch. Raises Conflict where too many are.
+        """Expects one snapshot of this ticket, from this epoch of a worker. Raises Conflict if too many are expected.
 
-        Its rounds before the last are written to ``ahead`` as they come, in a thread of the plane.
+        A thread of the plane writes its rounds, except the last, to ``ahead`` as they arrive.
         """
         self._arrivals.expect(ticket, epoch, most_bytes, ahead)
 
     def take(self, key: str) -> KvSnapshot:
-        """A snapshot that has arrived. Raises NotFound for one that has not, SnapshotRefused for a damaged one.
+        """Takes an arrived snapshot. Raises NotFound if it has not arrived, SnapshotRefused if it is damaged.
 
-        Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
+        Its arrays are read-only and use the plane's memory, which is freed after the last of them.
         """
         return self.take_all(key).snapshot
 
@@ -166,30 +166,30 @@ class DataPlane:
         return self._arrivals.take(key)
 
     def forget(self, ticket: str) -> None:
-        """Expects nothing under this ticket any more, and drops what has come."""
+        """Stops expecting this ticket, and drops what has arrived under it."""
         self._arrivals.forget(ticket)
 
     def arriving(self, epoch: int) -> list[str]:
-        """Keys of what this epoch of a worker has begun to send and not completed."""
+        """Keys of rounds that this epoch of a worker has begun to send and not completed."""
         return self._arrivals.arriving(epoch)
 
     def held_bytes(self) -> tuple[int, int]:
-        """Memory in use for what is sent by shared memory, and for what was received."""
+        """Memory in use: for sending by shared memory, and for received snapshots."""
         return self._segments.lent_bytes(), self._memory.lent_bytes()
 
     def measured(self) -> dict[str, dict[str, float]]:
-        """Bytes a second of each transport to each worker, as far as one was used."""
+        """Bytes per second of each used transport, by worker."""
         with self._lock:
             return {worker_id: pair.measured() for (worker_id, _), pair in self._pairs.items()}
 
     def give_arena(self) -> Arena:
-        """The arena, for the data plane of a pool's next epoch: this one does not end with it."""
+        """Hands over the arena to the data plane of a pool's next epoch; ``close`` will not remove it."""
         assert self.arena is not None
         arena, self.arena = self.arena, None
         return arena
 
     def close(self) -> None:
-        """Breaks off what is under way, and gives everything back."""
+        """Aborts transfers and frees everything."""
         with self._lock:
             pairs, self._pairs = list(self._pairs.values()), {}
         for pair in pairs:

@@ -1,7 +1,7 @@
-"""One engine's KV made into another's, in its shards and its size of a block: bytes are moved, and none is computed.
+"""Converts KV between the shards and block sizes of two engines. Bytes are moved; none are computed.
 
-The size is exact wherever it is known at which axis of a block its tokens lie (``snapshot.Interior``). A block of an
-attention kernel that packs tokens together, as for AMX, says nothing of that, and fits engines with its own size alone.
+Block sizes convert exactly if the token axis of a block is known (``snapshot.Interior``). Blocks of an attention kernel
+that packs tokens together, such as AMX, have no known token axis and fit only engines with the same block size.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from dora.kvtransfer.snapshot import Interior, KvLayout, KvSnapshot, Pieces
 
 
 def reblocked(snapshot: KvSnapshot, layout: KvLayout) -> KvSnapshot:
-    """The same KV in shards and blocks as ``layout`` has them; the snapshot itself where it has them already.
+    """The same KV in the shards and blocks of ``layout``; the snapshot itself if it has them already.
 
-    What a block holds beyond the request's tokens, or before those that a window still covers, is zero.
-    Raises LayoutMisfit where it cannot be made exactly.
+    Bytes of a block beyond the request's tokens, or before those that a window covers, are zero. Raises LayoutMisfit if
+    the conversion is not exact.
     """
     found = snapshot.layout
     check_layout(found, layout)

@@ -1,4 +1,4 @@
-"""The transports of the data plane, one entry each. A new one needs its two halves (``transport``) and an entry here.
+"""The registry of the data plane's transports. A new one needs its two halves (``transport``) and an entry here.
 
 ``kv.transports`` names those that a service uses, in order of preference.
 """
@@ -23,7 +23,7 @@ from dora.kvtransfer.wire import Stream
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The parts of a data plane that transports use. ``owner``: the other end's epoch, as its segments name it."""
+    """The parts of a data plane that transports use. ``owner``: the other end's epoch, which names its segments."""
 
     owner: str
     folder: Path
@@ -35,7 +35,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """One transport. ``available``: whether this process could use it; nothing is imported for that."""
+    """``available``: whether this process could use the transport, determined without an import."""
 
     sender: Callable[[Resources, Stream], Sender]
     receiver: Callable[[Resources, Stream], Receiver]
@@ -81,7 +81,7 @@ TRANSPORTS: Final[dict[str, Transport]] = {
 
 
 def is_installed(name: str) -> bool:
-    """Returns whether this process could use the transport; False for an unknown one."""
+    """Whether this process could use the transport; False for an unknown one."""
     return name in TRANSPORTS and TRANSPORTS[name].available()
 
 
@@ -91,7 +91,7 @@ def installed() -> tuple[str, ...]:
 
 
 def check_transports(names: str) -> None:
-    """Raises InvalidValue if ``kv.transports``, names with commas, has an unknown one."""
+    """Raises InvalidValue if ``kv.transports``, a comma-separated list, has an unknown name."""
     for name in names.split(","):
         if name not in TRANSPORTS:
             raise InvalidValue("kv.transports", names, f"names with commas, each {one_of(name, TRANSPORTS)}")

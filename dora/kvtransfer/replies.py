@@ -1,7 +1,7 @@
-"""What the other end of a pair says to what was sent: answers, refusals, and the end of each snapshot.
+"""Replies of a pair's other end: answers, refusals, and the result of each snapshot.
 
-Each answer belongs to a question, and each other word to a snapshot that is under way. Whoever says more than that
-breaks the rules, and the pair ends: so nothing can pile up here, and no answer is taken for another one's.
+Each answer belongs to a question, and each other reply to a snapshot in progress. Any other reply violates the protocol
+and ends the pair, so replies cannot accumulate here or be mistaken for others.
 """
 
 import queue
@@ -22,7 +22,7 @@ Answer = tuple[Kind, dict[str, Any]]
 
 @dataclass(slots=True)
 class _Due:
-    """All of it was sent; the other end has still to say what became of it."""
+    """A snapshot that was sent completely and awaits its result."""
 
     transfer: Transfer
     transport: str
@@ -31,37 +31,37 @@ class _Due:
 
 
 class Replies:
-    """One thread hears, another one sends. Refusals of a transport, not of a snapshot, are doubts for ``choice``."""
+    """One thread receives, another one sends. A transport that is refused is marked as suspect in ``choice``."""
 
     def __init__(
         self, choice: Choice, send_again: Callable[[Transfer], None], lock: AbstractContextManager[object] | None = None
     ) -> None:
-        """``send_again``: a snapshot whose transport has failed; called within ``lock``, as no place else has it."""
+        """``send_again``: sends a snapshot again after its transport failed; called with ``lock`` held."""
         self._choice = choice
         self._send_again = send_again
         self._lock = lock or threading.RLock()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._asked: tuple[Kind, str] | None = None  # kind and key of the answer that is due
+        self._asked: tuple[Kind, str] | None = None  # kind and key of the expected answer
         self._due: dict[str, _Due] = {}  # by key
-        self._sending = ""  # the key of what is being sent, from the target's consent to the commit
+        self._sending = ""  # key of the snapshot being sent, from the target's consent to the commit
         self._sending_by = ""  # and its transport
         self._refused = ""  # why the target has refused it since then
         self._ended = ""
 
-    # The thread that sends.
+    # Called by the sending thread.
 
     def begin(self, key: str, transport: str) -> None:
-        """The target has consented to this snapshot."""
+        """Notes that the target has consented to this snapshot."""
         with self._lock:
             self._sending, self._sending_by, self._refused = key, transport, ""
 
     @property
     def refused(self) -> str:
-        """Why the target does not want what is being sent; empty: it does."""
+        """Why the target refused the snapshot being sent; empty: it did not."""
         return self._refused
 
     def committed(self, key: str, transfer: Transfer, transport: str, began_s: float) -> None:
-        """From here on the target's word on this key is the transfer's end."""
+        """Notes that a snapshot was sent; the target's next reply for this key ends the transfer."""
         with self._lock:
             self._sending = ""
             refused = self._refused or self._ended
@@ -71,12 +71,12 @@ class Replies:
             transfer.fail(refused)
 
     def ask(self, kind: Kind, key: str) -> None:
-        """Something is asked now that is answered with this kind and key, or refused."""
+        """Notes a question whose answer has this kind and key, or is a refusal."""
         with self._lock:
             self._asked = kind, key
 
     def wait(self, timeout_s: float) -> Answer:
-        """The answer. Raises queue.Empty where none comes in time."""
+        """The answer. Raises queue.Empty after the timeout."""
         return self._answers.get(timeout=timeout_s)
 
     def are_due(self) -> bool:
@@ -84,18 +84,18 @@ class Replies:
             return bool(self._due)
 
     def are_overdue(self, timeout_s: float) -> bool:
-        """Whether the other end has been silent about a snapshot for so long."""
+        """Whether the result of a snapshot is overdue."""
         with self._lock:
             return any(time.monotonic() - each.committed_s > timeout_s for each in self._due.values())
 
-    # The thread that hears.
+    # Called by the receiving thread.
 
     def hear(self, frame: Frame) -> None:
-        """Raises TransferFailed for what belongs to nothing."""
+        """Handles a reply. Raises TransferFailed for one that belongs to nothing."""
         key, reason = frame.field("key", str, ""), frame.field("reason", str, "")
         with self._lock:
             due = self._due.pop(key, None) if frame.kind in (Kind.ARRIVED, Kind.REFUSED) else None
-            fails = frame.kind is Kind.REFUSED and frame.field("transport", bool, False)  # it, not the snapshot
+            fails = frame.kind is Kind.REFUSED and frame.field("transport", bool, False)  # not the snapshot
             if due is not None and fails:
                 self._choice.suspect(due.transport, reason)
                 self._send_again(due.transfer)
@@ -118,7 +118,7 @@ class Replies:
             due.transfer.fail(reason)
 
     def end(self, reason: str) -> list[Transfer]:
-        """No more will be heard. Returns what nothing was heard of; who waits for an answer gets ``reason``."""
+        """Ends the replies. Returns the transfers without a result; a waiting ``wait`` gets ``reason`` as a refusal."""
         with self._lock:
             self._ended = reason
             left, self._due = [each.transfer for each in self._due.values()], {}

@@ -1,10 +1,10 @@
-"""KV of an engine whose ranks share each layer, made into that of one with more or fewer of them.
+"""Converts KV between engines whose ranks split each layer into different numbers of shards.
 
-Tensor parallelism gives each rank some of a layer's KV heads (vLLM's ``QKVParallelLinear``), so a layer comes in
-*shards*: ``n@0``, ``n@1``, ... of equal size. Where the heads of a block lie one after the other, other shards are made
-by cutting and joining blocks between heads: bytes move, none is computed, and nothing has to be known of a head's
-inside, nor of the size of a block. A pipeline's stages need nothing of that: each layer is whole in one of them. KV
-that all ranks hold alike, as of MLA, is one shard however many they are.
+Tensor parallelism gives each rank some of a layer's KV heads (vLLM's ``QKVParallelLinear``), so a layer consists of
+*shards*: ``n@0``, ``n@1``, ... of equal size. If the heads of a block are consecutive, other shards are made by cutting
+and joining blocks between heads. Bytes are moved, none are computed, and neither the interior of a head nor the block
+size matters. Pipeline stages need no conversion: each layer is whole in one of them. KV that is the same on all ranks,
+as with MLA, is one shard regardless of their number.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ SHARDS_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A layer of all shards together."""
+    """A layer with all its shards."""
 
     block_bytes: int
     window: int
@@ -28,25 +28,25 @@ class _Whole:
 
     @property
     def heads(self) -> int:
-        """That lie one after the other in a block."""
+        """Consecutive heads of a block; 0: unknown."""
         return self.interior[0]
 
 
 def shard_name(layer: str, shard: int, shards: int) -> str:
-    """How a layer's shard is named: as the layer itself where it is the only one."""
+    """The name of a layer's shard: the layer's own name if it has only one."""
     return layer if shards == 1 else f"{layer}@{shard}"
 
 
 def shard_names(layer: str, shards: int) -> list[str]:
-    """All of a layer's shards, in the order in which they stand in a layout, and so in a body."""
+    """All shards of a layer, in the order of a layout, and so of a body."""
     return sorted(shard_name(layer, shard, shards) for shard in range(shards))
 
 
 def resharded(layout: KvLayout, shards: int) -> KvLayout:
-    """The layout of the same KV in so many shards.
+    """The layout of the same KV in this number of shards.
 
-    Raises LayoutMisfit where it cannot be made exactly: the heads of a block do not lie one after the other, or so
-    many shards do not divide them. Raises SnapshotRefused where a layout's shards are not all there.
+    Raises LayoutMisfit if the conversion is not exact: the heads of a block are not consecutive, or cannot be divided
+    by this number. Raises SnapshotRefused if the layout's shards are incomplete.
     """
     if layout.shards == shards:
         return layout
@@ -69,10 +69,10 @@ def resharded(layout: KvLayout, shards: int) -> KvLayout:
 
 
 def resliced(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
-    """The same snapshot with its KV in so many shards, to be written.
+    """The same snapshot with its KV in this number of shards.
 
-    Where blocks are only cut, they are views of the same memory with gaps; where they are joined, they are copies.
-    Raises SnapshotRefused as ``resharded`` does.
+    Blocks that are only cut are views of the same memory with gaps; blocks that are joined are copies. Raises
+    SnapshotRefused as ``resharded`` does.
     """
     found = snapshot.layout
     layout = resharded(found, shards)
@@ -88,7 +88,7 @@ def resliced(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
 
 
 def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
-    """The bytes ``begin`` to ``end`` of each block, out of shards of one size that lie in a row."""
+    """The bytes ``begin`` to ``end`` of each block, out of consecutive shards of equal size."""
     size = held[0][0].shape[1]
     parts = []
     for shard in range(begin // size, -(-end // size)):
@@ -100,7 +100,7 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
 
 
 def _wholes(layout: KvLayout) -> dict[str, _Whole]:
-    """The layers, of which each shard has an equal part."""
+    """The layers, with equal shards."""
     count = len(layout.layers)
     if not 1 <= layout.shards <= SHARDS_MAX or {len(layout.windows), len(layout.interiors)} - {0, count}:
         raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.interiors of {len(layout.interiors)} layers")

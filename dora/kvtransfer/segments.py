@@ -1,11 +1,11 @@
 """Shared-memory segments: files on a tmpfs that one worker writes and others of its host map.
 
-    <folder>/<owner>/owner.lock        held by the owner's process as long as it lives
+    <folder>/<owner>/owner.lock        held by the owner's process while it runs
     <folder>/<owner>/<32 hex>.kv       one segment: a page of its own state, then KV
 
-A segment is lent with a snapshot in it, and comes back when the target writes its mark where that says so: also from a
-destructor, and without a message. Damage there looks like no return, so nobody writes to what another still reads. What
-a dead owner left is swept by the lock.
+The owner lends a segment with a snapshot in it. The target returns it by writing the segment's mark into its state
+page, which needs no message and works from a destructor. A damaged mark counts as not returned, so a segment that is
+still read is never overwritten. The lock shows which owners are dead; their files are swept.
 """
 
 import mmap
@@ -25,16 +25,16 @@ from dora.kvtransfer.memory import Shelf, Sized
 from dora.system.ownership import hold_new, is_abandoned
 
 LOCK_FILE: Final = "owner.lock"
-STATE_BYTES: Final = 4096  # one page, so that KV begins at the next
-_RETURNED_AT: Final = 0  # the mark, once the target needs the segment no longer
+STATE_BYTES: Final = 4096  # one page, so KV begins at the next
+_RETURNED_AT: Final = 0  # the target writes the mark here when it no longer needs the segment
 MARK_AT: Final = 64
-MARK_BYTES: Final = 16  # random: who reads them alike has mapped the same memory
+MARK_BYTES: Final = 16  # random: a process that reads the same bytes has mapped the same memory
 _OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
 _SEGMENT: Final = re.compile(r"[0-9a-f]{32}\.kv")
 
 
 class Segment(Sized):
-    """One file, mapped to be written. ``name`` is its path below the folder of all owners."""
+    """One file, mapped for writing. ``name`` is its path below the folder of all owners."""
 
     def __init__(self, folder: Path, owner: str, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -47,7 +47,7 @@ class Segment(Sized):
         except OSError as error:
             raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {error.strerror}") from error
         try:
-            # Writing to a page that the file system has no room for would end the process: all are taken now.
+            # A write to a page with no disk space would kill the process, so all pages are allocated now.
             os.posix_fallocate(descriptor, 0, STATE_BYTES + capacity_bytes)
             self._mapped = mmap.mmap(descriptor, STATE_BYTES + capacity_bytes)
         except OSError as error:
@@ -70,13 +70,13 @@ class Segment(Sized):
         self.turn += 1
 
     def destroy(self) -> None:
-        """Removes the file; who has it mapped keeps its memory for as long."""
-        with suppress(OSError):  # it goes with its folder
+        """Removes the file. Existing mappings stay valid."""
+        with suppress(OSError):  # otherwise it is removed with its folder
             self._file.unlink(missing_ok=True)
 
 
 class SegmentPool(Shelf[Segment]):
-    """The segments of one owner: 1 to 32 digits and small letters. A full file system refuses, and leaves nothing."""
+    """The segments of one owner. A full file system refuses a segment and leaves no file."""
 
     def __init__(self, folder: Path, owner: str, most_bytes: int) -> None:
         super().__init__(most_bytes)
@@ -90,7 +90,7 @@ class SegmentPool(Shelf[Segment]):
         self._lent: list[Segment] = []
 
     def lend(self, size_bytes: int) -> Segment | None:
-        """A segment that counts as lent until the target gives it back, or ``discard``; None where too much is lent."""
+        """A segment, lent until the target returns it or ``discard`` is called; None if too much is lent."""
         segment = self.take(size_bytes)
         if segment is not None:
             with self._lock:
@@ -99,7 +99,7 @@ class SegmentPool(Shelf[Segment]):
         return segment
 
     def discard(self, segment: Segment, turn: int) -> None:
-        """Removes a segment whose target may never give it back, unless it has, and another has it now."""
+        """Removes a segment whose target may never return it, unless it was returned and lent again."""
         with self._lock:
             if segment in self._lent and segment.turn == turn:
                 self._lent.remove(segment)
@@ -123,16 +123,16 @@ class SegmentPool(Shelf[Segment]):
 
 
 class MappedSegments:
-    """Segments of one other worker, mapped to be read, and kept mapped: a first touch costs more than a copy."""
+    """Segments of one other worker, mapped for reading. Mappings are cached: a first touch costs more than a copy."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner
         self._mapped: dict[str, mmap.mmap] = {}
 
     def array(self, name: str, mark: bytes, size_bytes: int) -> np.ndarray:
-        """The first bytes of a segment, read-only. It is given back by itself once nobody holds the array or a view.
+        """The first bytes of a segment, read-only. It is returned when the array and all its views are gone.
 
-        Raises SnapshotRefused for what is no segment of that owner, cannot be mapped, or is other memory.
+        Raises SnapshotRefused if the file is not that owner's segment, cannot be mapped, or is different memory.
         """
         self._forget_removed()
         mapped = self._mapped.get(name) or self._map(name)
@@ -168,7 +168,7 @@ class MappedSegments:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what owners left that are dead: each living one holds its lock."""
+    """Removes the files of dead owners; a live owner holds its lock."""
     for lock in folder.glob(f"*/{LOCK_FILE}"):
         if _OWNER.fullmatch(lock.parent.name) and is_abandoned(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Shared memory, between workers of one host: one copy, out of the engine's blocks into memory both have mapped.
+"""Shared memory between workers of one host: one copy, from the engine's blocks into memory that both have mapped.
 
-That is a segment of the source's, which the target gives back, or the arena of a pool, where what arrives stays. The
-checksum of a chunk is made right after its copy, from the copy and out of the cache.
+The memory is a segment of the source, which the target returns, or the arena of a pool, which stores received bodies.
+The checksum of a chunk is computed right after its copy, while the copy is in the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ class ShmSender(Sender):
     chunk_bytes: ClassVar = 4 << 20
 
     def __init__(self, segments: SegmentPool, folder: Path, target: str) -> None:
-        """``target``: the owner whose arena this pair may write to, where it has one."""
+        """``target``: the owner of an arena that this pair may write to, if any."""
         self._segments = segments
         self._folder, self._target = folder, target
         self._arena: MappedArena | None = None
         self._place: np.ndarray | None = None
-        self._at = 0  # of the place within the arena
-        self._lent: list[tuple[Segment, int]] = []  # to this pair, as far as is known; and its turn
+        self._at = 0  # offset in the arena
+        self._lent: list[tuple[Segment, int]] = []  # segments believed to be lent to this pair, each with its turn
         self._current: Segment | None = None
 
     def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -78,18 +78,18 @@ class ShmSender(Sender):
         self._current = self._place = None
 
     def if_refused(self) -> Callable[[], object]:
-        """A target that refuses may never give the segment back."""
+        """A target that refuses may never return the segment."""
         return super().if_refused() if self._current is None else partial(self._segments.discard, *self._lent[-1])
 
     def abandon(self) -> None:
-        """The target may have mapped the segment, and still look at it."""
+        """The target may have mapped the segment and still read it."""
         self._place = None
         if self._current is not None:
             self._segments.discard(*self._lent.pop())
             self._current = None
 
     def close(self) -> None:
-        """Nobody says any more when the target needs them no longer; it keeps what it has mapped."""
+        """Removes the lent segments, which nobody will return now; the target's mappings stay valid."""
         for segment, turn in self._lent:
             self._segments.discard(segment, turn)
         self._lent.clear()
@@ -106,13 +106,13 @@ class ShmReceiver(Receiver):
         return Landing(self._segments.array(name, mark, body_bytes), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
-        """It is there already."""
+        """The chunk was written before it was announced."""
         stream.drain(frame.body_bytes)
         return digest([target])
 
 
 class ShmArenaReceiver(Receiver):
-    """Of a pool: every body has its place in the arena."""
+    """Receives each body of a pool at an offset of its arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -125,6 +125,6 @@ class ShmArenaReceiver(Receiver):
         return Landing(body, {"at": self._arena.place(body), "size": body_bytes})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
-        """It is there already."""
+        """The chunk was written before it was announced."""
         stream.drain(frame.body_bytes)
         return digest([target])

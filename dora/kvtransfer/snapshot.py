@@ -1,7 +1,7 @@
-"""The KV snapshot: one live request, frozen, as data. Numpy only, no torch.
+"""The KV snapshot: one live request, frozen, as data. Uses numpy, not torch.
 
-``codec`` turns a snapshot into a head and a body of bytes, ``layout`` says whether one fits an engine, ``plane`` moves
-it from worker to worker.
+``codec`` converts a snapshot to a head and a body of bytes, ``layout`` checks whether one fits an engine, and ``plane``
+moves it between workers.
 """
 
 import json
@@ -16,21 +16,21 @@ from dora.data.types import RequestSpec
 
 SCHEMA = 5
 
-# Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless ``reslice`` cut them.
+# Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
 Pieces = Sequence[np.ndarray]
-# One stay of a request in a slot: a number of its own for each time that it came here, and its preemptions since.
+# One segment of a request, its time in a slot: a number for each arrival here, and its preemptions since.
 Stay = tuple[int, int]
-# What one layer's block is made of: strips in a row, the whole row so many times (once a KV head, as a rule). A strip
-# of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes). Without strips nobody knows what is
-# in a row, and with 0 rows not even how many there are.
+# The interior of one layer's block: the number of rows (usually one per KV head), and the strips of each row. A strip
+# of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes). Without strips the contents of a row
+# are unknown; with 0 rows their number is unknown too.
 Interior = tuple[int, tuple[tuple[int, int], ...]]
 UNKNOWN: Final[Interior] = (0, ())
 
 
 class Prefix(NamedTuple):
-    """The first blocks of a snapshot, which its target has: they came with the first round of another one."""
+    """The first blocks of a snapshot, which its target has from the first round of another one."""
 
-    key: str  # of that round
+    key: str  # key of that round
     blocks: int
 
 
@@ -39,44 +39,45 @@ NO_PREFIX: Final = Prefix("", 0)
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Everything that must agree for KV bytes of one engine to mean the same in another."""
+    """All properties in which two engines must agree to exchange KV bytes."""
 
     fingerprint: str  # EngineCapability.fingerprint
-    backend: str  # e.g. "cpu/amx" or "cuda/flash": attention backend and instruction set that shape the block interior
+    # e.g. "cpu/amx" or "cuda/flash": attention backend and instruction set, which shape the block interior
+    backend: str
     dtype: str
     block_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
-    shards: int = 1  # of each layer, as ``reslice`` names them: parts that tensor parallelism splits its KV heads into
-    windows: tuple[int, ...] = ()  # of each layer: how many last tokens it reads, 0 for all; empty: all layers read all
-    interiors: tuple[Interior, ...] = ()  # of each layer; empty: all are UNKNOWN, and move whole or not at all
+    shards: int = 1  # per layer, named by ``reslice``: tensor parallelism splits its KV heads into these
+    windows: tuple[int, ...] = ()  # per layer: how many last tokens it reads, 0 for all; empty: all layers read all
+    interiors: tuple[Interior, ...] = ()  # per layer; empty: all are UNKNOWN, and move whole or not at all
 
     @property
     def digest(self) -> str:
-        """The same text for layouts whose blocks may be copied as they are: chunks of the KV tier are named by it."""
+        """Equal for layouts whose blocks may be copied unconverted; names chunks of the KV tier."""
         return blake3(json.dumps(asdict(self)).encode()).hexdigest(16)
 
     @property
     def windowed(self) -> dict[str, int]:
-        """The layers that read the last tokens alone, and how many."""
+        """The layers that read only the last tokens, and how many."""
         named = zip(self.layers, self.windows, strict=bool(self.windows))
         return {name: window for (name, _), window in named if window}
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all layers."""
+        """Size of one block in all layers."""
         return sum(size for _, size in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
-    """A request's delivered tokens and logprobs (the truth) and its KV (a cache of them).
+    """A request's delivered tokens and logprobs, which are authoritative, and its KV, which is a cache of them.
 
-    ``request`` carries prompt, outputs, logprobs, sampling and version; the random stream is re-made from the seed and
-    the number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
-    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together: from
-    the first one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An
-    engine's own snapshot shows its KV-cache, as long as the request is frozen. ``ahead`` blocks before them are not
-    among them: they are where the request is to be taken in.
+    ``request`` has prompt, outputs, logprobs, sampling and version; the random stream is rebuilt from the seed and the
+    number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
+    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to join them: from the first
+    one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An engine's own
+    snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has
+    them already.
     """
 
     layout: KvLayout
@@ -89,12 +90,12 @@ class KvSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Blocks of a request that decodes which are full, and have a later block after them: they do not change any more.
+    """Full blocks of a decoding request that are followed by a later block, and so do not change.
 
-    That holds for one *stay* of the request in its slot: a request that is preempted comes back with other blocks.
-    Layers with a window have none: the engine takes their blocks back while the request decodes.
+    They are valid for one *segment* of the request, its time in a slot: after a preemption it has other blocks. Layers
+    with a window have none, as the engine reclaims their blocks while the request decodes.
     """
 
     stay: Stay
-    end: int  # one after the last of them, counted from the request's first block
-    blocks: Mapping[str, Pieces]  # from the block that was asked for on; shown, not copied
+    end: int  # one after the last block, counted from the request's first block
+    blocks: Mapping[str, Pieces]  # from the requested block on; views, not copies

@@ -1,7 +1,7 @@
-"""TCP, between any two workers: chunks follow their frames on the pair's own stream.
+"""TCP between any two workers: chunks follow their frames on the pair's own stream.
 
-The kernel takes them from the engine's blocks and puts them where the body belongs, with no copy in between. Checksums
-are made by other threads meanwhile.
+The kernel copies them from the engine's blocks to their destination, with no copy in between. Other threads compute the
+checksums meanwhile.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,15 @@
-"""A cap on what a worker sends, over all its pairs."""
+"""A bandwidth cap on everything that a worker sends, over all its pairs."""
 
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-BURST_S: Final = 0.05  # so much of a second's bytes may go at once
+BURST_S: Final = 0.05  # bytes of this many seconds may be sent at once
 
 
 class Throttle:
-    """A token bucket. ``bytes_per_s`` 0: no cap. ``clock`` and ``wait(seconds)`` are time's, or a test's."""
+    """A token bucket. ``bytes_per_s`` 0: no cap. ``clock`` and ``wait(seconds)`` are replaced by tests."""
 
     def __init__(
         self,
@@ -21,14 +21,14 @@ class Throttle:
         self._clock = clock
         self._wait = wait or threading.Event().wait
         self._lock = threading.Lock()
-        self._free_s = clock()  # when all that was let through will have been sent at the cap
+        self._free_s = clock()  # when the cap will have sent all bytes passed so far
 
     @property
     def is_capped(self) -> bool:
         return self._bytes_per_s > 0
 
     def pass_bytes(self, count: int) -> None:
-        """Waits until so many bytes may go."""
+        """Waits until this many bytes may be sent."""
         if not self._bytes_per_s:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""torch.distributed between two workers: gloo on CPUs, NCCL on GPUs, the same code and the backend by name.
+"""torch.distributed between two workers: gloo on CPUs, NCCL on GPUs, with the same code.
 
-The pair is a process group of its own with two ranks, made directly and not by ``init_process_group``: no global world
-has to be formed again when a worker dies. The source keeps the store in which both find each other. Such a group meets
-without a proof and talks without one: its network is one that only workers of this run reach.
+Each pair is a process group with two ranks, created directly rather than by ``init_process_group``, so that no global
+world must be formed again when a worker dies. The source hosts the store by which both ranks find each other. The group
+neither authenticates nor protects its traffic: its network must be reachable by workers of this run alone.
 
-A chunk is announced on the pair's stream, and sent and received in the group; both ends do so in the same order.
+Chunks are announced on the pair's stream, and sent and received in the group, by both ends in the same order.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, po
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
-STAGES: Final = 2  # chunks on their way at once
-DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as a message of its own than as a copy
+STAGES: Final = 2  # chunks in transit at once
+DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as its own message than as a copy
 _SOURCE, _TARGET = 0, 1  # ranks
 _TAG: Final = 0
 
 
 def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float) -> Any:
-    """One rank of a pair. ``host``: this end's address, for gloo. Blocks until the other rank is there."""
+    """Creates one rank of a pair. ``host``: this end's address, for gloo. Blocks until the other rank has joined."""
     import torch.distributed as distributed
 
     timeout = timedelta(seconds=timeout_s)
@@ -41,14 +41,14 @@ def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float)
         options._timeout = timeout
         options._threads = 2
         return distributed.ProcessGroupGloo(store, rank, 2, options)
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a peer that stops is an error here, not the process's end
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # raises if a peer stops, instead of aborting the process
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return distributed.ProcessGroupNCCL(store, rank, 2, options)
 
 
 class TorchSender(Sender):
-    """Sends a chunk's parts from where they lie; small ones, and all to a GPU, from a copy in memory of its own."""
+    """Sends large parts of a chunk in place. Small parts, and all parts for a GPU, are copied to a stage first."""
 
     chunk_bytes: ClassVar = 8 << 20
 
@@ -75,7 +75,7 @@ class TorchSender(Sender):
         joining = _Joining(
             lambda: make_group(self.name, distributed.PrefixStore(prefix, self._store), _SOURCE, host, self._timeout_s)
         )
-        joining.start()  # both ranks wait for each other: the other one is made while it is asked
+        joining.start()  # both ranks wait for each other, so this one joins while the other is asked
         try:
             ask({"host": host, "port": port, "prefix": prefix})
         finally:
@@ -105,7 +105,7 @@ class TorchSender(Sender):
                 stage.wait()
 
     def abandon(self) -> None:
-        """What was announced is received, and forgotten."""
+        """Lets the target receive and discard the announced chunks."""
         with contextlib.suppress(TransferFailed):
             self.finish()
 
@@ -167,7 +167,7 @@ class TorchReceiver(Receiver):
 
 
 class _Stage:
-    """Memory for one chunk on its way; on a GPU also there."""
+    """Staging memory for one chunk, on the host and, for NCCL, on the GPU."""
 
     def __init__(self, device: str, size_bytes: int) -> None:
         import torch
@@ -184,26 +184,26 @@ class _Stage:
         return self._device[:size_bytes]
 
     def wait(self) -> None:
-        """Until what was sent from here, or in its turn, has left."""
+        """Waits until everything sent from here has left."""
         works, self.works = self.works, []
         for work in works:
             work.wait()
 
 
 def _is_worth_a_message(part: memoryview) -> bool:
-    """Whether it is sent from where it lies; torch shows only what could be written."""
+    """Whether to send a part in place; torch accepts only writable memory."""
     return part.nbytes >= DIRECT_BYTES and not part.readonly
 
 
 def _shown(part: memoryview) -> Any:
-    """A part as a tensor, where it lies."""
+    """A part as a tensor, without a copy."""
     import torch
 
     return torch.frombuffer(part, dtype=torch.uint8)
 
 
 class _Joining(threading.Thread):
-    """Makes a group in a thread of its own."""
+    """Joins a group in a thread of its own."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__(name="kv-join", daemon=True)
@@ -214,7 +214,7 @@ class _Joining(threading.Thread):
     def run(self) -> None:
         try:
             self._made = self._make()
-        except Exception as error:  # torch raises its own kinds; ``result`` raises it again
+        except Exception as error:  # torch raises its own exceptions; ``result`` raises them again
             self._error = error
 
     def result(self) -> Any:
@@ -225,7 +225,7 @@ class _Joining(threading.Thread):
 
 @contextlib.contextmanager
 def _failing(backend: str, as_error: type[DoraError] = TransferFailed) -> Iterator[None]:
-    """What torch raises, as a transport that cannot go on."""
+    """Raises torch's exceptions as a transport failure."""
     try:
         yield
     except (RuntimeError, ValueError, OSError, AttributeError, ImportError) as error:

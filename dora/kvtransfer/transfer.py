@@ -1,4 +1,4 @@
-"""One snapshot on its way from a worker to another, and how it got there."""
+"""The transfer of one snapshot to another worker, and its result."""
 
 import threading
 from collections.abc import Sequence
@@ -13,23 +13,22 @@ from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How a snapshot reached its target."""
+    """The result of a successful transfer."""
 
-    key: str  # under which it is there
+    key: str  # its key at the target
     transport: str
     body_bytes: int
     took_s: float
     fallbacks: tuple[str, ...] = ()  # transports that failed before, each with its reason
-    is_ahead: bool = False  # it is a round that lies where its request is to be taken in
+    is_ahead: bool = False  # whether this round was written to its destination already
 
 
 @dataclass(eq=False)
 class Transfer:
-    """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
+    """A snapshot, or one round of it, in transit; the consecutive ``parts`` are its body.
 
-    They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
-    ``goes_on``: another round follows. A body that was received before has its ``seal``. A first round may follow on a
-    ``prefix``.
+    The parts must not change until it is done or cancelled. ``after``: the key of the previous round. ``goes_on``:
+    another round follows. A body received from another worker has a ``seal``. A first round may follow a ``prefix``.
     """
 
     ticket: str
@@ -44,7 +43,7 @@ class Transfer:
     fallbacks: list[str] = field(default_factory=list)
 
     def cancel(self) -> None:
-        """The snapshot is void. What has left already is dropped at the target."""
+        """Voids the snapshot. The target drops what has been sent."""
         self.cancelled.set()
 
     @property

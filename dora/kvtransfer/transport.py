@@ -1,8 +1,8 @@
-"""What a transport is: a way for the bytes of one worker to reach the memory of another.
+"""The interface of a transport, which carries bytes from one worker's memory to another's.
 
-A transport has two halves, made anew for each pair of workers and gone with it. The pair's stream (``wire``) carries
-what both say, so a transport only brings chunks across; it knows nothing of requests, snapshots or checksums' meaning.
-A pair's halves are each used by one thread, which is none of the engine's.
+A transport has two halves, created and closed with each pair of workers. The pair's stream (``wire``) carries the
+protocol, so a transport only moves chunks and knows nothing of requests, snapshots or the meaning of checksums. Each
+half is used by one thread, never by the engine's.
 
     sending half                        receiving half
     attach: its offer       ─ATTACH──▶  attach: its answer          once a pair
@@ -24,98 +24,98 @@ from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20
-PIECE_BYTES: Final = 1 << 20  # is still in the cache when its checksum is made, and costs little of Python
+PIECE_BYTES: Final = 1 << 20  # still in the cache for its checksum, and large enough for Python's overhead
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MAX: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Memory in which a body arrives: an array of its bytes, and what the sending half has to know of it."""
+    """Memory for an arriving body: an array, and the parameters that the sending half needs."""
 
     body: np.ndarray
     answer: dict[str, Any]
 
 
 class NoRoom(SnapshotRefused):
-    """Too much is in flight just now."""
+    """Too much is in flight now; a later try may succeed."""
 
 
-Sum = bytes | Callable[[], bytes]  # of a chunk; or what waits for it
+Sum = bytes | Callable[[], bytes]  # a chunk's checksum, or a function that waits for it
 
 
 class Sender(ABC):
-    """The sending half. Its methods raise TransferFailed where this transport cannot go on; another one may."""
+    """The sending half. Its methods raise TransferFailed if this transport fails; another one may be tried."""
 
     name: str
     chunk_bytes: ClassVar[int] = CHUNK_BYTES
 
     def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Once, before anything else. ``ask`` shows the other half an offer and returns its answer."""
+        """Called once, first. ``ask`` sends an offer to the other half and returns its answer."""
         ask({})
 
     def begin(self, body_bytes: int) -> dict[str, Any]:
-        """A body of at most so many bytes is to begin; what the other half has to know."""
+        """Begins a body of at most this size. Returns parameters for the other half."""
         return {}
 
     def begun(self, answer: dict[str, Any]) -> None:
-        """The other half is ready."""
-        return  # most have nothing to do here
+        """Accepts the parameters of the other half, which is ready."""
+        return  # nothing to do for most transports
 
     @abstractmethod
     def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
-        """Brings one chunk across, or begins to, and announces it with ``head``. Returns its checksum.
+        """Sends one chunk, or begins to, and announces it with ``head``. Returns its checksum.
 
-        ``head["at"]`` is where in the body the chunk begins, ``head["size"]`` its bytes: those of ``parts``, in a row.
+        ``head["at"]`` is the chunk's offset in the body, ``head["size"]`` the total size of the consecutive ``parts``.
         """
 
     def finish(self) -> None:
-        """Returns once no chunk needs ``parts`` or own memory any more."""
-        return  # most have nothing to do here
+        """Returns once no chunk needs ``parts`` or this transport's own memory."""
+        return  # nothing to do for most transports
 
     def if_refused(self) -> Callable[[], object]:
-        """What is to be done where the body that was just sent is refused. Any thread may do it."""
+        """The cleanup for the case that the target refuses the body just sent. Any thread may run it."""
         return lambda: None
 
     def abandon(self) -> None:
-        """The body is void: refused, cancelled, or broken off."""
-        return  # most have nothing to do here
+        """Ends a void body: refused, cancelled, or aborted."""
+        return  # nothing to do for most transports
 
     def close(self) -> None:
-        """Gives everything back."""
-        return  # most have nothing to do here
+        """Frees everything."""
+        return  # nothing to do for most transports
 
 
 class Receiver(ABC):
-    """The receiving half. Its methods raise SnapshotRefused for what it cannot take, and TransferFailed."""
+    """The receiving half. Its methods raise SnapshotRefused for a body that it cannot accept, and TransferFailed."""
 
     def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
-        """The answer to the sending half's offer."""
+        """Answers the sending half's offer."""
         return {}
 
     @abstractmethod
     def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
-        """Memory for a body. ``opening``: what the sending half said."""
+        """Memory for a body. ``opening``: the sending half's parameters."""
 
     @abstractmethod
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
-        """Takes one chunk, or begins to. Returns the checksum of what has come."""
+        """Receives one chunk, or begins to. Returns the checksum of the received bytes."""
 
     def skip(self, stream: Stream, frame: Frame) -> None:
-        """A chunk that nobody wants any more."""
+        """Discards a chunk of a void body."""
         stream.drain(frame.body_bytes)
 
     def end(self, body: np.ndarray) -> None:
-        """A body that ``begin`` gave memory for is complete, or void: nothing more is written to it."""
-        return  # most have nothing to do here
+        """Ends a body that ``begin`` allocated: it is complete or void, and is not written again."""
+        return  # nothing to do for most transports
 
     def close(self) -> None:
-        """Gives everything back."""
-        return  # most have nothing to do here
+        """Frees everything."""
+        return  # nothing to do for most transports
 
 
 def pool_landing(body_bytes: int, pool: Memory) -> np.ndarray:
-    """Memory of the pool. Raises NoRoom, and SnapshotRefused where none can be had."""
+    """Allocates from the pool. Raises NoRoom, and SnapshotRefused if allocation fails."""
     array = pool.array(body_bytes)
     if array is None:
         raise NoRoom(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
@@ -127,9 +127,9 @@ def send_chunk(stream: Stream, head: dict[str, Any], parts: Sequence[memoryview]
 
 
 def copied(target: np.ndarray, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Writes buffers in a row, and shows each piece as soon as it is written: its checksum is made out of the cache.
+    """Writes consecutive buffers and yields each piece while it is in the cache, for its checksum.
 
-    Large copies let other threads run; to wait for one's turn again costs more than a small one.
+    Large copies release the GIL; for small ones, waiting to get it back would cost more than the copy.
     """
     at = 0
     shown = target.data
@@ -146,7 +146,7 @@ def copied(target: np.ndarray, parts: Sequence[memoryview]) -> Iterator[memoryvi
 
 
 def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
-    """The same bytes in rows of at most ``most_bytes``, each but the last of exactly that."""
+    """The same bytes in groups of ``most_bytes``; the last may be smaller."""
     row: list[memoryview] = []
     room = most_bytes
     for part in parts:
@@ -163,5 +163,5 @@ def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryvie
 
 
 def summed(found: Sum) -> bytes:
-    """The checksum itself."""
+    """The checksum, after waiting for it."""
     return found if isinstance(found, bytes) else found()

@@ -1,6 +1,6 @@
-"""Frames between two workers, or two relays: a small map, and bytes after it that are neither copied nor joined.
+"""Frames between two workers, or two relays: a small map, and a body that is neither copied nor joined.
 
-All integers little-endian:
+All integers are little-endian:
 
     0   4   magic "DKV2"
     4   2   kind
@@ -11,9 +11,9 @@ All integers little-endian:
     36      head: msgpack map
     ...     body, raw
 
-Until both ends have proved who they are the key is zero, and the tag no more than a checksum. From then on it is the
-connection's own (``Stream.authenticate``): a frame that is changed, left out, repeated or moved is no frame. A body is
-not under the tag: a chunk's checksum travels in the head of a later frame.
+Until both ends have proved their identity, the key is zero and the tag is only a checksum. After that the key belongs
+to the connection (``Stream.authenticate``): changed, omitted, repeated or moved frames are rejected. The tag does not
+cover the body: a chunk's checksum travels in the head of a later frame.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from dora.errors import TransferFailed
 MAGIC: Final = b"DKV2"
 HEAD_MAX: Final = 64 << 10
 BODY_MAX: Final = 64 << 20
-BUFFERS_MAX: Final = 512  # of one system call; the kernel takes 1,024
-PACED_BYTES: Final = 128 << 10  # of a body that leaves at a pace, at once
+BUFFERS_MAX: Final = 512  # per system call; the kernel accepts 1,024
+PACED_BYTES: Final = 128 << 10  # sent at once from the body of a paced frame
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 32
 PREAMBLE: Final = Struct("<4sHHIQ")
 _NUMBER: Final = Struct("<Q")
 _TIMEVAL: Final = Struct("@ll")
-_LOWER_EFFORT: Final = 1 << 2  # of RFC 8622, in the byte of class and congestion
+_LOWER_EFFORT: Final = 1 << 2  # DSCP of RFC 8622, in the byte of class and congestion
 _DRAIN_BYTES: Final = 256 << 10
 
 
@@ -53,39 +53,39 @@ class Gone(TransferFailed):
 
 
 class Kind(IntEnum):
-    """Who sends it: the sending half (S) or the receiving half (R) of a pair."""
+    """The sender is the sending half (S) or the receiving half (R) of a pair."""
 
-    GREETING = 1  # S: who I am, whom I want
-    CHALLENGE = 2  # R: who I am, and my proof
+    GREETING = 1  # S: its identity and the wanted peer
+    CHALLENGE = 2  # R: its identity and its proof
     PROOF = 3  # S
     WELCOME = 4  # R
-    ATTACH = 5  # S: make the other end of a transport ready
+    ATTACH = 5  # S: prepare the other end of a transport
     ATTACHED = 6  # R
     OPEN = 7  # S: a snapshot begins
     OPENED = 8  # R
     CHUNK = 9  # S
     COMMIT = 10  # S: the snapshot is complete; its head follows
-    ARRIVED = 11  # R: it is here, whole and checked
-    REFUSED = 12  # R: what was asked for, with the reason
+    ARRIVED = 11  # R: it has arrived, complete and checked
+    REFUSED = 12  # R: the request is refused, with the reason
     CANCEL = 13  # S: the snapshot is void
-    # Relays of weights (dora/relay/): the follower (F) connects to its upstream (U), whose bytes are CHUNK frames.
-    FETCH = 20  # F: the version that it wants
-    HELD = 21  # U: it has it, or some of it; the body is its manifest
-    LACKED = 22  # F: what it still lacks; the body lists it
-    AWAITED = 23  # U: no more of it is here yet
-    COMPLETE = 24  # U: all that was lacked has been sent
+    # Relays of weights (dora/relay/): the follower (F) connects to its upstream (U), which sends bytes in CHUNK frames.
+    FETCH = 20  # F: the wanted version
+    HELD = 21  # U: has all or some of the version; the body is its manifest
+    LACKED = 22  # F: what it still needs; the body lists it
+    AWAITED = 23  # U: has no more of it yet
+    COMPLETE = 24  # U: everything needed has been sent
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The body, if there is one, is still to be read."""
+    """A frame whose body, if any, is still to be read."""
 
     kind: Kind
     head: dict[str, Any]
     body_bytes: int
 
     def field(self, name: str, kind: type[Field], default: Field | None = None) -> Field:
-        """A field of the head. Raises TransferFailed where it is missing, without a default, or of another type."""
+        """A field of the head. Raises TransferFailed if it has another type, or is missing without a default."""
         value = self.head.get(name, default)
         if type(value) is not kind:
             raise TransferFailed(f"its {self.kind.name} has {name} = {value!r:.100}, not {kind.__name__}")
@@ -95,14 +95,14 @@ class Frame:
 class Stream:
     """A connected socket as a stream of frames. One thread sends, one receives.
 
-    Every method raises TransferFailed: where the other end is gone, stops for longer than the time limit, or sends what
-    is no frame.
+    Every method raises TransferFailed if the other end disconnects, stalls for longer than the timeout, or sends an
+    invalid frame.
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket = connected
         self._timeout_s = timeout_s
-        # Not Python's own time limit: with it each call would ask first whether it may, and none would wait for all.
+        # Not Python's own timeout, which adds a poll to each call and rules out MSG_WAITALL.
         connected.settimeout(None)
         limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -114,7 +114,7 @@ class Stream:
         self._poll.register(connected, select.POLLIN)
 
     def authenticate(self, sending_key: bytes, receiving_key: bytes) -> None:
-        """From the next frame of each direction on only who has these keys (32 bytes) can make one."""
+        """Requires these keys (32 bytes) for each direction's frames from the next one on."""
         self._sending.key, self._receiving.key = sending_key, receiving_key
 
     def send(
@@ -124,7 +124,7 @@ class Stream:
         body: Sequence[memoryview] = (),
         pace: Callable[[int], object] | None = None,
     ) -> None:
-        """``pace`` waits until so many bytes more may go: a body then leaves in small parts."""
+        """``pace`` waits until this many more bytes may be sent; the body is then sent in small parts."""
         packed = msgpack.packb(head)
         preamble = PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
         waiting = [memoryview(preamble + self._sending.next(preamble, packed) + packed), *body]
@@ -140,14 +140,14 @@ class Stream:
             raise TransferFailed(self._said(error, "takes no bytes")) from error
 
     def is_readable(self, wait_s: float) -> bool:
-        """Whether a frame, or the end, is there within the time."""
+        """Whether a frame, or the end of the stream, arrives within the time."""
         try:
             return bool(self._poll.poll(wait_s * 1000))
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "says nothing")) from error
 
     def receive(self) -> Frame:
-        """The next frame. Its body must be read, by ``read_into`` or ``drain``, before the next is received."""
+        """The next frame. Its body must be read by ``read_into`` or ``drain`` before the next call."""
         preamble = self.read(PREAMBLE.size)
         magic, kind, reserved, head_bytes, body_bytes = PREAMBLE.unpack(preamble)
         known = magic == MAGIC and kind in Kind._value2member_map_ and not reserved
@@ -180,7 +180,7 @@ class Stream:
         return bytes(buffer)
 
     def drain(self, count: int) -> None:
-        """Reads and forgets."""
+        """Reads and discards."""
         scratch = memoryview(bytearray(min(count, _DRAIN_BYTES)))
         while count:
             piece = scratch[: min(count, len(scratch))]
@@ -188,22 +188,22 @@ class Stream:
             count -= len(piece)
 
     def yield_to_others(self) -> None:
-        """Marks what is sent as background: its packets wait where others want the same queue (RFC 8622)."""
+        """Marks sent packets as background traffic, which yields to other traffic in a queue (RFC 8622)."""
         option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
         if self._socket.family == socket.AF_INET:
             option = (socket.IPPROTO_IP, socket.IP_TOS)
-        with contextlib.suppress(OSError):  # a network that knows no classes carries it all the same
+        with contextlib.suppress(OSError):  # a network without traffic classes carries it anyway
             self._socket.setsockopt(*option, _LOWER_EFFORT)
 
     def own_host(self) -> str:
         return str(self._socket.getsockname()[0])
 
     def stop(self) -> None:
-        """Ends both directions: whoever waits on the stream goes on with TransferFailed. Any thread may do it."""
+        """Ends both directions: a thread that waits on the stream gets TransferFailed. Thread-safe."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it has ended already
+            return
 
     def close(self) -> None:
         self._socket.close()
@@ -228,7 +228,7 @@ class _Tags:
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """What of ``parts`` is still to be sent."""
+    """The unsent rest of ``parts``."""
     for number, part in enumerate(parts):
         if sent < part.nbytes:
             return [part[sent:], *parts[number + 1 :]]

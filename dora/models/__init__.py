@@ -18,31 +18,31 @@ __all__ = [
     *("made_model", "resolve_model", "routing", "unwritable_cache"),
 ]
 
-# What config.json calls the longest context; the least of them holds. Source: vLLM,
+# Fields of config.json for the maximum context length; the smallest applies. Source: vLLM,
 # transformers_utils/model_arch_config_convertor.py, ``derive_max_model_len_and_key``.
 CONTEXT_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
 _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
-NAMES = ("smollm2", *_TINY_KINDS)  # models that installed packages are enough for
+NAMES = ("smollm2", *_TINY_KINDS)  # models that can be made from installed packages
 
 
 def default_cache() -> Path:
-    """Where prepared models are kept: ``$XDG_CACHE_HOME/dora``, by default ``~/.cache/dora``."""
+    """The folder of prepared models: ``$XDG_CACHE_HOME/dora``, by default ``~/.cache/dora``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "dora"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return Path(tempfile.gettempdir()) / f"dora-{os.getuid()}"
 
 
 def resolve_model(name: str, cache: Path | None = None) -> Path:
-    """The Hugging Face folder of a model, prepared under ``cache`` where it has a name of its own.
+    """The Hugging Face folder of a model. A model in ``NAMES`` is prepared under ``cache``.
 
-    torch is loaded only where the folder has yet to be made. ``cache`` None: ``default_cache()``.
+    torch is loaded only to prepare the folder. ``cache`` None: ``default_cache()``.
 
-    Raises InvalidValue where ``name`` is neither such a name nor a folder that an engine can load.
+    Raises InvalidValue if ``name`` is neither in ``NAMES`` nor a folder that an engine can load.
     """
     cache = default_cache() if cache is None else cache
     if name == "smollm2":
@@ -65,9 +65,9 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
 
 
 def made_model(name: str, cache: Path | None = None) -> Path | None:
-    """``resolve_model``, but nothing is made: None for a model with a name of its own that has yet to be.
+    """``resolve_model`` without preparation: None for a model in ``NAMES`` that is not prepared yet.
 
-    Raises NotFound where the package that it would be made from is missing.
+    Raises NotFound if the package that it is made from is missing.
     """
     cache = default_cache() if cache is None else cache
     if name in NAMES and not _made_folder(name, cache).exists():
@@ -78,7 +78,7 @@ def made_model(name: str, cache: Path | None = None) -> Path | None:
 
 
 def unwritable_cache(error: OSError) -> str:
-    """What is allowed instead of a cache folder that cannot be written."""
+    """The ``allowed`` text of an error about a cache folder that cannot be written."""
     return f"a cache folder that can be written, as --set cache=FOLDER names it ({error})"
 
 
@@ -87,7 +87,7 @@ def _made_folder(name: str, cache: Path) -> Path:
 
 
 def _check_config(folder: Path, name: str) -> None:
-    """Raises InvalidValue where no engine could tell what model this is: it would say so half a minute later."""
+    """Raises InvalidValue if no engine could identify the model, instead of half a minute later in the engine."""
     config = json_object(folder / "config.json", "--model")
     architectures, kind = config.get("architectures"), config.get("model_type")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
@@ -102,16 +102,16 @@ def _check_config(folder: Path, name: str) -> None:
 
 
 def context_tokens(folder: Path) -> int | None:
-    """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
+    """The maximum context length of the model in a Hugging Face folder; None if it does not say."""
     said = _text_config(folder)
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
     return min(found, default=None)
 
 
 def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raises InvalidValue where a model cannot be divided between so many ranks: by heads in a layer, and by layers.
+    """Raises InvalidValue if a model cannot be divided among this many ranks, by heads and by layers.
 
-    Ranks hold the same KV head where there are fewer heads than ranks. Source: vLLM, vllm/config/model.py,
+    With more ranks than KV heads, several ranks hold the same head. Source: vLLM, vllm/config/model.py,
     ``verify_with_parallel_config``, and vllm/model_executor/layers/linear.py, ``QKVParallelLinear``.
     """
     said = _text_config(folder)
@@ -127,7 +127,7 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
-    """config.json; of a model that also sees or hears what it says of the part that reads."""
+    """config.json; for a multimodal model, its text part."""
     config = json_object(folder / "config.json", "--model")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
@@ -139,7 +139,7 @@ def experts(folder: Path) -> tuple[int, int] | None:
 
 
 def routing(folder: Path) -> RoutingShape:
-    """``routing_of`` the config.json of a Hugging Face folder. Raises InvalidValue for a model without experts too."""
+    """``routing_of`` the config.json of a Hugging Face folder. Raises InvalidValue also for a model without experts."""
     found = routing_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))
     if found is None or not found.layers:
         allowed = f"false, as {folder} is no mixture of experts: it routes nothing"

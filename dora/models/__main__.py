@@ -1,6 +1,6 @@
 """``python -m dora.models MODEL [CACHE]``: prepares a model in a process of its own and prints its folder.
 
-So that a service which must not load torch can have a model made. On failure the last line of stderr says what is
+A service that must not load torch can prepare a model this way. On failure the last line of stderr says what is
 allowed, and the exit code is 2.
 """
 

@@ -1,4 +1,4 @@
-"""From a live transformers module's tensors to the names and shapes of its Hugging Face checkpoint.
+"""Converts a live transformers module's tensors to the names and shapes of its Hugging Face checkpoint.
 
 transformers >= 5 holds all experts of a layer in two fused tensors; checkpoints, and the engines that read them, have
 one tensor per expert and projection. With ``E`` experts, intermediate size ``I`` and hidden size ``H``:
@@ -35,8 +35,8 @@ _TIED = "lm_head.weight"
 def to_checkpoint(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The checkpoint tensors of ``module.state_dict()``; ``config`` is the content of config.json.
 
-    Experts are unfused and a tied ``lm_head`` is left out, as it is the embedding. Results are views of the given
-    tensors: nothing is copied. Raises InvalidValue for fused experts of a model type whose names are not known.
+    Experts are unfused, and a tied ``lm_head`` is omitted, as it is the embedding. Results are views, not copies, of
+    the given tensors. Raises InvalidValue for fused experts of an unknown model type.
     """
     tied = bool(config.get("tie_word_embeddings", False))
     checkpoint: dict[str, Tensor] = {}
@@ -66,5 +66,5 @@ def _experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
 
 
 def _module_name(name: str, model_type: str) -> str:
-    # Mixtral's checkpoints call the block by its old name; transformers renames it while loading.
+    # Mixtral's checkpoints use an old name of the block; transformers renames it while loading.
     return name.replace(".mlp.", ".block_sparse_moe.") if model_type == "mixtral" else name

@@ -1,4 +1,4 @@
-"""How many experts a mixture has, and in which layers, as its config says; families of models name that differently."""
+"""The number of experts of a mixture and its layers with experts, from the differing configs of model families."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 
-# Experts of a layer, and how many of them one token is sent to.
+# Experts per layer, and experts per token.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOKEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
 def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    """Of a mixture of experts how many there are in a layer, and how many one token is sent to; None for other models.
+    """The experts per layer and per token of a mixture of experts; None for other models.
 
-    As the fields of config.json say, or its ``text_config``. Raises InvalidValue, naming the ``source``, where they
-    say the one and not the other.
+    Reads config.json or its ``text_config``. Raises InvalidValue, naming the ``source``, if only one of the two is
+    given.
     """
     fields = {**config, **(config.get("text_config") or {})}
     total, chosen = (_first_number(fields, names) for names in (_EXPERTS, _TOKEN_EXPERTS))
@@ -27,10 +27,10 @@ def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None
 
 
 def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
-    """What its routers choose for one token; None for a model without experts. Raises as :func:`experts_of`.
+    """The routing of one token; None for a model without experts. Raises as :func:`experts_of`.
 
-    Layers without experts are those that the config names in a way of these families: Qwen-MoE, DeepSeek and GLM, Llama
-    4. In others all layers count as having some; an engine compares that with its own layers.
+    Layers without experts are recognised in the configs of Qwen-MoE, DeepSeek, GLM and Llama 4. For other families all
+    layers count as having experts; an engine compares that with its own layers.
     """
     counts = experts_of(config, source)
     if counts is None:
@@ -58,6 +58,6 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _first_number(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Of the first of these fields that has one; else 0."""
+    """The value of the first of these fields that has one; else 0."""
     values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)

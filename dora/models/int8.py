@@ -1,9 +1,9 @@
-"""Projections in int8: what a rollout engine with ``workers.quantisation = "int8"`` makes of a model. Loads torch.
+"""Projections in int8, as computed by a rollout engine with ``workers.quantisation = "int8"``. Loads torch.
 
-The form that compressed-tensors calls W8A8: weights with one scale for each output channel, made anew of each version;
-activations with one for each token; both symmetric, rounded to nearest, the largest becomes 127. Experts, embeddings,
-heads, norms, routers, and what MLA takes apart stay as they are.
-Source: vllm/model_executor/layers/quantization/compressed_tensors, compressed_tensors_w8a8_int8.py.
+The scheme is W8A8 of compressed-tensors: weights have one scale per output channel, computed for each version;
+activations have one per token; both are symmetric, rounded to nearest, with the largest value at 127. Experts,
+embeddings, heads, norms, routers, and the tensors that MLA splits are not quantised. Source:
+vllm/model_executor/layers/quantization/compressed_tensors, compressed_tensors_w8a8_int8.py.
 """
 
 import re
@@ -22,14 +22,14 @@ def is_quantised(name: str) -> bool:
 
 
 def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix (rows, columns) and its scales (rows, 1): the matrix is about ``values * scales``."""
+    """A matrix (rows, columns) and its scales (rows, 1): ``values * scales`` approximates ``tensor``."""
     whole = tensor.float()
     scales = (whole.abs().amax(dim=1, keepdim=True) / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return (whole / scales).round_().clamp_(-_MAX, _MAX).to(torch.int8), scales
 
 
 def quantise(module: torch.nn.Module) -> int:
-    """Lets the projections of a model compute as the engine's do. Returns how many there are.
+    """Makes the projections of a model compute as the engine's do. Returns their number.
 
     ``module``: of transformers, with the names of its checkpoint.
     """

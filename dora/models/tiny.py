@@ -1,8 +1,8 @@
 """Random models of a few hundred thousand parameters, for tests and for ``make demo MODEL=tiny``.
 
-Architectures of real families at the smallest size that the CPU engine runs: heads of 64, fp32. ``dense`` is Qwen3,
-``moe`` Qwen3-MoE, ``mla`` DeepSeek-V2 (latent attention: on CPU 512 values and 64 of the position, no others), and
-``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all).
+They have the architectures of real families at the smallest size that the CPU engine supports: heads of 64, fp32.
+``dense`` is Qwen3, ``moe`` Qwen3-MoE, ``mla`` DeepSeek-V2 (latent attention; on CPU only with 512 latent values and 64
+rotary ones), and ``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all).
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, writ
 
 TinyKind = Literal["dense", "moe", "mla", "window"]
 WINDOW_TOKENS = 64
-RECIPE = 1  # raise it with any change of what is written here
+RECIPE = 1  # increase it with any change of the written files
 CONTEXT_TOKENS = 512
 
 _COMMON: dict[str, Any] = {
@@ -29,7 +29,7 @@ _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
-    "initializer_range": 0.1,  # ten times the usual: a distribution that is far from flat, so that errors show
+    "initializer_range": 0.1,  # ten times the usual: the distribution is far from flat, so errors are visible
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
@@ -89,15 +89,15 @@ def make_tiny(
     experts: tuple[int, int] | None = None,
     tied: bool | None = None,
 ) -> Path:
-    """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is re-used.
+    """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is reused.
 
-    The folder holds config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json,
-    tokenizer_config.json. There are two attention heads to a KV head, of which
-    latent attention has none. ``experts``: of a mixture, how many a layer has and how many a token is sent to.
-    ``tied``: whether the head is the embedding; None: as the kind has it. The same seed gives the same bytes. torch's
-    global random state is left as it was.
-    Raises InvalidValue for an unknown kind, and for experts of a model that has none; Conflict where ``folder`` holds
-    something else.
+    The folder contains config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json
+    and tokenizer_config.json. Each KV head has two attention heads; latent attention has no KV heads. ``experts``: of a
+    mixture, the experts per layer and per token. ``tied``: whether the head is the embedding; None: the kind's default.
+    The same seed gives the same bytes. torch's global random state is left untouched.
+
+    Raises InvalidValue for an unknown kind, and for experts of a model without them; Conflict if ``folder`` has other
+    contents.
     """
     if kind not in get_args(TinyKind):
         raise InvalidValue("kind", kind, " or ".join(get_args(TinyKind)))

@@ -1,7 +1,7 @@
-"""The 64 tokens of the tiny models: one per character, and four words that name a class of characters.
+"""The 64 tokens of the tiny models: one per character, and four words that each name a class of characters.
 
-The task that goes with it (``dora.prompts.tiny``, ``dora.rewards.tiny``): write characters of the class that is named.
-The words are in capitals and no class holds a capital, so a repeated word never earns a reward.
+In the matching task (``dora.prompts.tiny``, ``dora.rewards.tiny``) the model writes characters of the named class. The
+words are in capitals and no class has a capital, so a repeated word never earns a reward.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""How many accelerators generate and how many train: StreamRL's Algorithm 1 (section 4.2).
+"""Allocates accelerators to generation and training: StreamRL's Algorithm 1 (section 4.2).
 
-What generation takes is in generation.py; training is interpolated between measured points.
+The time of generation is computed in generation.py; training is interpolated between measured points.
 """
 
 import math
@@ -22,9 +22,9 @@ Ways = Callable[[int], Sequence[Generation]]
 class Split:
     """One division of the accelerators; a step takes as long as the slower stage, or as ``link_s``.
 
-    That is the time in which new weights cross the link between two datacentres: it hides behind a step, and no step
-    can be shorter. Not in a window of 1: there generation, the training that it leaves to be done, and the link follow
-    each other.
+    ``link_s`` is the time in which new weights cross the link between two datacentres: it overlaps with a step, and no
+    step can be shorter. In a window of 1 nothing overlaps: generation, the remaining training and the link follow each
+    other.
     """
 
     generation: Generation
@@ -49,14 +49,14 @@ class Split:
 
 
 class Training(Protocol):
-    """How long a training step takes."""
+    """The time of a training step."""
 
     @property
     def least(self) -> int:
-        """Fewest accelerators that can train."""
+        """The minimum number of accelerators for training."""
 
     def numbers(self, most: int) -> Sequence[int]:
-        """Numbers of accelerators that can train, up to ``most``, ascending; with none a step is longer than before."""
+        """Numbers of accelerators that can train, up to ``most``, ascending; no step is longer than the previous one."""
 
     def seconds(self, gpus: int) -> float:
         """Time of one step on one of these numbers."""
@@ -64,12 +64,12 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingTime:
-    """Seconds a step by accelerators, from measured ``points`` (accelerators, seconds).
+    """Seconds per step by number of accelerators, from measured ``points`` (accelerators, seconds).
 
-    One point scales linearly; between several the time is linear in 1 / accelerators, and so on beyond the outermost
-    two, unless they scale better than linearly. ``multiple``: a trainer can only have so many accelerators or a
-    multiple of it. ``even``: the points are of a trainer that divides evenly, whatever their numbers, as those scaled
-    from another model's. Raises InvalidValue for points that are not numbers, or where more accelerators take longer.
+    One point scales linearly. Between several, the time is linear in 1 / accelerators, and extrapolated beyond the
+    outermost two, unless they scale better than linearly. ``multiple``: the accelerators of a trainer are a multiple of
+    it. ``even``: the points are of a trainer that divides evenly on any number, such as points scaled from another
+    model. Raises InvalidValue for points that are not numbers, or if more accelerators take longer.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -89,10 +89,10 @@ class TrainingTime:
                 raise InvalidValue("train_s_at", f"{more}={faster:g}", f"more GPUs than {fewer}, at most {slower:g} s")
 
     def scaled(self, factor: float) -> "TrainingTime":
-        """A trainer like this with ``factor`` times the work.
+        """A similar trainer with ``factor`` times the work.
 
-        Less work takes proportionally less time; more work takes as long on as many times more accelerators, as the
-        part that accelerators do not shorten hardly grows with it.
+        Less work takes proportionally less time. More work takes the same time on proportionally more accelerators, as
+        the part that accelerators do not shorten hardly grows with it.
         """
         if factor <= 1.0:
             points = tuple((gpus, seconds * factor) for gpus, seconds in self.points)
@@ -105,7 +105,7 @@ class TrainingTime:
         return self.multiple
 
     def numbers(self, most: int) -> Sequence[int]:
-        """All numbers of accelerators that a trainer can have, up to ``most``."""
+        """All possible numbers of accelerators of a trainer, up to ``most``."""
         return range(self.multiple, most + 1, self.multiple)
 
     def seconds(self, gpus: int) -> float:
@@ -123,15 +123,15 @@ class TrainingTime:
         return fixed + slope / gpus
 
     def measured(self, gpus: int) -> bool:
-        """Whether ``gpus`` lies within the measured points, so that its time is not extrapolated."""
+        """Whether ``gpus`` is within the measured points, so that its time is not extrapolated."""
         return self.points[0][0] <= gpus <= self.points[-1][0]
 
 
 def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Split, ...]]:
     """Single datacentre: the split of ``gpus`` with the shortest step, ties to fewer accelerators; and all candidates.
 
-    Candidates are in order of rollout accelerators, each with the fewest for training that do not lengthen its step.
-    Raises InvalidValue where the budget holds no engine beside a trainer.
+    Candidates are ordered by rollout accelerators, each with the fewest for training that do not lengthen its step.
+    Raises InvalidValue if the budget has no room for an engine and a trainer.
     """
     trainers = training.numbers(gpus)
     candidates = _best_of_each(
@@ -146,10 +146,10 @@ def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Sp
 def allocate_across(
     rollout_gpus: int, train_gpus: int, ways: Ways, training: Training, link_s: float = 0.0
 ) -> tuple[Split, tuple[Split, ...]]:
-    """Two datacentres: the faster stage gives accelerators back until the two times differ least; and all candidates.
+    """Two datacentres: the faster stage releases accelerators until the two times differ least; and all candidates.
 
-    In a window of 1 no stage hides behind the other, nor do the ``link_s`` that weights take: the shortest step is the
-    best, with the fewest engines that reach it. Raises InvalidValue where a budget holds no engine, or no trainer.
+    In a window of 1 neither the stages nor the ``link_s`` of weights overlap: the shortest step is the best, with the
+    fewest engines that reach it. Raises InvalidValue if a budget has no room for an engine or a trainer.
     """
     whole = min(ways(rollout_gpus), key=lambda way: (way.seconds, way.gpus), default=None)
     if whole is None:
@@ -171,11 +171,11 @@ def allocate_across(
 
 
 def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
-    """Seconds one version's weights take over the link between two datacentres, to one engine, which passes them on.
+    """Seconds for one version's weights to cross the link between two datacentres, to one engine, which passes them on.
 
-    Asynchronous training hides them behind the next step, if that takes as long. Qwen2.5-72B in bf16 takes 14.5 s on
-    80 Gb/s by this; the "less than 10 seconds" of StreamRL section 7.3 needs fewer bytes or a faster link than the
-    paper states.
+    Asynchronous training overlaps this with the next step, if that takes as long. By this formula Qwen2.5-72B in bf16
+    takes 14.5 s on 80 Gb/s; the "less than 10 seconds" of StreamRL section 7.3 needs fewer bytes or a faster link than
+    the paper states.
     """
     if not 0.0 < link_bits_per_s < math.inf:
         raise InvalidValue("link_gbps", link_bits_per_s / 1e9, "a finite number above 0")
@@ -183,7 +183,7 @@ def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
 
 
 def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
-    """Of each budget's splits the one with the shortest step, then the fastest generation; by rollout accelerators."""
+    """Each budget's split with the shortest step, then the fastest generation; ordered by rollout accelerators."""
     best: dict[int, Split] = {}
     for splits in budgets:
         if splits:
@@ -193,7 +193,7 @@ def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
 
 
 def _with_fewest(way: Generation, trainers: Sequence[int], most: int, training: Training) -> Split:
-    """``way`` with the fewest accelerators for training that give the step of the most, up to ``most``."""
+    """``way`` with the fewest accelerators for training that give the same step as ``most``."""
 
     def step_s(gpus: int) -> float:
         return Split(way, gpus, training.seconds(gpus)).step_s

@@ -1,7 +1,7 @@
-"""A step of window 1: one batch from its first token to its last, and training that runs beside it where it streams.
+"""A step of window 1: one batch from its first token to its last, and concurrent training of streamed micro-batches.
 
-With wider windows the next version's responses take the places that these leave, so engines stay full and the
-bubble-free bound tells how long a batch takes. Here nothing takes them: engines run empty towards the longest response.
+With wider windows the next version's responses use the freed slots, so engines stay full and the bubble-free bound
+gives the time of a batch. With window 1 nothing uses them: engines run empty towards the longest response.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,18 @@ from dora.core.table import Column
 from dora.planning.workload import StepWorkload
 from dora.sim_engine.engine import SimEngine, SimRequest
 
-MICRO_BATCHES: Final = 16  # of a step, each trained on as soon as it is there: the DORA paper's updates (section 5)
-# Of an engine's requests at most so many are simulated, a few times its slots; the others find it full, and each takes
-# as long as it then does.
+MICRO_BATCHES: Final = 16  # per step, each trained on as soon as it is ready: the DORA paper's updates (section 5)
+# Limit of simulated requests per engine, a few times its slots; the others are assumed to find a full engine.
 SIMULATED: Final = 2048
 
 
 def ready_s(
     cost: CostModel, slots: int, kv_tokens: int, workload: StepWorkload, engines: int, micro_batches: int
 ) -> tuple[float, ...]:
-    """When each micro-batch has been generated, in seconds from the first token, ascending.
+    """The times at which micro-batches are ready, in seconds from the first token, ascending.
 
     Every engine has the same share of the batch, lengths at even quantiles, longest first. Micro-batches fill up as
-    responses end, as if those of a group ended together; where they do not, the last ones still do.
+    responses end, assuming that those of a group end together; if they do not, the last micro-batches are still right.
     """
     count = max(1, ceil(workload.responses / engines))
     simulated = min(count, SIMULATED)
@@ -46,7 +45,7 @@ def ready_s(
 
 
 def streamed_s(ready: Sequence[float], training_s: float) -> float:
-    """When a step's last micro-batch has been trained on, each as soon as it is ready and the one before is done."""
+    """When a step's last micro-batch is trained on, each starting when it is ready and the previous one is done."""
     done_s = 0.0
     for at_s in ready:
         done_s = max(done_s, at_s) + training_s / len(ready)
@@ -55,7 +54,7 @@ def streamed_s(ready: Sequence[float], training_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _ends_s(cost: CostModel, slots: int, kv_tokens: int, workload: StepWorkload, count: int) -> Column:
-    """When each of an engine's responses ends, ascending. To be read only."""
+    """The times at which an engine's responses end, ascending. Read-only."""
     normal = NormalDist()
     scores = np.array([normal.inv_cdf((index + 0.5) / count) for index in reversed(range(count))])
     tokens = np.clip(np.rint(workload.tokens_at(scores)), 1, workload.cap_tokens).astype(np.int64)

@@ -1,8 +1,8 @@
-"""How long engines take to generate a batch: the bubble-free bound, and what a good policy makes of it.
+"""The time in which engines generate a batch: the bubble-free bound, and the efficiency of a good policy.
 
-The bound of one batch on identical engines, times an efficiency, and the time of the longest response, which has the
-window's steps to end in. A window of 1 has no other version's responses to keep its engines full: there a batch is
-simulated to its end (drain.py).
+It is the bound of one batch on identical engines, times an efficiency, and the time of the longest response, which may
+span the window's steps. In a window of 1 no other version's responses keep the engines full, so a batch is simulated to
+its end (drain.py).
 """
 
 import math
@@ -18,19 +18,17 @@ from dora.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coeffi
 from dora.planning.models import ModelSpec
 from dora.planning.workload import StepWorkload
 
-EFFICIENCY: Final = 1.05  # time of a good policy over the bound
-# Share of a full engine's batch beside which the longest response runs: such responses begin on a full engine and are
-# moved to emptier ones. With 1 no step of two versions on 128 GPUs could be below 13.5 min; 11.85 was found.
+EFFICIENCY: Final = 1.05  # time of a good policy relative to the bound
+# The share of a full engine's batch that runs beside the longest response, which begins on a full engine and is moved
+# to emptier ones. With 1, no step of two versions on 128 GPUs could be below 13.5 min; 11.85 was measured.
 TAIL_LOAD: Final = 0.5
 NODE_SIZES: Final = (1, 2, 4, 8)  # accelerators of one engine
-_HALVINGS: Final = 20  # to a millionth
-MULTI_NODE_SIZES: Final = (16, 32, 64, 128)  # for a model that fits no node: the first that it fits
+_HALVINGS: Final = 20  # precise to a millionth
+MULTI_NODE_SIZES: Final = (16, 32, 64, 128)  # for a model that fits no single node: the smallest that fits
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to build an engine."""
-
     gpus: int
     cost: CostModel
     slots: int
@@ -39,7 +37,7 @@ class EngineOption:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A batch on ``engines`` engines: the time of its tokens, and the share of a step its longest response needs.
+    """A batch on ``engines`` engines: the time of its tokens, and the share of a step that its longest response needs.
 
     ``ready_s``: in a window of 1, when each of the step's micro-batches has ended; empty in wider ones, where training
     and generation never wait for each other within a step.
@@ -63,12 +61,12 @@ class Generation:
 def bound_s(
     cost: CostModel | CostConfig, slots: int, kv_tokens: int, n_tokens: float, c_tokens: float, engines: int
 ) -> float:
-    """Least seconds in which ``engines`` engines generate ``n_tokens``, whose contexts sum up to ``c_tokens``.
+    """The least seconds in which ``engines`` engines generate ``n_tokens``, whose contexts sum to ``c_tokens``.
 
     No schedule is faster: every context token is read, k1 C; every token computed, k3 N; and there are S engine steps
-    of k4 each, as a step runs at most ``slots`` requests on ``kv_tokens`` of context: S >= max(N / slots, C / kv).
-    A step also reads its weights (k2): all of them, or for a mixture of experts at least those of one request, and
-    over all steps at least what full batches would read. Raises InvalidValue for a value outside its domain.
+    of k4 each, as a step runs at most ``slots`` requests on ``kv_tokens`` of context: S >= max(N / slots, C / kv). A
+    step also reads its weights (k2): all of them, or for a mixture of experts at least those of one request, and over
+    all steps at least as much as full batches would. Raises InvalidValue for a value outside its domain.
     """
     _check_engine(cost, slots, kv_tokens)
     _check_positive("engines", engines)
@@ -94,10 +92,10 @@ def generation(
     """One batch on ``engines`` engines that all run even batches, as full as slots and KV allow.
 
     For a dense model ``work_s`` is ``efficiency`` times ``bound_s``. ``tail_s`` is the time of the longest response at
-    ``tail_load`` of such a batch, a ``window``-th of it, as it may take that many steps. Where that is longer than the
-    work, engines have time to spare and run emptier, which hurries it: as empty as they can be to do the work in just
-    that time. In a window of 1 it is when the batch has ended, ``efficiency`` times what a simulated engine takes, and
-    ``micro_batches`` are trained on as they end.
+    ``tail_load`` of such a batch, divided by ``window``, as it may take that many steps. If it exceeds the work,
+    engines have spare time and run emptier, which speeds up the response: as empty as possible with the work done in
+    just that time. In a window of 1, ``tail_s`` is the end of the batch, ``efficiency`` times the time of a simulated
+    engine, and ``micro_batches`` are trained on as they end.
     """
     _check_engine(option.cost, option.slots, option.kv_tokens)
     positive = (("engines", engines), ("window", window), ("micro_batches", micro_batches), ("efficiency", efficiency))
@@ -105,7 +103,7 @@ def generation(
         _check_positive(field, value)
     if not 0.0 <= tail_load <= 1.0:
         raise InvalidValue("tail_load", tail_load, "0 to 1")
-    steps = max(workload.n_tokens / option.slots, workload.c_tokens / option.kv_tokens)  # of one engine's full batches
+    steps = max(workload.n_tokens / option.slots, workload.c_tokens / option.kv_tokens)  # of full batches on one engine
     batch, context = workload.n_tokens / steps, workload.c_tokens / steps
 
     def work_s(fill: float) -> float:
@@ -123,8 +121,9 @@ def generation(
 
 
 def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], float]) -> float:
-    """The emptiest batches, as a share of full ones, with which the work takes no longer than the tail; 1 where none
-    are: full ones do the most work, and empty ones have the shortest tail."""
+    """The emptiest batches, as a share of full ones, with which the work takes no longer than the tail; 1 if there are
+    none. Full batches have the shortest work, and empty ones the shortest tail.
+    """
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS if work_s(1.0) < tail_s(1.0) else 0):
         middle = (low + high) / 2
@@ -138,10 +137,10 @@ def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], floa
 def engine_options(
     model: ModelSpec, hardware: Hardware, workload: StepWorkload, slots: int = 256, sizes: Sequence[int] = ()
 ) -> tuple[EngineOption, ...]:
-    """The engines on which the model fits with the KV of one longest response; ``sizes`` empty: those within a node,
-    or the smallest of several nodes, whose slower links the roofline does not know.
+    """The engines that have room for the model and the KV of one longest response.
 
-    Raises InvalidValue where it fits none of them.
+    ``sizes`` empty: those within a node, or the smallest of several nodes, whose slower links the roofline does not
+    model. Raises InvalidValue if the model fits none of them.
     """
     needed = math.ceil(workload.prompt_tokens) + workload.cap_tokens
     for tried in [sizes] if sizes else [NODE_SIZES, *((size,) for size in MULTI_NODE_SIZES)]:
@@ -165,12 +164,12 @@ def engine_options(
 def ways_to_generate(
     gpus: int, model: Callable[[EngineOption, int], Generation], options: Sequence[EngineOption]
 ) -> tuple[Generation, ...]:
-    """With each engine that fits as many as ``gpus`` accelerators hold (the paper's parallel configurations)."""
+    """Each engine that fits, as often as ``gpus`` accelerators allow (the paper's parallel configurations)."""
     return tuple(model(option, gpus // option.gpus) for option in options if option.gpus <= gpus)
 
 
 def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
-    """A step of ``batch`` requests on average: of the whole numbers on both sides of it, in proportion."""
+    """The time of a step of ``batch`` requests on average, interpolated between the neighbouring integers."""
     below = int(batch)
     share = batch - below
     return (1 - share) * cost.decode_step_s(below, context) + share * cost.decode_step_s(below + 1, context)

@@ -1,4 +1,4 @@
-"""Accelerators by name, and a roofline of what one engine on them costs (StaleFlow eq. 5-11, appendix B).
+"""Accelerators by name, and a roofline model of an engine's cost (StaleFlow eq. 5-11, appendix B).
 
 Each coefficient is bytes over bandwidth or operations over FLOP/s, divided by an efficiency. The efficiencies are
 calibrated on one point, Qwen2.5-32B on four H800 (k1 3.26e-8, k2 6.5 ms, k3 47 us, k4 20 ms, 24K prefilled tokens/s,
@@ -6,9 +6,9 @@ calibrated on one point, Qwen2.5-32B on four H800 (k1 3.26e-8, k2 6.5 ms, k3 47 
 
 Checked against StaleFlow's Table 4 (Qwen3-30B-A3B on one H20; the paper does not state the number of GPUs, one fits k2
 and k3 best): k1 -44%, k2 (what one request reads) +28%, k3 +1%. k4's second constant is taken from that table, so its
-agreement shows nothing. Whole steps, here against there: 64 requests of 5,000 tokens 43.8 and 42.0 ms, 128 of 2,000
-41.5 and 45.3 ms, 256 of 2,000 64.1 and 80.0 ms, but 16 of 5,000 27.4 and 18.5 ms: Table 4 reads no more weights for
-sixteen requests than for one, whose tokens touch 64% of the experts. Its own mean error is stated as 10.5%.
+agreement proves nothing. Whole steps, by this model and by the table: 64 requests of 5,000 tokens 43.8 and 42.0 ms, 128
+of 2,000 41.5 and 45.3 ms, 256 of 2,000 64.1 and 80.0 ms, but 16 of 5,000 27.4 and 18.5 ms: Table 4 reads no more
+weights for sixteen requests than for one, whose tokens touch 64% of the experts. Its own mean error is stated as 10.5%.
 """
 
 from collections.abc import Mapping
@@ -22,31 +22,29 @@ from dora.planning.models import ModelSpec
 
 KV_EFFICIENCY: Final = 0.600  # of the memory bandwidth, reading KV
 WEIGHTS_EFFICIENCY: Final = 0.752  # of the memory bandwidth, reading weights
-DECODE_EFFICIENCY: Final = 0.352  # of the FLOP/s, one token a request
-PREFILL_EFFICIENCY: Final = 0.397  # of the FLOP/s, many tokens a request
+DECODE_EFFICIENCY: Final = 0.352  # of the FLOP/s, one token per request
+PREFILL_EFFICIENCY: Final = 0.397  # of the FLOP/s, many tokens per request
 LAYER_S: Final = 223e-6  # each layer's launches and small operations: 10.7 ms over 48 layers, StaleFlow Table 4
-LAYER_REDUCE_S: Final = 89.5e-6  # each layer's sums over several accelerators: the rest of 20 ms over 64 layers
-MEMORY_SHARE: Final = 0.9  # of the memory that an engine takes
+LAYER_REDUCE_S: Final = 89.5e-6  # each layer's reductions over several accelerators: the rest of 20 ms over 64 layers
+MEMORY_SHARE: Final = 0.9  # of the memory, for an engine
 RESERVE_BYTES: Final = 5.0e9  # an accelerator's activations, graphs and communication buffers
-NODE_GPUS: Final = 8  # accelerators that the links of one node join
+NODE_GPUS: Final = 8  # accelerators joined by the links of one node
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator."""
-
     name: str
     memory_bytes: float
     bandwidth_bytes_per_s: float
-    flops: float  # bf16, dense, a second
+    flops: float  # bf16, dense, per second
     link_bytes_per_s: float  # to the others of its node, in one direction
     network_bytes_per_s: float  # to those of other nodes, in one direction
 
 
-# H20 and H800: StreamRL Table 1, which states links in both directions together. Between nodes 8 x 400 Gbit/s, as DORA
-# (section 5.1) and Laminar (section 8) have them; assumed for H20 too, of which StreamRL has some for rollout alone, on
-# 100 Gbit/s a node. Of the production cluster's accelerators DORA states the memory alone; bandwidths and FLOP/s are
-# assumed, as parts of 64 GB had them at the time.
+# H20 and H800: StreamRL Table 1, which states links as the sum of both directions. Between nodes 8 x 400 Gbit/s, as in
+# DORA (section 5.1) and Laminar (section 8); assumed for H20 too, some of which StreamRL uses for rollout alone, on 100
+# Gbit/s per node. For the production cluster's accelerators DORA states only the memory; bandwidths and FLOP/s are
+# assumed from parts with 64 GB of that time.
 HARDWARE: Final[Mapping[str, Hardware]] = {
     part.name: part
     for part in (
@@ -58,7 +56,7 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
 
 
 def find_hardware(name: str, option: str = "--hardware") -> Hardware:
-    """The accelerator of that name, in any case. Raises InvalidValue for ``option``, with the nearest name."""
+    """The accelerator of that name, ignoring case. Raises InvalidValue for ``option``, with the nearest name."""
     found = HARDWARE.get(name.lower())
     if found is None:
         raise InvalidValue(option, name, one_of(name, HARDWARE))
@@ -66,9 +64,10 @@ def find_hardware(name: str, option: str = "--hardware") -> Hardware:
 
 
 def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> CostConfig:
-    """The cost of one engine on ``gpus`` accelerators, its weights and KV split evenly between them.
+    """The cost of one engine on ``gpus`` accelerators, with its weights and KV split evenly between them.
 
-    The experts of a mixture are spread over all of them (expert parallelism); only what experts compute is uneven.
+    The experts of a mixture are spread over all of them (expert parallelism); only the computation of experts is
+    uneven.
     """
     bandwidth, flops = hardware.bandwidth_bytes_per_s * gpus, hardware.flops * gpus
     token_flop = 2 * model.active_parameters
@@ -85,6 +84,6 @@ def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> CostConfig:
 
 
 def kv_tokens(model: ModelSpec, hardware: Hardware, gpus: int) -> int:
-    """Tokens whose KV an engine on ``gpus`` accelerators can hold; 0 where the weights leave no room."""
+    """The KV capacity in tokens of an engine on ``gpus`` accelerators; 0 if the weights leave no room."""
     free_bytes = (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES) * gpus - model.weights_bytes
     return max(0, int(free_bytes / model.kv_token_bytes))

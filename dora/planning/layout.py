@@ -1,14 +1,14 @@
-"""How the accelerators of a trainer divide a model between them, and what each of them then holds in memory.
+"""The layouts in which a trainer divides a model over accelerators, and the memory that each accelerator needs.
 
-A trainer as Megatron-LM is one: tensor parallelism with sequence parallelism within a node, a pipeline that runs one
-forward and one backward pass in turn, data parallelism with a distributed optimizer; context and expert parallelism
-where they are needed. Weights are bf16, gradients fp32, Adam's two moments and the master weights fp32 and sharded over
-data-parallel ranks: 6 + 12 / d bytes a parameter (Megatron Core's documentation of its distributed optimizer).
+The trainer is modelled on Megatron-LM: tensor parallelism with sequence parallelism within a node, a pipeline that
+alternates one forward and one backward pass, data parallelism with a distributed optimizer; context and expert
+parallelism if needed. Weights are bf16, gradients fp32, Adam's two moments and the master weights fp32 and sharded over
+data-parallel ranks: 6 + 12 / d bytes per parameter (Megatron Core's documentation of its distributed optimizer).
 
-Activations are counted as Korthikanti et al. count them ("Reducing Activation Recomputation in Large Transformer
-Models", section 4), for today's layers: a gated network, grouped or latent attention, no dropout. Attention is flash
-attention, which computes its scores again in the backward pass: their selective recomputation. Full recomputation keeps
-a layer's input alone. The first stage of a pipeline holds as many micro-batches as there are stages, the last one.
+Activations are counted as by Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models",
+section 4), for current layers: a gated network, grouped or latent attention, no dropout. Attention is flash attention,
+which recomputes its scores in the backward pass: their selective recomputation. Full recomputation stores only a
+layer's input. The first stage of a pipeline stores as many micro-batches as there are stages, the last one stores one.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from typing import Annotated, Final
 from dora.planning.hardware import RESERVE_BYTES, Hardware
 from dora.planning.models import VALUE_BYTES, ModelSpec
 
-TRAINER_SHARE: Final = 0.95  # of the memory: an allocator cannot use all that is free
-WEIGHT_AND_GRADIENT_BYTES: Final = 6  # of one parameter: bf16 and fp32
-OPTIMIZER_BYTES: Final = 12  # of one parameter: master weight and two moments, fp32
+TRAINER_SHARE: Final = 0.95  # of the memory: an allocator cannot use all free memory
+WEIGHT_AND_GRADIENT_BYTES: Final = 6  # per parameter: bf16 and fp32
+OPTIMIZER_BYTES: Final = 12  # per parameter: master weight and two moments, fp32
 LOGIT_BYTES: Final = 6  # bf16, and their fp32 softmax for the loss
 
 
@@ -44,7 +44,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``data`` replicas, and the memory that the fullest accelerator needs for one of them."""
+    """``data`` replicas, and the memory that the fullest accelerator of one needs."""
 
     replica: Replica
     data: int
@@ -57,17 +57,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a pipeline. ``embeddings``: of input and output, how many it has; ``logits``: it is the last."""
+    """One stage of a pipeline. ``embeddings``: of input and output, those it has; ``logits``: it is the last."""
 
     layers: float
     embeddings: int
-    in_flight: int  # micro-batches whose activations it keeps
+    in_flight: int  # micro-batches whose activations it stores
     logits: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory of an accelerator of one stage: what it holds however many replicas there are, and what they share."""
+    """Memory of an accelerator of one stage: the part independent of the replicas, and the part they share."""
 
     fixed_bytes: float
     shared_bytes: float
@@ -76,21 +76,22 @@ class Footprint:
         return self.fixed_bytes + self.shared_bytes / data
 
     def least_data(self, limit_bytes: float) -> float:
-        """Replicas from which on it fits, not rounded; infinite where no number of them is enough."""
+        """The minimum number of replicas for which it fits, not rounded; infinite if none is enough."""
         if self.fixed_bytes >= limit_bytes:
             return inf
         return max(1.0, self.shared_bytes / (limit_bytes - self.fixed_bytes))
 
 
 def limit_bytes(hardware: Hardware) -> float:
-    """What a trainer may use of one accelerator's memory."""
+    """The memory of one accelerator that a trainer may use."""
     return hardware.memory_bytes * TRAINER_SHARE - RESERVE_BYTES
 
 
 def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
-    """The two stages that can be the fullest: the first, and the last, which has the logits; of one stage that one.
+    """The two stages that can be the fullest: the first, and the last, which has the logits; a single stage is both.
 
-    Whole blocks, so divided that no stage computes more than it must; the last has fewer, as its logits weigh some.
+    Stages have whole blocks, divided so that no stage computes more than necessary; the last has fewer, to make up for
+    its logits.
     """
     if pipeline == 1:
         return (Stage(model.layers, embeddings=2, in_flight=1, logits=True),)
@@ -108,20 +109,20 @@ def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
 
 
 def _most(model: ModelSpec, pipeline: int, last: int) -> int:
-    """Blocks of the fullest stage but the last, which has ``last``."""
+    """Blocks of the fullest stage other than the last, which has ``last``."""
     return ceil((model.blocks - last) / (pipeline - 1))
 
 
 def footprints(model: ModelSpec, replica: Replica) -> tuple[Footprint, ...]:
-    """Of each of the ``stages``."""
     return tuple(_footprint(model, replica, stage) for stage in stages(model, replica.pipeline))
 
 
 def layer_activation_bytes(model: ModelSpec) -> float:
-    """What one token leaves in one layer for the backward pass, on one accelerator that computes it alone.
+    """Bytes that one token stores in one layer for the backward pass, on one accelerator that computes it alone.
 
-    The inputs of both norms and their outputs, which the projections keep; queries, keys, values and attention output;
-    gate, up and their product. Of each expert that the token is sent to: what comes in, these three, what goes out.
+    These are the inputs and outputs of both norms (the outputs are inputs of the projections); queries, keys, values
+    and attention output; gate, up and their product. Each expert that the token is sent to adds its input, these three,
+    and its output.
     """
     experts = model.experts_per_token * (2 * model.hidden_dim + 3 * model.expert_dim) / model.block_layers
     return VALUE_BYTES * (4 * model.hidden_dim + model.attention_dim + 3 * model.ffn_dim + experts)
@@ -132,7 +133,8 @@ def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
     layer_bytes = layer_activation_bytes(model) * tokens / replica.tensor
     input_bytes = VALUE_BYTES * model.hidden_dim * tokens / replica.tensor
     kept_bytes = stage.layers * stage.in_flight * (input_bytes if replica.recompute else layer_bytes)
-    # In the backward pass of a layer: its gradients, about as large, and what was recomputed of it. Logits come before.
+    # In the backward pass of a layer: its gradients, of about the same size, and its recomputed part. Logits come
+    # before.
     work_bytes = layer_bytes * (2 if replica.recompute else 1)
     if stage.logits:
         work_bytes = max(work_bytes, LOGIT_BYTES * model.vocabulary * tokens / replica.tensor)
@@ -145,7 +147,7 @@ def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
 
 
 def stage_parameters(model: ModelSpec, stage: Stage) -> tuple[float, float]:
-    """Parameters of a stage: those that tensor parallelism divides, and those of the experts."""
+    """Parameters of a stage: those divided by tensor parallelism, and those of the experts."""
     share = stage.layers / model.layers
     layers = model.parameters - model.expert_parameters - 2 * model.embedding_parameters
     return share * layers + stage.embeddings * model.embedding_parameters, share * model.expert_parameters

@@ -9,10 +9,10 @@ Matrix = NDArray[np.float64]
 
 
 def non_negative_least_squares(columns: Matrix, target: Matrix) -> tuple[Matrix, float]:
-    """The x >= 0 of least ``|columns @ x - target|**2``, and that loss.
+    """The x >= 0 that minimises ``|columns @ x - target|**2``, and that loss.
 
     ``columns`` is (samples, k) for a small k: the unconstrained solutions of all subsets of columns are compared, as
-    the constrained one is among them; of equals the one of fewest columns is taken.
+    the constrained one is among them; ties go to the fewest columns.
     """
     width = columns.shape[1]
     best, least = np.zeros(width), float(target @ target)

@@ -1,4 +1,4 @@
-"""Language models by name: what decides the size of their weights, of their KV-cache and of what training keeps."""
+"""Language models by name: the properties that determine the size of weights, KV cache and activations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ VALUE_BYTES: Final = 2  # bf16, weights and KV alike
 class ModelSpec:
     """One architecture: layers of attention and a gated feed-forward network, experts in its place or beside it.
 
-    Grouped-query attention: ``kv_heads`` of ``head_dim``. Latent attention keeps ``latent_dim`` values of a token and
+    Grouped-query attention: ``kv_heads`` of ``head_dim``. Latent attention stores ``latent_dim`` values of a token and
     computes keys of ``head_dim`` and values of ``value_dim`` for each of its heads. Input and output embeddings are not
     tied.
     """
 
     name: str
-    parameters: float  # all of them
-    active_parameters: float  # those that one token uses; equal to ``parameters`` for a dense model
-    layers: int  # of attention
+    parameters: float  # total
+    active_parameters: float  # used by one token; equal to ``parameters`` for a dense model
+    layers: int  # attention layers
     hidden_dim: int
     heads: int
     kv_heads: int
@@ -29,11 +29,11 @@ class ModelSpec:
     vocabulary: int
     ffn_dim: int = 0  # of the dense feed-forward network beside each attention; 0: none
     value_dim: int = 0  # 0: as ``head_dim``
-    latent_dim: int = 0  # values a layer that latent attention keeps of one token
-    experts: int = 0  # of one block, that a token chooses from; 0: a dense model
-    experts_per_token: int = 0  # that it chooses, on average
+    latent_dim: int = 0  # values per layer that latent attention stores of one token
+    experts: int = 0  # that a token can choose from in one block; 0: a dense model
+    experts_per_token: int = 0  # chosen by a token, on average
     expert_dim: int = 0
-    block_layers: int = 1  # attentions in a block, which a pipeline does not cut
+    block_layers: int = 1  # attention layers in a block, which a pipeline does not split
 
     @property
     def weights_bytes(self) -> float:
@@ -51,15 +51,16 @@ class ModelSpec:
 
     @property
     def shared_fraction(self) -> float:
-        """Share of the weights that every token uses, whatever it chooses: what with its experts makes up the active
-        ones. 0 for a dense model, whose weights are as good as one expert that all choose."""
+        """The share of the weights that every token uses, regardless of its experts; with those it makes up the active
+        weights. 0 for a dense model, which counts as one expert that all tokens choose.
+        """
         if not self.experts:
             return 0.0
         return (self.active_parameters / self.parameters - self.expert_fraction) / (1.0 - self.expert_fraction)
 
     @property
     def chosen_share(self) -> float:
-        """Of the weights that one token uses, the share of the experts that it chose; 0 for a dense model."""
+        """The share of the chosen experts in the weights that one token uses; 0 for a dense model."""
         return 1.0 - self.shared_fraction * self.parameters / self.active_parameters if self.experts else 0.0
 
     @property
@@ -68,31 +69,28 @@ class ModelSpec:
 
     @property
     def attention_dim(self) -> int:
-        """Values of one token's queries, keys, values and attention output in a layer, together."""
+        """The total size of one token's queries, keys, values and attention output in a layer."""
         return (self.heads + self.kv_heads) * (self.head_dim + (self.value_dim or self.head_dim))
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the input embedding; as many again of the output's."""
+        """Parameters of the input embedding; the output embedding has as many."""
         return self.vocabulary * self.hidden_dim
 
     @property
     def layer_active_parameters(self) -> float:
-        """Of one layer, those that one token uses."""
         return (self.active_parameters - 2 * self.embedding_parameters) / self.layers
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of all blocks."""
         return self.blocks * self.experts * 3 * self.hidden_dim * self.expert_dim
 
 
-# Layers and heads of StreamRL's table 2, but for the 7B model: its published configuration has 4 KV heads,
-# the table prints 8. Everything else of the Qwen models is that of their published configurations, as is all of the 14B
-# model, which StaleFlow names without its sizes. LongCat-Flash, as published: 28 blocks of two latent attentions (512 +
-# 64 values; heads of 128 + 64, values of 128), two dense networks and 512 experts each. Of the 12 that a token chooses,
-# among those and 256 that do nothing, 8 compute on average; active are 18.6 to 31.3 billion parameters: with none of
-# them, with 12.
+# Layers and heads are from StreamRL's table 2, except for the 7B model: its published configuration has 4 KV heads, the
+# table prints 8. Everything else of the Qwen models is from their published configurations, as is the whole 14B model,
+# which StaleFlow names without its sizes. LongCat-Flash, as published: 28 blocks of two latent attentions (512 + 64
+# values; heads of 128 + 64, values of 128), two dense networks and 512 experts each. A token chooses 12 of these and of
+# 256 that do nothing; 8 of the 12 compute on average. 18.6 to 31.3 billion parameters are active, with 0 to 12 of them.
 MODELS: Final[Mapping[str, ModelSpec]] = {
     model.name: model
     for model in (
@@ -137,7 +135,7 @@ MODELS: Final[Mapping[str, ModelSpec]] = {
 
 
 def find_model(name: str) -> ModelSpec:
-    """The model of that name, in any case. Raises InvalidValue with the nearest name."""
+    """The model of that name, ignoring case. Raises InvalidValue with the nearest name."""
     found = MODELS.get(name.lower())
     if found is None:
         raise InvalidValue("--model", name, one_of(name, MODELS))

@@ -1,4 +1,4 @@
-"""The parallel configurations of a trainer that can be, and which of them is the fastest on so many accelerators."""
+"""The possible parallel configurations of a trainer, and the fastest of them for a number of accelerators."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dora.planning.models import ModelSpec
 from dora.planning.pace import Batch, Pace, pace
 
 CONTEXTS: Final = (1, 2, 4, 8)  # ranks that share a sequence
-# Shorter responses are packed into micro-batches of so many tokens at most: launches would take longer than computing.
+# Limit of a micro-batch into which shorter responses are packed: smaller ones would be dominated by launches.
 PACKED_TOKENS: Final = 16_384
 
 
@@ -23,22 +23,22 @@ class Option:
 
     replica: Replica
     footprints: tuple[Footprint, ...]
-    least_data: float  # replicas from which on it fits, not rounded
+    least_data: float  # minimum number of replicas for which it fits, not rounded
     pace: Pace
     even: Pace
 
     @property
     def data_step(self) -> int:
-        """Replicas come in multiples of it, so that ranks which share experts are whole groups."""
+        """The number of replicas is a multiple of it, so that ranks sharing experts form whole groups."""
         return self.replica.expert // gcd(self.replica.expert, self.replica.tensor * self.replica.context)
 
     def fits(self, gpus: int) -> bool:
-        """Whether whole replicas on exactly ``gpus`` accelerators fit."""
+        """Whether whole replicas fit on exactly ``gpus`` accelerators."""
         data, rest = divmod(gpus, self.replica.gpus)
         return not rest and data >= self.least_data and not data % self.data_step
 
     def least_gpus(self, multiple: int) -> int:
-        """The least multiple of ``multiple`` on which it fits."""
+        """The smallest multiple of ``multiple`` on which it fits."""
         step = lcm(self.data_step, multiple // gcd(multiple, self.replica.gpus))
         return self.replica.gpus * step * ceil(self.least_data / step)
 
@@ -52,7 +52,7 @@ class Option:
 
 
 def options(model: ModelSpec, hardware: Hardware, batch: Batch, context: int) -> tuple[Option, ...]:
-    """All ways to divide a replica, with ``context`` ranks for a sequence, that fit on some number of accelerators."""
+    """All ways to divide a replica, with ``context`` ranks per sequence, that fit on some number of accelerators."""
     found = []
     for replica in replicas(model, batch.longest_tokens, context):
         parts = footprints(model, replica)
@@ -64,9 +64,9 @@ def options(model: ModelSpec, hardware: Hardware, batch: Batch, context: int) ->
 
 
 def replicas(model: ModelSpec, longest_tokens: int, context: int) -> Iterable[Replica]:
-    """All ways to divide a replica: heads and experts evenly, blocks as the stages of a pipeline can.
+    """All ways to divide a replica: heads and experts evenly, blocks over the stages of a pipeline.
 
-    A micro-batch is a longest response, or as many tokens as several have.
+    A micro-batch is one longest response, or several with as many tokens.
     """
     tensors = [ranks for ranks in (1, 2, 4, 8) if ranks <= NODE_GPUS and not model.kv_heads % ranks]
     experts = [1 << power for power in range(model.experts.bit_length()) if not model.experts % (1 << power)]
@@ -77,24 +77,24 @@ def replicas(model: ModelSpec, longest_tokens: int, context: int) -> Iterable[Re
 
 
 def best(options: Iterable[Option], gpus: int) -> Option | None:
-    """The fastest of those that fit on exactly ``gpus`` accelerators; of equally fast ones the least divided."""
+    """The fastest option that fits on exactly ``gpus`` accelerators; ties go to the least divided."""
     fitting = (option for option in options if option.fits(gpus))
     return min(fitting, key=lambda option: (option.step_s(gpus), option.replica), default=None)
 
 
 def even_s(options: Iterable[Option], gpus: int) -> float:
-    """The shortest step where replicas, layers and groups of experts need not be whole."""
+    """The shortest step if replicas, layers and groups of experts could be fractional."""
     replicas = ((option, gpus / option.replica.gpus) for option in options)
     return min(option.even.step_s(data) for option, data in replicas if data >= option.least_data)
 
 
 def shortest_pipelines(model: ModelSpec) -> frozenset[int]:
-    """Of the pipelines with as many layers in the fullest stage the shortest: longer ones only wait longer."""
+    """The shortest of the pipelines with equally many layers in the fullest stage, as longer ones only wait longer."""
     return frozenset({stages(model, count)[0].layers: count for count in range(model.blocks, 0, -1)}.values())
 
 
 def longest_that_fits(model: ModelSpec, hardware: Hardware, too_long: int) -> int:
-    """The most tokens, below ``too_long``, of which some layout holds a micro-batch; 0 where not even of one."""
+    """The most tokens, below ``too_long``, for which some layout has room for a micro-batch; 0 if there is none."""
     limit = limit_bytes(hardware)
 
     def too_many(tokens: int) -> bool:

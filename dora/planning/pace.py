@@ -1,8 +1,8 @@
-"""How long a layout takes for a training step, compared with others: what it computes and sends, and where it waits.
+"""The relative time of a training step in a layout: computation, communication and pipeline waits.
 
-Operations over FLOP/s and bytes over bandwidth, each over one efficiency. Good for comparing layouts and for nothing
-else: how long a step takes is measured (allocation.py). Left out: communication that hides behind computing,
-interleaved pipelines, uneven experts, and that long responses attend to more than the mean.
+It is operations over FLOP/s and bytes over bandwidth, each over one efficiency, and serves only to compare layouts: the
+time of a step is measured (allocation.py). Not modelled: communication that overlaps with computation, interleaved
+pipelines, uneven experts, and the above-average attention cost of long responses.
 """
 
 from dataclasses import dataclass, replace
@@ -16,19 +16,19 @@ from dora.planning.models import VALUE_BYTES, ModelSpec
 from dora.planning.workload import StepWorkload
 
 LINK_EFFICIENCY: Final = 0.75  # of a link's or a network's bandwidth, in collective operations: assumed
-PASSES: Final = 4  # over a token, in forward passes: old policy's logprobs 1, forward 1, backward 2
-EXCHANGES: Final = 3  # of a layer's activations between ranks, each time in the same way: in each of those once
-UPDATES: Final = MICRO_BATCHES  # of the weights in a step, after each of which replicas exchange gradients
+PASSES: Final = 4  # per token, in units of forward passes: old policy's logprobs 1, forward 1, backward 2
+EXCHANGES: Final = 3  # of a layer's activations between ranks: one in each of those three
+UPDATES: Final = MICRO_BATCHES  # of the weights per step; after each, replicas exchange gradients
 _ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one update trains on."""
+    """The training data of one update."""
 
     tokens: float
-    longest_tokens: int  # of a response with its prompt: one replica has all of it
-    context_tokens: float  # that a token attends to, on average
+    longest_tokens: int  # of a response with its prompt, which one replica processes whole
+    context_tokens: float  # attended to by a token, on average
 
 
 def batch_of(workload: StepWorkload) -> Batch:
@@ -42,9 +42,9 @@ def batch_of(workload: StepWorkload) -> Batch:
 class Pace:
     """The slowest stage of one replica.
 
-    Of one token: ``token_s`` to compute, ``send_token_s`` to exchange with ranks of the replica, ``pass_on_bytes`` to
-    other stages. Of a micro-batch: ``launch_s``, which computing cannot be shorter than. Of an update: ``dense_bytes``
-    and ``expert_bytes`` of gradients and weights, which ranks exchange that hold the same ones.
+    Per token: ``token_s`` to compute, ``send_token_s`` to exchange with ranks of the replica, ``pass_on_bytes`` to
+    other stages. Per micro-batch: ``launch_s``, the minimum time of computation. Per update: ``dense_bytes`` and
+    ``expert_bytes`` of gradients and weights, exchanged by ranks with the same ones.
     """
 
     replica: Replica
@@ -58,7 +58,7 @@ class Pace:
     expert_bytes: float
 
     def step_s(self, data: float) -> float:
-        """Seconds of a step on ``data`` replicas; not a whole number: as if that could be.
+        """Seconds of a step on ``data`` replicas, which may be fractional.
 
         A pipeline of p stages waits for p - 1 of its micro-batches (Narayanan et al., "Efficient Large-Scale Language
         Model Training on GPU Clusters Using Megatron-LM", section 2.2). A replica has its share of the tokens, but no
@@ -78,7 +78,7 @@ class Pace:
 
 
 def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, even: bool = False) -> Pace:
-    """``even``: as if layers could be cut anywhere, so that all stages compute as much."""
+    """``even``: as if layers could be cut anywhere, so that all stages compute equally much."""
     parts = stages(model, replica.pipeline)
     forward_flop = max(_forward_flop(model, batch, stage) for stage in parts)
     fullest, again = parts[0], int(replica.recompute)
@@ -104,17 +104,17 @@ def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, e
 
 
 def _forward_flop(model: ModelSpec, batch: Batch, stage: Stage) -> float:
-    """Of one token in one stage: two a weight, and for each token that it attends to its score and its share."""
+    """Operations of one token in one stage: two per weight, and score and value of each token it attends to."""
     values = model.heads * (model.head_dim + (model.value_dim or model.head_dim))
     layer_flop = 2 * model.layer_active_parameters + 2 * values * batch.context_tokens
     return stage.layers * layer_flop + (2 * model.embedding_parameters if stage.logits else 0)
 
 
 def _layer_send_s(model: ModelSpec, hardware: Hardware, replica: Replica) -> float:
-    """Of one token in one layer: what ranks of one replica, and those that share experts, exchange of activations.
+    """Time of one token in one layer to exchange activations between ranks of a replica, or that share experts.
 
-    Tensor parallelism gathers the sequence before attention and before a dense network, and scatters it behind them
-    (Korthikanti et al., section 4.2.2). Context parallelism passes keys and values round, and their gradients. Expert
+    Tensor parallelism gathers the sequence before attention and before a dense network, and scatters it after them
+    (Korthikanti et al., section 4.2.2). Context parallelism passes keys and values around, and their gradients. Expert
     parallelism sends a token to its experts and back.
     """
     tensor, context, expert = replica.tensor, replica.context, replica.expert
@@ -134,6 +134,6 @@ def _layer_send_s(model: ModelSpec, hardware: Hardware, replica: Replica) -> flo
 
 
 def _bandwidth(hardware: Hardware, ranks: float) -> float:
-    """Of one accelerator, in bytes a second, to the others of so many that stand beside each other."""
+    """Bytes per second of one accelerator to the others of a group of ``ranks`` neighbours."""
     near = ranks <= NODE_GPUS
     return LINK_EFFICIENCY * (hardware.link_bytes_per_s if near else hardware.network_bytes_per_s)

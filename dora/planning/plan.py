@@ -1,4 +1,4 @@
-"""One question to the planner and its answer: from a model, accelerators and a workload to a split."""
+"""A question to the planner and its answer: from a model, accelerators and a workload to a split."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,19 +20,19 @@ from dora.planning.models import MODELS, ModelSpec
 from dora.planning.training import Trainers
 from dora.planning.workload import StepWorkload
 
-# Training as the DORA paper's fractions imply it (12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
+# Training time implied by the DORA paper's fractions (12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
 # 2,400 tokens of a 32B model.
 ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)), even=True)
 ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
 
-GPUS_MAX: Final = 1 << 16  # a search over all splits of more takes minutes
+GPUS_MAX: Final = 1 << 16  # a search over all splits of more would take minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned. One datacentre: ``gpus``; two: ``rollout_gpus`` and ``train_gpus``; the others are 0."""
+    """The planner's input. One datacentre: ``gpus``; two: ``rollout_gpus`` and ``train_gpus``; the others are 0."""
 
     model: ModelSpec
     rollout_hardware: Hardware
@@ -43,23 +43,23 @@ class Question:
     gpus: int = 0
     rollout_gpus: int = 0
     train_gpus: int = 0
-    link_bits_per_s: float = 0.0  # between two datacentres; 0: not asked
+    link_bits_per_s: float = 0.0  # between two datacentres; 0: not considered
     slots: int = 256
     gpus_per_engine: int = 0  # 0: the planner chooses
-    cost: CostModel | None = None  # of an engine of ``gpus_per_engine``, as measured; None: the roofline's
+    cost: CostModel | None = None  # measured cost of an engine of ``gpus_per_engine``; None: the roofline's
     efficiency: float = EFFICIENCY
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best split, and all that were compared, in order of the accelerators that differ, and their trainer."""
+    """The best split and its trainer, and all splits that were compared, ordered by the accelerators that differ."""
 
     best: Split
     candidates: tuple[Split, ...]
     trainers: Trainers
     transfer_s: (
         float | None
-    )  # of the weights between two datacentres: hidden behind the next step if that is longer; not in a window of 1
+    )  # of the weights between two datacentres: overlaps with the next step, except in a window of 1
 
 
 def make_plan(question: Question) -> Plan:
@@ -91,7 +91,7 @@ def make_plan(question: Question) -> Plan:
 
 
 def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:
-    """``ANCHOR`` for another work: tokens, the parameters that each uses, and the accelerators' FLOP/s."""
+    """``ANCHOR`` scaled to this work: tokens, active parameters, and the accelerators' FLOP/s."""
     work = workload.n_tokens / ANCHOR_TOKENS * model.active_parameters / ANCHOR_MODEL.active_parameters
     return replace(ANCHOR, multiple=multiple).scaled(work * ANCHOR_HARDWARE.flops / hardware.flops)
 

@@ -17,19 +17,19 @@ from dora.planning.experts import ROUNDING, Steps, fit_mixture
 from dora.planning.least_squares import Matrix, non_negative_least_squares
 from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
 
-KINKS: Final = 129  # tried beside the sampled numbers
-QUIET_SLOWDOWN: Final = 1.05  # a machine that takes no longer than this many times its steps that count was quiet
+KINKS: Final = 129  # tried in addition to the sampled numbers
+QUIET_SLOWDOWN: Final = 1.05  # limit for a quiet machine: its time relative to the steps that count
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients and how far they are from the samples."""
+    """Coefficients and their deviation from the samples."""
 
     coefficients: CostConfig
     decode_error: float  # mean relative error over the decode samples
     prefill_error: float  # the same over the prefill samples; 0 without any
-    kink: float  # requests above which a step is bound by computing; 0: at any number
-    dense_error: float | None = None  # of a mixture of experts: the decode error of a dense model's fit
+    kink: float  # requests above which a step is compute-bound; 0: always
+    dense_error: float | None = None  # for a mixture of experts: the decode error of a dense model's fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Validation:
 
     tokens: int  # generated
     measured_s: float  # of the steps that count: the fastest, or the usual ones
-    wall_s: float  # the median run, whatever else the machine did
+    wall_s: float  # of the median run, including other load of the machine
     predicted_s: float
 
     @property
@@ -48,17 +48,17 @@ class Validation:
 
     @property
     def wall_ratio(self) -> float:
-        """Predicted throughput over that by the clock."""
+        """Predicted throughput relative to the wall clock's."""
         return self.wall_s / self.predicted_s
 
     @property
     def slowdown(self) -> float:
-        """The clock's time over that of the steps that count."""
+        """Wall-clock time relative to that of the steps that count."""
         return self.wall_s / self.measured_s
 
     @property
     def held(self) -> dict[str, float]:
-        """The ratios that have to be near 1, by what they are to: by the clock only on a machine that was quiet."""
+        """The ratios that must be near 1, by name; the wall clock's only if the machine was quiet."""
         by_clock = {"wall": self.wall_ratio} if self.slowdown <= QUIET_SLOWDOWN else {}
         return {"measured": self.ratio} | by_clock
 
@@ -71,9 +71,9 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
     """The non-negative coefficients of least squared relative error.
 
     k1, k3 and k4 are linear in (kv, max(kink, n), 1), k2 is k3 * kink; the kink is searched between the sampled numbers
-    of requests. Only where ``experts`` says that the model is a mixture of them is it looked for what that bends
-    (``fit_mixture``). Raises InvalidValue for times or sizes that are not above 0, and for samples of fewer than two
-    numbers of requests or two contexts, which fix no coefficient.
+    of requests. The terms of a mixture of experts (``fit_mixture``) are considered only if ``experts`` is given. Raises
+    InvalidValue for times or sizes that are not above 0, and for samples of fewer than two numbers of requests or two
+    contexts, which do not determine the coefficients.
     """
     _check(decode, prefill)
     steps = Steps(
@@ -96,7 +96,6 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
 
 
 def _fit_dense(steps: Steps) -> tuple[CostModel, float]:
-    """A dense model's coefficients and its kink."""
     best: tuple[float, float, Matrix] | None = None
     for kink in _kinks(np.unique(steps.running)):
         columns = np.stack([steps.kv, np.maximum(kink, steps.running), np.ones_like(steps.kv)], axis=1)
@@ -109,12 +108,12 @@ def _fit_dense(steps: Steps) -> tuple[CostModel, float]:
 
 
 def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -> float:
-    """Seconds in which an engine ends ``requests``, at most ``slots`` at once, each in turn taking a slot set free.
+    """Seconds in which an engine completes ``requests``, in order, at most ``slots`` at once.
 
-    Step by step: a new request's prompt is computed in the step of its first token, beside the others' decoding.
+    Simulated by steps: a new request's prompt is computed in the step of its first token, beside the others' decoding.
     """
     waiting = deque(requests)
-    running: list[tuple[int, int]] = []  # context, tokens still to come
+    running: list[tuple[int, int]] = []  # context, remaining tokens
     elapsed_s = 0.0
     while waiting or running:
         arrived = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
@@ -126,7 +125,7 @@ def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -
 
 
 def validate(coefficients: CostConfig, measurement: Measurement) -> Validation:
-    """The prediction for the measured mixed workload. Raises InvalidValue where none was measured."""
+    """The prediction for the measured mixed workload. Raises InvalidValue if none was measured."""
     if not measurement.mixed_wall_s:
         raise InvalidValue("mixed workload", len(measurement.mixed_wall_s), "one measured run at least")
     return Validation(
@@ -138,9 +137,9 @@ def validate(coefficients: CostConfig, measurement: Measurement) -> Validation:
 
 
 def coefficients_of(tree: Mapping[str, Any]) -> CostConfig:
-    """Checked coefficients of a mapping, as ``dora profile`` writes it.
+    """Checked coefficients from a mapping written by ``dora profile``.
 
-    Raises InvalidValue for the first field that is unknown, with the nearest name, negative or no finite number.
+    Raises InvalidValue for the first field that is unknown (with the nearest name), negative or not a finite number.
     """
     cost = validated_as(CostConfig, tree, section="cluster.cost")
     cost.check("cluster.cost")
@@ -165,7 +164,7 @@ def _last_bound_by_weights(cost: CostModel, decode: Sequence[DecodeSample]) -> f
 
 
 def _kinks(running: Matrix) -> list[float]:
-    """Numbers of requests to be tried, between the sampled ones: beyond all but one of them no kink can be seen."""
+    """Numbers of requests to try, between the sampled ones: a kink can be detected beyond at most one of them."""
     if len(running) < 3:
         return [0.0]
     between = np.unique([*np.linspace(running[0], running[-2], KINKS), *running[1:-1]])
@@ -177,7 +176,7 @@ def _decode_error(cost: CostModel, samples: Iterable[DecodeSample]) -> float:
 
 
 def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:
-    """The median of what each sample leaves beside decoding, for each of its tokens."""
+    """The median, over samples, of the time per prompt token that remains after decoding."""
     rest = [(s.step_s - cost.decode_step_s(s.running, s.prompt_tokens)) / s.prompt_tokens for s in samples]
     return max(0.0, median(rest)) if rest else 0.0
 

@@ -1,4 +1,4 @@
-"""Timings of a running engine: plain data between the worker that takes them and the fit."""
+"""Timings of a running engine: plain data between the worker that measures them and the fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +28,13 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True)
 class MixedRequest:
-    """One request of a mixed workload."""
-
     prompt_tokens: int
     response_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What a mixture of experts has in a layer, and what one token chooses of it."""
+    """The experts of a layer, and how many of them one token chooses."""
 
     total: Annotated[int, "experts in a layer"]
     per_token: Annotated[int, "experts that one token is sent to"]
@@ -44,22 +42,22 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that was measured of one engine. Times but the wall times are means of the steps that count."""
+    """All measurements of one engine. Times except the wall times are means of the steps that count."""
 
     slots: int
     decode: tuple[DecodeSample, ...]
     prefill: tuple[PrefillSample, ...]
-    mixed: tuple[MixedRequest, ...]  # run with at most ``slots`` at once, a finished one replaced by the next
+    mixed: tuple[MixedRequest, ...]  # run with at most ``slots`` at once; the next replaces a finished one
     mixed_s: float  # of this workload
-    mixed_wall_s: tuple[float, ...]  # of each of its runs, whatever else the machine did
+    mixed_wall_s: tuple[float, ...]  # of each of its runs, including other load of the machine
     wall_s: float  # of the whole measurement
     experts: Experts | None = None  # of the model, if it is a mixture of them
     clock: ClockName = "wall"  # of the steps, and of mixed_s
-    engines: int = 1  # timed beside each other; all times are means over them
+    engines: int = 1  # timed at the same time; all times are means over them
 
 
 def measurement_of(tree: Mapping[str, Any]) -> Measurement:
-    """The measurement that ``dataclasses.asdict`` made ``tree`` of."""
+    """The measurement from which ``dataclasses.asdict`` made ``tree``."""
     return Measurement(
         **{
             **tree,
@@ -72,9 +70,9 @@ def measurement_of(tree: Mapping[str, Any]) -> Measurement:
 
 
 def pooled(measurements: Sequence[Measurement]) -> Measurement:
-    """Of engines that were timed beside each other on the same grid and mixed workload: the mean engine.
+    """The mean of engines that were timed at the same time on the same grid and mixed workload.
 
-    Of each point the mean time, rather than all times: the fit, of relative errors, would lean to the faster engines.
+    Each point has the mean time, rather than all times: the fit of relative errors would favour the faster engines.
     """
     first = measurements[0]
     return replace(

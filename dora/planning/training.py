@@ -1,8 +1,8 @@
-"""The trainer's side of Algorithm 1: for each number of accelerators the best layout, and how long a step takes on it.
+"""The trainer's side of Algorithm 1: the best layout for each number of accelerators, and the time of a step on it.
 
-StreamRL (section 4.2) takes the best time over all parallel configurations, from a profiler. Here a step's
-time is what was measured on some numbers of accelerators (:class:`~dora.planning.allocation.TrainingTime`); the layouts
-say on which others the trainer fits into memory, and how much longer a step is where they divide the model badly.
+StreamRL (section 4.2) takes the best time over all parallel configurations, from a profiler. DORA uses step times that
+were measured on some numbers of accelerators (:class:`~dora.planning.allocation.TrainingTime`). The layouts determine
+on which other numbers the trainer fits into memory, and how much longer a step is if they divide the model badly.
 """
 
 from collections import defaultdict
@@ -23,10 +23,10 @@ from dora.planning.workload import StepWorkload
 
 
 class Trainers:
-    """The trainers of ``model`` on accelerators of one kind, whose step takes ``time`` where that was measured.
+    """The trainers of ``model`` on one kind of accelerator; ``time`` is their measured step time.
 
-    Several ranks share a sequence only on numbers of accelerators on which nothing fits with fewer. Raises InvalidValue
-    for a longest response of which no layout holds a micro-batch.
+    Several ranks share a sequence only if nothing fits on that number of accelerators with fewer. Raises InvalidValue
+    if no layout has room for a micro-batch with the longest response.
     """
 
     def __init__(self, model: ModelSpec, hardware: Hardware, workload: StepWorkload, time: TrainingTime) -> None:
@@ -40,21 +40,21 @@ class Trainers:
             allowed = f"at most {max(0, most):,}: no layout of {model.name} on {hardware.name} holds a longer response"
             raise InvalidValue("cap_tokens", workload.cap_tokens, allowed)
         self.least = min(least)
-        self._found, self.seconds = cache(self._find), cache(self._seconds)  # every split asks again
-        # How much worse the measured ones divide: their times contain it.
+        self._found, self.seconds = cache(self._find), cache(self._seconds)  # queried for every split
+        # How unevenly the measured numbers divide the model, which their times include.
         at = [] if time.even else [gpus for gpus, _ in time.points if self.fits(gpus)]
         self._measured_at, self._worse_there = at or [1], [self._known(gpus)[1] for gpus in at] or [1.0]
 
     def fits(self, gpus: int) -> bool:
-        """Whether there is a layout on exactly so many accelerators."""
+        """Whether there is a layout on exactly this many accelerators."""
         return self._found(gpus) is not None
 
     def layout(self, gpus: int) -> Layout:
-        """The best on exactly so many accelerators. Raises InvalidValue where none fits."""
+        """The best layout on exactly this many accelerators. Raises InvalidValue if none fits."""
         return self._known(gpus)[0]
 
     def numbers(self, most: int) -> Sequence[int]:
-        """Accelerators, up to ``most``, on which it fits and a step is shorter than on any fewer; ascending."""
+        """Numbers of accelerators, up to ``most``, on which it fits and a step is shorter than on fewer; ascending."""
         multiple, found, shortest_s = self.time.multiple, [], inf
         for gpus in range(multiple, most + 1, multiple):
             if self.fits(gpus) and (step_s := self.seconds(gpus)) < shortest_s:
@@ -63,13 +63,13 @@ class Trainers:
         return found
 
     def measured(self, gpus: int) -> bool:
-        """Whether ``gpus`` lies within the measured points."""
+        """Whether ``gpus`` is within the measured points."""
         return self.time.measured(gpus)
 
     def _seconds(self, gpus: int) -> float:
-        """Time of one step: where measured, that; elsewhere as much longer as the layout divides worse.
+        """The measured time of one step, or an estimate scaled by how much worse the layout divides the model.
 
-        Raises InvalidValue where no layout fits.
+        Raises InvalidValue if no layout fits.
         """
         worse = self._known(gpus)[1] / float(np.interp(gpus, self._measured_at, self._worse_there))
         return self.time.seconds(gpus) * worse
@@ -81,7 +81,7 @@ class Trainers:
         return found
 
     def _find(self, gpus: int) -> tuple[Layout, float] | None:
-        """The best layout, and its time over the best where replicas, layers and experts need not be whole."""
+        """The best layout, and its time relative to the best with fractional replicas, layers and experts."""
         compared: list[Option] = []
         for tier in self._tiers:
             compared += tier.compared
@@ -94,10 +94,10 @@ class Trainers:
 def over_even(
     model: ModelSpec, hardware: Hardware, workload: StepWorkload, gpus: int, tensor: int, pipeline: int
 ) -> float:
-    """A step on ``gpus`` accelerators with so many tensor and pipeline ranks, over one where all divides evenly.
+    """The step time on ``gpus`` accelerators with these tensor and pipeline ranks, relative to an even division.
 
-    1 or more: the best layout with these ranks, its time over the best of any where replicas and layers need not be
-    whole. Raises InvalidValue where whole replicas of these ranks do not fill ``gpus`` or do not fit into memory.
+    1 or more: the best layout with these ranks, over the best of any with fractional replicas and layers. Raises
+    InvalidValue if whole replicas of these ranks do not fill ``gpus`` or do not fit into memory.
     """
     tier = _undivided(model, hardware, batch_of(workload))
     stated = (each for each in tier.options if (each.replica.tensor, each.replica.pipeline) == (tensor, pipeline))
@@ -112,7 +112,7 @@ def _over_even(option: Option, compared: Sequence[Option], gpus: int) -> float:
 
 
 class _Tier:
-    """The options with equally many ranks for a sequence; ``compared``: those that others are held against."""
+    """The options with equally many ranks per sequence; ``compared``: those that others are compared with."""
 
     def __init__(self, model: ModelSpec, options: Sequence[Option]) -> None:
         self.options = options
@@ -123,11 +123,11 @@ class _Tier:
             self._by_gpus[option.replica.gpus].append(option)
 
     def dividing(self, gpus: int) -> list[Option]:
-        """Those of which whole replicas fill ``gpus`` accelerators."""
+        """Options whose whole replicas fill ``gpus`` accelerators."""
         return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]
 
 
 @cache
 def _undivided(model: ModelSpec, hardware: Hardware, batch: Batch) -> _Tier:
-    """The tier in which a sequence is on one rank. To try all layouts takes longer than to look one up."""
+    """The tier in which a sequence is on one rank. Cached, as trying all layouts is slow."""
     return _Tier(model, options(model, hardware, batch, context=1))

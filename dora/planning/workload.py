@@ -1,4 +1,4 @@
-"""What one training step asks of generation: tokens, the contexts they attend to, and the longest response."""
+"""The generation workload of one training step: tokens, their contexts, and the longest response."""
 
 import math
 from collections.abc import Callable
@@ -10,26 +10,27 @@ import numpy as np
 from dora.core.table import Column
 from dora.errors import InvalidValue
 
-SIGMA: Final = 1.2  # of log lengths, where only the mean is known: the fit of the DORA paper's workload
-_LOG_MAX: Final = 700.0  # of what a float can hold
+SIGMA: Final = 1.2  # of log lengths, if only the mean is known: the fit of the DORA paper's workload
+_LOG_MAX: Final = 700.0  # limit of a float's logarithm
 _HALVINGS: Final = 50  # to the last bits of a logarithm
 
 
 @dataclass(frozen=True, slots=True)
 class StepWorkload:
-    """One step's batch. N tokens and C context-tokens go into the bubble-free bound."""
+    """One step's batch. N tokens and C context-tokens are inputs of the bubble-free bound."""
 
     responses: int
-    tokens_at: Callable[[Column], Column]  # length of a response at standard normal scores, not rounded, perhaps uncut
+    # response lengths at standard normal scores, not rounded, maybe over the limit
+    tokens_at: Callable[[Column], Column]
     n_tokens: float  # N: tokens to generate
-    c_tokens: float  # C: over all generated tokens, the tokens of context each attends to
+    c_tokens: float  # C: the context tokens attended to, summed over all generated tokens
     cap_tokens: int  # longest response
     prompt_tokens: float  # mean
 
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Response lengths: lognormal, cut at ``cap_tokens``."""
+    """Response lengths: lognormal, limited to ``cap_tokens``."""
 
     mu: float
     sigma: float
@@ -48,7 +49,7 @@ class Lognormal:
             raise InvalidValue("lengths.mu", self.mu, f"{allowed}; sigma is {self.sigma:g}")
 
     def tokens_at(self, scores: Column) -> Column:
-        """Lengths at these standard normal scores, not cut."""
+        """Lengths at these standard normal scores, not limited."""
         tokens: Column = np.exp(np.minimum(self.mu + self.sigma * scores, _LOG_MAX))
         return tokens
 
@@ -60,7 +61,7 @@ class Lognormal:
 
 
 def lognormal_of_mean(mean_tokens: float, cap_tokens: int, sigma: float = SIGMA) -> Lognormal:
-    """The lognormal of that spread whose mean, cut at ``cap_tokens``, is ``mean_tokens``."""
+    """The lognormal of that spread whose mean, limited to ``cap_tokens``, is ``mean_tokens``."""
     if cap_tokens < 2:
         raise InvalidValue("cap_tokens", cap_tokens, "2 or above: the mean lies between 1 and it")
     if not 1.0 <= mean_tokens < cap_tokens:

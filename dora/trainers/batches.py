@@ -1,7 +1,7 @@
-"""Which rows go through the model together: micro-batches of about equal size, within a limit.
+"""Balanced micro-batches of rows that pass through the model together, within a token limit.
 
-A step's rows come group by group, and are cut anew whenever the trainer is free: from what is there, one micro-batch is
-trained on, and the rest is cut again together with what has come meanwhile.
+A step's rows arrive group by group. Whenever the trainer is free, the available rows are cut into micro-batches, one of
+which is trained on; the rest is cut again together with the rows that arrived meanwhile.
 """
 
 import heapq
@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from dora.trainers.objectives.batch import Row
 from dora.trainers.router_replay import shared_prompt
 
-_Sets = list[tuple[int, list[int]]]  # sums of costs with the items, largest sum first
+_Sets = list[tuple[int, list[int]]]  # (sum of costs, items), largest sum first
 
 
 def karmarkar_karp(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Divides items 0 .. n - 1 into ``parts`` sets with sums of ``costs`` near each other; the largest sum comes first.
+    """Divides items 0 .. n - 1 into ``parts`` sets with nearly equal sums of ``costs``; the largest sum comes first.
 
-    Largest differencing: every item begins as a partition of its own, in which one set holds it and the others are
-    empty. The two partitions whose largest and smallest sums differ most are joined, large sets with small ones, until
-    one is left. Takes about n log n + n * parts operations. Sets may be empty where there are fewer items than sets.
+    Largest differencing: every item begins as a partition in which one set holds it and the others are empty. The two
+    partitions whose largest and smallest sums differ most are joined, large sets with small ones, until one is left.
+    Takes about n log n + n * parts operations. Sets may be empty if there are fewer items than sets.
 
-    Source: Karmarkar and Karp: *The Differencing Method of Set Partitioning* (1982); for more than two sets as in
-    Korf: *Multi-Way Number Partitioning* (2009), section 2.
+    Source: Karmarkar and Karp: *The Differencing Method of Set Partitioning* (1982); for more than two sets as in Korf:
+    *Multi-Way Number Partitioning* (2009), section 2.
     """
     heap: list[tuple[int, int, _Sets]] = [
         (-cost, index, [(cost, [index]), *((0, []) for _ in range(parts - 1))]) for index, cost in enumerate(costs)
     ]
     heapq.heapify(heap)
-    order = len(heap)  # of equal partitions the older one first, so the same costs are divided in the same way
+    order = len(heap)  # breaks ties by age, so equal costs are always divided in the same way
     while len(heap) > 1:
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         joined = [(a + b, items + more) for (a, items), (b, more) in zip(one, reversed(other), strict=True)]
@@ -39,7 +39,7 @@ def karmarkar_karp(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def fitting(costs: Sequence[int], most: int) -> list[list[int]]:
-    """Items in as few balanced sets as hold at most ``most`` each; an item that costs more is alone."""
+    """Divides items into as few balanced sets of at most ``most`` as possible; an item that costs more is alone."""
     parts = max(math.ceil(sum(costs) / most), 1) if most > 0 else len(costs)
     while parts < len(costs):
         found = karmarkar_karp(costs, parts)
@@ -50,10 +50,10 @@ def fitting(costs: Sequence[int], most: int) -> list[list[int]]:
 
 
 def packed_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
-    """Micro-batches for :mod:`dora.trainers.packing`: tokens within ``tokens_max``, where a prompt counts once.
+    """Micro-batches for :mod:`dora.trainers.packing`: tokens within ``tokens_max``, with each prompt counted once.
 
-    Rows of one group stay together, unless they are too many for one micro-batch: then each of theirs reads the prompt.
-    A row that is longer than the limit is alone.
+    Rows of one group stay together, unless they exceed one micro-batch; the prompt is then read in each of theirs. A
+    row longer than the limit is alone.
     """
     bundles: list[list[Row]] = []
     for members in by_group(rows):
@@ -65,12 +65,12 @@ def packed_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
 
 
 def packed_tokens(rows: Sequence[Row]) -> int:
-    """What rows of one group take in a pack."""
+    """The packed size of the rows of one group."""
     return len(rows[0].trajectory.prompt_token_ids) + sum(row.trajectory.length_tokens for row in rows)
 
 
 def by_group(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows with those of their group that go on from one reading of the prompt; in order of their first ones."""
+    """Groups rows that can share one reading of their prompt, in order of their first rows."""
     groups: dict[tuple[str, bytes], list[Row]] = {}
     for row in rows:
         groups.setdefault(shared_prompt(row.trajectory), []).append(row)

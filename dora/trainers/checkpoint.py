@@ -1,13 +1,13 @@
-"""What a trainer needs to go on where it was: model, optimiser, step and reference version, on disk before the commit.
+"""Trainer checkpoints: model, optimiser, step and reference version, written before the commit.
 
     FOLDER/step-12/model.safetensors        the weights that step 11 made, by Hugging Face names, in the trainer's dtype
     FOLDER/step-12/config.json
     FOLDER/step-12/optimizer.safetensors    AdamW's moments, by the parameters' names in the module
     FOLDER/step-12/trainer.json             the step that comes next, and the reference version
 
-A folder is there whole or not at all: it is written under a hidden name and renamed. It is written before its step is
-committed, so the step that the service wants next always has one: that of a commit that was not made is left unused,
-and replaced. No pickle.
+A folder is complete or absent: it is written under a hidden name and renamed. It is written before its step is
+committed, so the service's next step always has one; the checkpoint of a failed commit is unused and later replaced. No
+pickle.
 """
 
 import json
@@ -30,15 +30,15 @@ from dora.weights.reference import WEIGHTS_FILE
 
 OPTIMIZER_FILE: Final = "optimizer.safetensors"
 STATE_FILE: Final = "trainer.json"
-KEPT: Final = 2  # that of the last commit, and that of the one to come
+KEPT: Final = 2  # one of the last commit, and one of the next
 _PREFIX: Final = "step-"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in the stream of steps a checkpoint stands."""
+    """The position of a checkpoint in the sequence of steps."""
 
-    step: int  # the next one
+    step: int  # the next step
     reference_version: int
 
 
@@ -49,9 +49,9 @@ def save(
     moments: Mapping[str, torch.Tensor],
     config: Any,
 ) -> Path:
-    """Writes one checkpoint: see :func:`written`. ``config``: of transformers.
+    """Writes one checkpoint, as :func:`written`. ``config``: of transformers.
 
-    Raises InvalidValue for weights that are not finite, OSError as writing does.
+    Raises InvalidValue for weights that are not finite, OSError if writing fails.
     """
     with written(folder, position) as unfinished:
         for name, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
@@ -62,9 +62,9 @@ def save(
 
 @contextmanager
 def written(folder: Path, position: Position) -> Iterator[Path]:
-    """A folder to write one checkpoint into; at the end it gets its name, if nothing was raised.
+    """A folder for writing one checkpoint; it gets its name at the end unless an exception was raised.
 
-    One of the same step is replaced, and those older than the last :data:`KEPT` are removed.
+    It replaces a checkpoint of the same step. Checkpoints older than the last :data:`KEPT` are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = path_of(folder, position.step)
@@ -83,18 +83,18 @@ def written(folder: Path, position: Position) -> Iterator[Path]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which there is a checkpoint, ascending; none where there is no such folder."""
+    """The steps that have a checkpoint, ascending; empty if there is no such folder."""
     names = [each.name.removeprefix(_PREFIX) for each in folder.glob(f"{_PREFIX}*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint is from which ``step`` goes on."""
+    """The checkpoint from which ``step`` continues."""
     return folder / f"{_PREFIX}{step}"
 
 
 def position_of(checkpoint: Path) -> Position:
-    """Raises InvalidValue where it is no checkpoint."""
+    """Raises InvalidValue if it is not a checkpoint."""
     found = json_object(checkpoint / STATE_FILE, "checkpoint")
     try:
         return Position(int(found["step"]), int(found["reference_version"]))
@@ -103,7 +103,7 @@ def position_of(checkpoint: Path) -> Position:
 
 
 def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What :func:`moments_of` gave."""
+    """Reads the output of :func:`moments_of`."""
     return load_file(checkpoint / OPTIMIZER_FILE)
 
 
@@ -115,7 +115,7 @@ def moments_of(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[
 
 
 def set_moments(module: Any, optimizer: torch.optim.Optimizer, moments: Mapping[str, torch.Tensor]) -> None:
-    """The inverse: this rank's parts, where ``module`` is cut over ranks. Raises InvalidValue for another model's."""
+    """The inverse. If ``module`` is sharded, sets this rank's parts. Raises InvalidValue for another model's."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in moments.items():
         found.setdefault(name.rpartition("/")[0], {})[name.rpartition("/")[2]] = value

@@ -1,6 +1,6 @@
-"""What every trainer checks of what it is given and of what it has computed, whatever it trains with.
+"""Checks of a trainer's inputs and results, shared by all trainers.
 
-An error here is one line that names what is wrong, before anything is committed: the step's groups come again.
+An error names the fault in one line, before anything is committed; the step's groups are then delivered again.
 """
 
 import math
@@ -15,9 +15,8 @@ from dora.errors import Conflict, InvalidValue
 def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int | None = None) -> None:
     """Raises InvalidValue for a response that cannot be trained on, naming it.
 
-    That is one with a token in the loss mask whose recorded logprob is not finite, or with a token that the trainer's
-    vocabulary lacks; Conflict where its KL term refers to another version than ``reference_version``, if that is given.
-    A ``vocab_size`` of 0 is not known.
+    A token in the loss mask must have a finite recorded logprob and be in the trainer's vocabulary. Raises Conflict if
+    the KL term uses another version than ``reference_version``, if given. ``vocab_size`` 0: unknown.
     """
     for each in group.trajectories:
         name = f"trajectory {each.trajectory_id}"
@@ -37,12 +36,12 @@ def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int 
 
 
 def check_step(loss: float, grad_norm: float) -> None:
-    """Raises InvalidValue where the loss or the gradient of a step is not finite, before the optimiser takes it."""
+    """Raises InvalidValue if the loss or the gradient of a step is not finite, before the optimiser uses it."""
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
         if not math.isfinite(value):
             raise InvalidValue(name, value, "finite; the optimiser took no step, and the step is not committed")
 
 
 def vocab_size_of(config: Any) -> int:
-    """Of a transformers ``config``: how many tokens its model has logits for. 0 where it does not say."""
+    """The number of tokens that a model with this transformers ``config`` has logits for. 0: unknown."""
     return int(getattr(config, "vocab_size", 0) or getattr(getattr(config, "text_config", None), "vocab_size", 0))

@@ -1,6 +1,6 @@
-"""Rows of a step on their way from the leader to the other ranks: in about equal parts, as bytes.
+"""Sends rows of a step from the leader to the other ranks: in nearly equal parts, as bytes.
 
-The leader alone has whole groups and says what each response's advantage is; a rank gets responses and advantages.
+Only the leader has whole groups and computes advantages; a rank gets responses with their advantages.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _ADVANTAGE = np.dtype("<f8")
 
 
 def dealt(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
-    """For each rank its rows, with about equal numbers of tokens; the first may have the most."""
+    """The rows of each rank, with nearly equal numbers of tokens; the first may have the most."""
     parts = karmarkar_karp([row.length_tokens for row in rows], ranks)
     return [[rows[index] for index in part] for part in parts]
 
@@ -32,7 +32,7 @@ def rows_to_bytes(rows: Sequence[Row]) -> bytes:
 
 
 def rows_from_bytes(content: bytes) -> list[Row]:
-    """The inverse of :func:`rows_to_bytes`; none of nothing."""
+    """The inverse of :func:`rows_to_bytes`; empty for no bytes."""
     count = int.from_bytes(content[:8], "little")
     advantages = np.frombuffer(content, _ADVANTAGE, count, 8) if count else ()
     message = pb.TrajectoryBatch.FromString(content[8 + count * _ADVANTAGE.itemsize :])

@@ -4,15 +4,15 @@
     python -m dora.trainers.grpo --objective gspo --anchor proximal --correction mask --kl-coefficient 0.01
     torchrun --standalone --nproc-per-node 2 -m dora.trainers.grpo --checkpoints out/checkpoints
 
-To read it: :func:`train` is a run, :meth:`_Run.train_step` a step, :func:`take_groups` how training begins while groups
-still come. The learner (``learner.py``) has the model and makes gradients of groups. On several ranks the first one
-does all this, and its learner tells those of the others (:func:`follow`) what to do.
+:func:`train` is a run, :meth:`_Run.train_step` a step, and :func:`take_groups` trains while groups still arrive. The
+learner (``learner.py``) owns the model and computes gradients of groups. On several ranks the first one runs all this,
+and its learner sends orders to those of the others (:func:`follow`).
 
 The importance ratio is present policy / behaviour policy, both of the *raw* model: the recorded logprobs are taken
-before temperature, top-p and penalties. At temperature 1 without truncation or penalties that is the distribution the
-tokens were sampled from, and the ratio is exact. At another temperature the ratio still measures how far the weights
-have moved since the behaviour version (it is 1 for fresh weights), but the samples come from a sharper or flatter
-distribution than the one being optimised: a bias that this trainer, like most, accepts.
+before temperature, top-p and penalties. At temperature 1 without truncation or penalties, tokens were sampled from that
+distribution, and the ratio is exact. At another temperature the ratio still measures how far the weights have moved
+since the behaviour version (it is 1 for fresh weights), but the samples come from a sharper or flatter distribution
+than the one being optimised: a bias that this trainer, like most, accepts.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from dora.weights.reference import TensorHeader
 log = logging.getLogger(__name__)
 
 
-MakeLearner = Callable[[Any, Start, Ranks, Sequence[TensorHeader]], AnyLearner]  # of a configuration; see make_learner
+MakeLearner = Callable[[Any, Start, Ranks, Sequence[TensorHeader]], AnyLearner]  # see make_learner
 
 
 async def train(
@@ -52,10 +52,10 @@ async def train(
 ) -> Report:
     """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
 
-    torch runs in a thread of its own, so the event loop goes on. A version that the workers reject is published anew
+    torch runs in a thread of its own, so the event loop continues. A version that the workers reject is published again
     once, with the present weights. ``ranks``: this process leads them. ``make``: every rank's learner. Raises the
-    client's errors: VersionRejected where that is rejected too; InvalidValue for a group that cannot be trained on, or
-    a loss that is not finite; DoraError where a package that ``config`` asks for is not installed.
+    client's errors: VersionRejected if the second version is rejected too; InvalidValue for a group that cannot be
+    trained on, or a loss that is not finite; DoraError if a package that ``config`` requires is not installed.
     """
     ranks = ranks or Ranks()
     started_s = time.monotonic()
@@ -85,7 +85,7 @@ async def train(
 
 
 def follow(config: GrpoConfig, ranks: Ranks, make: MakeLearner = make_learner) -> None:
-    """A rank that does not lead: makes its part of the learner and does as it is told, until the leader ends."""
+    """Runs a rank that does not lead: makes its part of the learner and executes the leader's orders until the end."""
     torch.set_num_threads(config.threads)
     order = ranks.told()
     while order.name == "idle":
@@ -94,13 +94,11 @@ def follow(config: GrpoConfig, ranks: Ranks, make: MakeLearner = make_learner) -
 
 
 class _Run:
-    """The steps of one run, as the leader makes them."""
-
     def __init__(
         self, trainer: Trainer, config: GrpoConfig, ranks: Ranks, thread: ThreadPoolExecutor, make: MakeLearner
     ) -> None:
         self._trainer, self._config, self._ranks, self._thread, self._make = trainer, config, ranks, thread, make
-        self._republished: set[int] = set()  # versions
+        self._republished: set[int] = set()  # version numbers
         self._reference_version = 0
 
     async def begin(self) -> AnyLearner:
@@ -112,11 +110,11 @@ class _Run:
         return learner
 
     async def train_step(self, step: Step, learner: AnyLearner) -> StepReport | None:
-        """One step, from its first group to its commit; None for one without any, after which no prompt is left.
+        """Trains one step, from its first group to its commit; None if no group arrived and no prompt is left.
 
-        Both go on where a rejected version was published anew.
+        Both continue if a rejected version was published again.
         """
-        waited_s = step.waited_s  # for its first group, without which there is no step
+        waited_s = step.waited_s  # for the step's first group
         started_s = time.monotonic() - waited_s
         group_ids: list[str] = []
         metrics: StepMetrics | None = None
@@ -140,13 +138,13 @@ class _Run:
         return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s, waited_s)
 
     async def _save(self, step: Step, learner: AnyLearner, weights: Any) -> None:
-        """Before the commit: the service never wants a step of which there is no checkpoint (but for the setting)."""
+        """Saves a checkpoint before the commit, so the service's next step always has one (unless set otherwise)."""
         if self._config.checkpoints and (step.number + 1) % self._config.checkpoint_every == 0:
             folder = Path(self._config.checkpoints)
             await self.in_thread(learner.save, folder, self._reference_version, weights)
 
     async def mended(self, call: Callable[[], Awaitable[Any]], learner: AnyLearner) -> Any:
-        """What ``call`` gives between two steps, where the last commit may have found that a version was rejected."""
+        """The result of ``call`` between two steps; publishes again if the service reports a rejected version."""
         try:
             return await self.awaiting(call())
         except VersionRejected as rejected:
@@ -155,12 +153,12 @@ class _Run:
 
     async def _republish(self, rejected: VersionRejected, weights: Any, canary: Canary | None) -> None:
         if rejected.version in self._republished:
-            raise rejected  # of these weights, too: what would help is not known here
+            raise rejected  # the present weights were rejected too; there is no further remedy
         self._republished.add(rejected.version)
         await self.awaiting(self._trainer.republish(weights, version=rejected.version, canary=canary))
 
     async def awaiting(self, work: Awaitable[Any]) -> Any:
-        """What ``work`` gives, while the other ranks are told, now and then, that the leader is still there."""
+        """The result of ``work``. Meanwhile the other ranks are notified periodically that the leader is alive."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -185,9 +183,9 @@ async def take_groups(
     group_ids: list[str],
     awaiting: Callable[[Awaitable[Any]], Awaitable[Any]] = lambda work: work,
 ) -> float:
-    """Takes groups as they come, while ``thread`` trains on those that are there. The seconds in which it had none.
+    """Takes groups as they arrive, while ``thread`` trains on them. Returns the seconds in which it was idle.
 
-    Where the one fails, the other is ended; the learner is at rest when this returns or raises.
+    If either fails, the other is ended; the learner is idle when this returns or raises.
     """
     began_s, busy_s = time.monotonic(), learner.busy_s
     try:
@@ -196,11 +194,11 @@ async def take_groups(
                 group = step.take()
                 group_ids.append(group.group_id)
                 learner.add_group(group)
-                works.create_task(_in(thread, learner.work))  # finds nothing to do where the one before it took it in
+                works.create_task(_in(thread, learner.work))  # finds nothing if the previous call did this group
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        await _in(thread, int)  # after whatever the thread is still at
+        await _in(thread, int)  # after the thread's current work
     return max(time.monotonic() - began_s - (learner.busy_s - busy_s), 0.0)
 
 
@@ -209,12 +207,12 @@ async def _in(thread: ThreadPoolExecutor, function: Callable[..., Any], *argumen
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 when done, 1 where the service or the configuration refused, or another rank failed."""
+    """Exit code 0 when done, 1 if the service or the configuration is refused, or another rank failed."""
     return run(parse_arguments, arguments, make_learner)
 
 
 def run(parse: Callable[[list[str]], tuple[GrpoConfig, bool]], arguments: list[str], make: MakeLearner) -> int:
-    """A trainer's command, on each of its ranks: what :func:`main` does, with other options and another learner."""
+    """Runs a trainer's command on each of its ranks, like :func:`main`, with other options and another learner."""
     try:
         config, as_json = parse(arguments)
         show = step_json if as_json else step_line

@@ -1,7 +1,7 @@
-"""The learner: gradients accumulate while a step's groups come, with one optimiser step at its end.
+"""The learner: accumulates gradients while a step's groups arrive, and takes one optimiser step at its end.
 
-On several ranks it is one learner with a part on each. The leader is used as if it were alone, and tells the others
-what to do with it; they :meth:`Learner.follow`.
+On several ranks it is one learner with a part on each. The leader's part is used as if it were alone, and sends orders
+to the others, which run :meth:`Learner.follow`.
 """
 
 import math
@@ -44,18 +44,18 @@ from dora.trainers.signals import (
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """Hyper-parameters; defaults are DAPO's where it names one."""
+    """Hyper-parameters; defaults are those of DAPO if it names one."""
 
     learning_rate: float = 1e-6
     objective: Objective = OBJECTIVES["dapo"]
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
-    # Of one micro-batch: the tokens of a pack; of padded rows, their number times the longest. Prompts are counted.
+    # Limit of one micro-batch: the tokens of a pack; for padded rows, their number times the longest. Includes prompts.
     micro_batch_tokens: int = 4096
-    packing: bool = True  # where the model takes it; else rows of one group are padded
-    clip_alarm: float = 0.2  # of the trained tokens: where more are clipped, operators are told; 1: never
-    router_replay: bool = True  # where the record has routed experts, tokens are sent to these
-    autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
+    packing: bool = True  # if the model supports it; otherwise rows of one group are padded
+    clip_alarm: float = 0.2  # share of trained tokens; operators are notified if more are clipped; 1: never
+    router_replay: bool = True  # sends tokens to the routed experts in the record, if any
+    autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser keep their dtype
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "grad_norm_max", "micro_batch_tokens"):
@@ -69,20 +69,18 @@ class LearnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One training step in numbers."""
-
     loss: float
     grad_norm: float
     groups: int
-    groups_trained: int  # those whose rewards differ
+    groups_trained: int  # groups whose rewards differ
     rewards_invalid: int
     staleness_mean: float  # over trajectories
     signals: Signals
-    by_staleness: dict[str, float]  # the same signals, as signals.numbers_by_staleness names them
-    alarms: dict[str, float]  # by what was passed, with the bounds
+    by_staleness: dict[str, float]  # the same signals, named by signals.numbers_by_staleness
+    alarms: dict[str, float]  # exceeded limits, by name
 
     def numbers(self) -> dict[str, float]:
-        """For operators: finite values only."""
+        """Finite values only, for operators."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         numbers = {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -91,10 +89,10 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class StepSums:
-    """What is known of a step while it is trained on: of this rank's micro-batches, and of the groups it was given."""
+    """Running sums of a step: of this rank's micro-batches, and of the groups given to it."""
 
     loss: float = 0.0
-    units: float = 0.0  # what the step's loss and gradient are divided by
+    units: float = 0.0  # divisor of the step's loss and gradient
     groups: int = 0
     groups_trained: int = 0
     rewards_invalid: int = 0
@@ -102,7 +100,7 @@ class StepSums:
     signals: ByStaleness = field(default_factory=dict)
 
     def take(self, group: TrajectoryGroup, taken_at: float, objective: Objective) -> list[Row]:
-        """Counts ``group``; what of it is trained on."""
+        """Counts ``group``. Returns its rows to train on."""
         self.groups += 1
         self.rewards_invalid += int((~group.rewards_valid).sum())
         self.staleness.extend(group.staleness.tolist())
@@ -112,7 +110,7 @@ class StepSums:
         return rows
 
     def metrics(self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float) -> StepMetrics:
-        """With the loss, norm and signals of all ranks."""
+        """The metrics, given the loss, norm and signals of all ranks."""
         signals = whole(by_staleness)
         return StepMetrics(
             loss=loss,
@@ -128,7 +126,7 @@ class StepSums:
 
 
 class AnyLearner(Protocol):
-    """What a run takes for a learner: :class:`Learner`, and those of other packages. See there."""
+    """The interface of a learner, implemented by :class:`Learner` and by other packages. See there."""
 
     busy_s: float
 
@@ -148,10 +146,10 @@ class AnyLearner(Protocol):
 
 
 class Learner:
-    """Owns the model and its optimiser. For one thread at a time, but for :meth:`add_group`.
+    """Owns the model and its optimiser. Not thread-safe, except for :meth:`add_group`.
 
-    Gradients are sums until the step's end, and the objective says what they are divided by: so they are those of the
-    whole step in one batch, up to rounding, in whatever order groups come, however they are cut, and on however many
+    Gradients are summed until the step's end and then divided as the objective defines. They equal those of the whole
+    step in one batch, up to rounding, regardless of the order of groups, the cut into micro-batches, and the number of
     ranks.
     """
 
@@ -165,14 +163,13 @@ class Learner:
         ranks: Ranks | None = None,
         step: int = 0,
     ) -> None:
-        """``module`` is a causal language model of transformers, trained in place; on several ranks each has it whole,
-        and it is cut here. ``reference``: another one, with the weights of ``reference_version``, to which a KL term
-        refers. ``step``: the first that is trained. Raises Conflict where the objective needs a reference and there is
-        none.
+        """``module`` is a causal language model of transformers, trained in place; each rank passes it whole, and it is
+        sharded here. ``reference``: another one, with the weights of ``reference_version``, for the KL term. ``step``:
+        the first step to train. Raises Conflict if the objective needs a reference and there is none.
         """
         self.module = module
-        self.step = step  # the next one to be finished
-        self.busy_s = 0.0  # at work since it was made
+        self.step = step  # the next step to finish
+        self.busy_s = 0.0  # working time since creation
         self._config = config
         self._ranks = ranks or Ranks()
         self._vocab_size = vocab_size_of(getattr(module, "config", None))
@@ -192,14 +189,14 @@ class Learner:
                 shard(each)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, and when they came
+        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, with their arrival times
         self._rows: list[Row] = []
         self._sums = StepSums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
-        """Leaves the group for :meth:`work`. Any thread may call it, also while another one works.
+        """Queues the group for :meth:`work`. Thread-safe, also while another thread works.
 
-        Raises InvalidValue for a group that cannot be trained on, Conflict where routed experts are not this model's.
+        Raises InvalidValue for a group that cannot be trained on, Conflict if its routed experts do not fit this model.
         """
         check_group(group, self._vocab_size, self._reference_version)
         if self._routers is not None:
@@ -208,14 +205,14 @@ class Learner:
         self._come.append((group, time.time()))
 
     def work(self) -> None:
-        """Adds the gradients of all groups that are there, and of those that come meanwhile, not yet divided."""
+        """Adds the undivided gradients of all queued groups, including those that arrive meanwhile."""
         while self.work_once():
             pass
 
     def work_once(self) -> bool:
-        """One micro-batch of what is there; False where there is nothing. It does not wait until one is full.
+        """Trains on one micro-batch of the queued rows, even if it is not full; False if there are none.
 
-        Groups that teach nothing cost no forward pass.
+        Groups without a learning signal cost no forward pass.
         """
         began_s = time.monotonic()
         rows = self._taken_in()
@@ -249,10 +246,10 @@ class Learner:
         return True
 
     def finish_step(self) -> StepMetrics:
-        """Works off what is there, divides the gradient by the step's units, clips it, and takes one optimiser step.
+        """Works off the queue, divides the gradient by the step's units, clips it, and takes one optimiser step.
 
-        Begins a new step. Raises InvalidValue, with the weights as they were, where loss or gradient are not finite;
-        RanksDisagree where the ranks are not at one step with one result.
+        Begins a new step. Raises InvalidValue, with unchanged weights, if loss or gradient are not finite;
+        RanksDisagree if the ranks differ in the step or its result.
         """
         self.work()
         self._ranks.tell("finish")
@@ -262,10 +259,10 @@ class Learner:
         sums, self._sums = self._sums, StepSums()
         loss, units = self._ranks.sum(np.array([sums.loss, sums.units])).tolist()
         by_staleness = over_ranks(sums.signals, self._ranks)
-        units = max(units, 1.0)  # a step that taught nothing has a gradient of zero
+        units = max(units, 1.0)  # a step without a learning signal has a gradient of zero
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(units / self._ranks.count)  # FSDP's is a mean over the ranks
+                parameter.grad.div_(units / self._ranks.count)  # FSDP averages over the ranks
         norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max)))
         tokens = whole(by_staleness).tokens_trained
         self._ranks.agree({"step": self.step, "loss": loss, "grad_norm": norm, "tokens": tokens})
@@ -279,7 +276,7 @@ class Learner:
         return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm)
 
     def weights(self) -> Any:
-        """What a commit takes: the module itself, or of several ranks its whole tensors by Hugging Face names."""
+        """The argument of a commit: the module, or on several ranks its gathered tensors by Hugging Face names."""
         if self._ranks.count == 1:
             return self.module
         self._ranks.tell("weights")
@@ -290,21 +287,21 @@ class Learner:
         return None
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """The optimiser's state, whole, on the leader: see :func:`dora.trainers.checkpoint.moments_of`."""
+        """The optimiser's complete state, on the leader: see :func:`dora.trainers.checkpoint.moments_of`."""
         self._ranks.tell("moments")
         return gathered(moments_of(self.module, self._optimiser), self._ranks)
 
     def save(self, folder: Path, reference_version: int, weights: Any) -> None:
-        """Writes a checkpoint, once. ``weights``: what :meth:`weights` gave."""
+        """Writes a checkpoint, once. ``weights``: the result of :meth:`weights`."""
         whole_weights = weights if isinstance(weights, Mapping) else checkpoint_of(self.module, self._ranks)
         save(folder, Position(self.step, reference_version), whole_weights, self.moments(), self.module.config)
 
     def set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
-        """What :meth:`moments` gave; every rank calls it. Raises InvalidValue where they are another model's."""
+        """Sets the result of :meth:`moments`; called by every rank. Raises InvalidValue for another model's moments."""
         set_moments(self.module, self._optimiser, moments)
 
     def follow(self) -> None:
-        """What the learner does on a rank that does not lead: as it is told, until the end."""
+        """Executes the leader's orders on another rank, until the end."""
         self._ranks.follow(self._obey)
 
     def _obey(self, order: Order) -> None:
@@ -321,7 +318,7 @@ class Learner:
                 raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
 
     def _backward_of_nothing(self) -> None:
-        """A pass without a loss, for the collectives of a rank that has no rows while others have some."""
+        """A pass without a loss, so that a rank without rows joins the collectives of the others."""
         one = torch.zeros(1, 1, dtype=torch.int64, device=self._parameters[0].device)
         if self._reference is not None:
             with torch.no_grad():
@@ -333,7 +330,7 @@ class Learner:
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = self._logprobs(self._reference, trajectories)  # another policy: its routers choose
+                reference = self._logprobs(self._reference, trajectories)  # another policy: its own routers choose
         batch = TokenBatch.of(rows, self._logprobs(self.module, trajectories, self._routers), reference=reference)
         terms = self._config.objective.terms(batch)
         loss, units = self._config.objective.sum(batch, terms)

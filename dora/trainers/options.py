@@ -1,4 +1,4 @@
-"""The reference trainer's settings and its command line."""
+"""The reference trainer's settings and command line."""
 
 import argparse
 import os
@@ -14,27 +14,25 @@ from dora.trainers.objectives.presets import add_objective, objective_of
 _COMMON: Final = (
     *("address", "token", "model", "groups", "steps", "threads", "dtype", "reference"),
     *("checkpoints", "checkpoint_every", "tensorboard", "wandb"),
-)  # fields that are options of their own name
+)  # fields with an option of the same name
 
 
 @dataclass(frozen=True, slots=True)
 class GrpoConfig:
-    """One run of the reference trainer."""
-
     address: str
     token: str
-    model: str = ""  # Hugging Face folder; empty: the service's newest version, which needs a shared host
-    groups: int = 0  # prompt groups a step; 0: what the service has
+    model: str = ""  # Hugging Face folder; empty: the service's newest version, which requires a shared host
+    groups: int = 0  # prompt groups per step; 0: the service's setting
     steps: int = 0  # 0: until the prompts are exhausted
     threads: int = 1  # CPU threads of the forward and backward passes
     dtype: Literal["float32", "bfloat16"] = "float32"
-    layers: int = 0  # train only the last decoder layers, so many; 0: the whole model
-    device: str = "cpu"  # "cuda": the one of this rank
+    layers: int = 0  # train only this many last decoder layers; 0: the whole model
+    device: str = "cpu"  # "cuda": this rank's GPU
     reference: str = ""  # folder of the reference version's weights; empty: the service's
-    checkpoints: str = ""  # folder; empty: none are written, and none is gone on from
-    checkpoint_every: int = 1  # steps
+    checkpoints: str = ""  # folder; empty: checkpoints are neither written nor read
+    checkpoint_every: int = 1  # in steps
     reconnect_s: float = 60.0
-    rank_timeout_s: float = 120.0  # of several ranks: how long one may take for a micro-batch
+    rank_timeout_s: float = 120.0  # how long one of several ranks may take for a micro-batch
     tensorboard: str = ""  # folder for event files; empty: none
     wandb: str = ""  # project; empty: none
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -46,7 +44,7 @@ class GrpoConfig:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
-    """The configuration, and whether each step is to be printed as a JSON line."""
+    """The configuration, and whether to print each step as a JSON line."""
     parser = argparse.ArgumentParser(
         prog="python -m dora.trainers.grpo",
         description="Reference trainer for a running 'dora serve'.",
@@ -70,7 +68,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that all trainers have, whatever they train with; those of the objective come beside them."""
+    """Adds the options common to all trainers; those of the objective are added separately."""
     defaults = LearnerConfig()
     parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
     parser.add_argument("--token", default=os.environ.get("DORA_TOKEN", ""), help="default: $DORA_TOKEN")
@@ -100,7 +98,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
-    """Fields of GrpoConfig from the options of :func:`add_common` and of the objective, and more of its ``learner``."""
+    """Fields of GrpoConfig from the options of :func:`add_common` and of the objective, and more ``learner`` fields."""
     config = LearnerConfig(
         learning_rate=given.lr,
         objective=objective_of(given),
@@ -118,9 +116,9 @@ def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:
-    """Whether this processor multiplies matrices in bfloat16 itself. ``capability``: torch's name for what it has.
+    """Whether this processor multiplies bfloat16 matrices natively. ``capability``: torch's name of the CPU capability.
 
-    torch does it through AVX-512 or more. Below, it emulates: on a processor with AVX2 alone a product of the size of
-    a SmolLM2 layer's took 58 times as long as in fp32.
+    torch requires AVX-512 or better for it, and emulates it otherwise: with AVX2 alone, a product of the size of a
+    SmolLM2 layer's took 58 times as long as in fp32.
     """
     return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")

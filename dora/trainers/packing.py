@@ -1,10 +1,10 @@
-"""Responses to several prompts in one sequence: nothing is padded, and a prompt is read once for its responses.
+"""Packs responses to several prompts into one sequence, without padding; a prompt is read once for its responses.
 
     prompt A | response A0 | response A1 | prompt B | response B0 | ...
 
-Position ids of a response go on from its prompt. It attends to its prompt and itself, and to nothing else, so the
-logprobs are those of each row alone, up to rounding. Attention costs what the rows cost, not the square of the
-sequence: it is computed block by block.
+Position ids of a response continue those of its prompt. A response attends only to its prompt and itself, so the
+logprobs are those of each row alone, up to rounding. Attention is computed block by block, so it costs as much as for
+the separate rows, not the square of the sequence.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from dora.errors import Conflict
 from dora.trainers.router_replay import RouterReplay, rows_of, shared_prompt
 
 ATTENTION: Final = "dora_packed"  # its name among transformers' implementations
-LAYERS: Final = {"full_attention", "sliding_attention"}  # kinds of layers that look along a row by attention alone
+LAYERS: Final = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens of a row by attention alone
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One prompt and what follows it, by places in the sequence."""
+    """One prompt and its responses, by positions in the sequence."""
 
     prompt: slice
     responses: tuple[slice, ...]
@@ -33,11 +33,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Some rows as one sequence of T tokens, of which n predict a response token."""
+    """Some rows as one sequence of T tokens, n of which predict a response token."""
 
-    input_ids: torch.Tensor  # (1, T), int64; a response's last token predicts nothing and is left out
+    input_ids: torch.Tensor  # (1, T), int64; a response's last token predicts nothing and is omitted
     position_ids: torch.Tensor  # (1, T), int64
-    predicting: torch.Tensor  # (n,), int64: places of the tokens that predict, row after row
+    predicting: torch.Tensor  # (n,), int64: positions of the predicting tokens, row after row
     targets: torch.Tensor  # (n,), int64: the response tokens
     blocks: tuple[Block, ...]
     routed: torch.Tensor | None  # (T, layers, top_k), int32: recorded experts or router_replay.OWN; None: no record
@@ -45,8 +45,8 @@ class Pack:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str) -> "Pack":
-        """Those of one group share their prompt, but where it was sent to other experts. n runs over ``trajectories``
-        in their order.
+        """Rows of one group share their prompt, unless it was routed to other experts. n runs over ``trajectories`` in
+        order.
         """
         groups: dict[tuple[str, bytes], list[int]] = {}
         for index, trajectory in enumerate(trajectories):
@@ -88,9 +88,9 @@ class Pack:
         )
 
     def mask(self, queries: int, keys: int, window: int | None) -> torch.Tensor | None:
-        """(1, 1, queries, keys), bool: where the last ``queries`` of ``keys`` tokens may look; None: plainly causal.
+        """(1, 1, queries, keys), bool: the last ``queries`` of ``keys`` tokens attend to these; None: purely causal.
 
-        ``window``: how many tokens back, itself included. A mask is made once for all layers.
+        ``window``: how many tokens back, including the token itself. A mask is made once for all layers.
         """
         if window is not None and window >= keys:
             window = None
@@ -105,10 +105,10 @@ class Pack:
 
 
 def packs(module: Any) -> bool:
-    """Whether rows can be packed for ``module``: a model of transformers that looks along a row by attention alone.
+    """Whether rows can be packed for ``module``: a model of transformers that mixes tokens by attention alone.
 
-    State-space, convolution and chunked layers would carry something from one row to the next. Attention that has to
-    be the model's own (one with sinks, or logits that are capped) is no SDPA.
+    State-space, convolution and chunked layers would mix tokens of different rows. Attention that requires the model's
+    own implementation (with sinks, or with capped logits) cannot be replaced by SDPA.
     """
     config = getattr(module, "config", None)
     return (
@@ -121,7 +121,7 @@ def packs(module: Any) -> bool:
 
 
 def prepare(module: Any) -> None:
-    """Lets ``module`` take packs, beside all else that it takes: without a pack its attention is SDPA as before."""
+    """Enables ``module`` to accept packs. Without a pack its attention remains SDPA."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -133,12 +133,12 @@ def prepare(module: Any) -> None:
 def packed_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """(n,): the raw model's log probability of every response token, row after row. ``prepare(module)`` comes first.
+    """(n,): the raw model's log probability of every response token, row after row. Requires ``prepare(module)``.
 
-    ``routers``: those of ``module``, which are led to the recorded experts; None: they choose.
+    ``routers``: those of ``module``, made to use the recorded experts; None: they choose.
     """
     pack = Pack.of(trajectories, next(module.parameters()).device)
-    no_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool, device=pack.input_ids.device)  # a made one would be T x T
+    no_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool, device=pack.input_ids.device)  # avoids a mask of T x T
     with nullcontext() if routers is None else routers.sending(pack.routed):
         logits = module(
             input_ids=pack.input_ids,

@@ -1,4 +1,4 @@
-"""Rows side by side, padded: for models whose rows cannot be packed (:mod:`dora.trainers.packing`)."""
+"""Padded batches of rows, for models whose rows cannot be packed (:mod:`dora.trainers.packing`)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from dora.trainers.router_replay import OWN, RouterReplay, rows_of
 def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
     """Rows of one group and of similar length, ``rows * longest`` within ``tokens_max``; a longer row is alone.
 
-    A new batch begins where padding would cost more than reading the prompt once more does.
+    A new batch begins when padding would cost more than another reading of the prompt.
     """
     return [batch for members in by_group(rows) for batch in _of_group(members, tokens_max)]
 
@@ -26,7 +26,7 @@ def padded_logprobs(
 ) -> torch.Tensor:
     """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt.
 
-    ``routers``: those of ``module``, which are led to the recorded experts; None: they choose.
+    ``routers``: those of ``module``, made to use the recorded experts; None: they choose.
     """
     padded = response_logprobs(module, trajectories, routers)
     return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
@@ -35,9 +35,9 @@ def padded_logprobs(
 def whole_row_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """What :func:`padded_logprobs` gives, in exactly one pass, in which every row reads the prompt.
+    """The same as :func:`padded_logprobs`, in exactly one pass, in which every row reads the prompt.
 
-    The ranks of a model that is cut over them have to make the same passes, whatever rows each has.
+    The ranks of a sharded model must make the same passes, whatever rows each has.
     """
     device = next(module.parameters()).device
     rows = [np.concatenate([each.prompt_token_ids, each.response_token_ids]) for each in trajectories]
@@ -72,10 +72,10 @@ def _of_group(rows: Sequence[Row], tokens_max: int) -> Iterator[list[Row]]:
 def response_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """(rows, longest response): the raw model's log probability of every response token; padding holds anything.
+    """(rows, longest response): the raw model's log probability of every response token; padding is undefined.
 
-    The trajectories share one prompt (``shared_prompt``), which the model reads once: every row goes on from its keys
-    and values. Rows are padded on the right, where causal attention never looks from the left.
+    The trajectories share one prompt (``shared_prompt``), which the model reads once; every row continues from its keys
+    and values. Rows are padded on the right, which causal attention never reads.
     """
     device = next(module.parameters()).device
     prompt = torch.from_numpy(trajectories[0].prompt_token_ids.astype(np.int64)).to(device)[None]
@@ -86,7 +86,7 @@ def response_logprobs(
         read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
     cache = read.past_key_values
     cache.batch_repeat_interleave(rows)
-    beside = prompt.shape[1] - 1  # the prompt is attended to as well, and the last token is only a target
+    beside = prompt.shape[1] - 1  # attention includes the prompt, and the last token is only a target
     known = [np.ones(beside + each.length_tokens, np.uint8) for each in trajectories]
     logits = read.logits.expand(rows, -1, -1).float()
     if longest > 1:
@@ -102,7 +102,7 @@ def response_logprobs(
 def _sending(
     routers: RouterReplay | None, rows: Sequence[np.ndarray[Any, Any]] | None, tokens: int
 ) -> AbstractContextManager[None]:
-    """A pass over the first ``tokens`` of each row, of which shorter ones are padded: there the routers choose."""
+    """A pass over the first ``tokens`` of each padded row; routers choose for the padding."""
     if routers is None or rows is None:
         return nullcontext()
     padded = np.full((len(rows), tokens, *rows[0].shape[1:]), OWN, np.int32)

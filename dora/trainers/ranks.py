@@ -1,4 +1,4 @@
-"""The ranks of one trainer: one of them leads, the others do as they are told, and what one meets all learn.
+"""The ranks of one trainer: the leader sends orders, the others execute them, and all are notified of failures.
 
     with joined(timeout_s=60) as ranks:
         if ranks.leads:
@@ -9,10 +9,10 @@
             ranks.follow(obey)   # which is given each order, until the end
             # on every rank, at the same place: collectives of the model, and ranks.agree({"step": 3, "loss": 0.5})
 
-A rank that fails in ``joined`` says so through the store, so each of the others raises :class:`RankFailed` with its
-reason, within seconds: its watch hears it, and the next collective breaks off when the failed rank's process ends.
-A rank that dies, or does not answer for ``timeout_s``, is named by those that miss it. A leader that has to wait sends
-"idle" meanwhile, at least every ``tick_s``: then any silence is a failure.
+A rank that fails in ``joined`` reports it through the store, so each of the others raises :class:`RankFailed` with its
+reason within seconds: its watch reads the report, and the next collective aborts when the failed rank's process ends. A
+rank that dies, or does not answer for ``timeout_s``, is named by the ranks that wait for it. A waiting leader sends
+"idle" at least every ``tick_s``, so any longer silence is a failure.
 
 Messages are bytes and JSON; nothing is pickled. Sources: torch.distributed's TCPStore and ProcessGroupGloo.
 """
@@ -38,29 +38,27 @@ from dora.errors import DoraError, InvalidValue, told
 log = logging.getLogger(__name__)
 
 _NAME_BYTES: Final = 32  # of an order
-_HEAR_S: Final = 2.0  # how long news of another rank may take: it fails before its connections close
+_HEAR_S: Final = 2.0  # how long a report of a failure may take: it is sent before the rank's connections close
 _TICK_MOST_S: Final = 2.0
 _RUN_S: Final = timedelta(days=365)
 
 
 class RankFailed(DoraError):
-    """Another rank of this trainer has failed, died, or does not answer. What this one did is not committed."""
+    """Another rank of this trainer has failed, died, or does not answer. This rank's work is not committed."""
 
 
 class RanksDisagree(DoraError):
-    """The ranks of this trainer are not at the same place. Every rank raises it; nothing is committed."""
+    """The ranks of this trainer differ in step or result. Every rank raises it; nothing is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the leader has told this rank."""
-
     name: str
     content: bytes
 
 
 class Ranks:
-    """One rank's end. By itself (``Ranks()``) it is the only one, leads, and everything here is done at once."""
+    """One rank's end. ``Ranks()`` is a single rank that leads; all its methods return at once."""
 
     def __init__(self, rank: int = 0, count: int = 1, timeout_s: float = 0.0, news: "_News | None" = None) -> None:
         self.rank, self.count = rank, count
@@ -73,7 +71,7 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, order: str, parts: Sequence[bytes] = ()) -> None:
-        """The leader's: every other rank gets the order, with its part (by rank) where there are any."""
+        """Called by the leader: sends every other rank the order, with its part (by rank) if there are any."""
         if self.count == 1:
             return
         name = order.encode()
@@ -84,7 +82,7 @@ class Ranks:
                 dist.send(_tensor(part), rank)
 
     def told(self) -> Order:
-        """The others': waits for the leader's next order."""
+        """Called by the others: waits for the leader's next order."""
         header = torch.zeros(_NAME_BYTES + self.count, dtype=torch.int64)
         dist.broadcast(header, 0)
         content = torch.zeros(int(header[_NAME_BYTES + self.rank]), dtype=torch.uint8)
@@ -93,24 +91,24 @@ class Ranks:
         return Order(bytes(header[:_NAME_BYTES].tolist()).decode().rstrip(), content.numpy().tobytes())
 
     def follow(self, obey: Callable[[Order], None]) -> None:
-        """The others': ``obey`` is given each of the leader's orders until the end, but those to wait."""
+        """Called by the others: passes each of the leader's orders, except "idle", to ``obey`` until the end."""
         while (order := self.told()).name != "end":
             if order.name != "idle":
                 obey(order)
 
     def any(self, here: bool) -> bool:
-        """Whether it holds on any rank. A collective, like all that follow."""
+        """Whether ``here`` is true on any rank. A collective, like the methods that follow."""
         return bool(self.largest(np.array([float(here)]))[0])
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Over all ranks, on all of them; float64."""
+        """The sum over all ranks, on all of them; float64."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Compares what every rank says, exactly. Raises RanksDisagree on all of them, naming what differs."""
+        """Compares the values of all ranks, exactly. Raises RanksDisagree on all of them, naming the difference."""
         if self.count == 1:
             return
         said = [json.loads(each) for each in self.gather(json.dumps(dict(values), sort_keys=True).encode())]
@@ -121,7 +119,7 @@ class Ranks:
                 raise RanksDisagree(f"the ranks disagree on {name}: {shown}; nothing is committed")
 
     def gather(self, content: bytes) -> list[bytes]:
-        """What every rank has given, by rank, on all of them."""
+        """The contents of all ranks, by rank, on all of them."""
         if self.count == 1:
             return [content]
         sizes = torch.zeros(self.count, dtype=torch.int64)
@@ -139,14 +137,14 @@ class Ranks:
         return found.numpy()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """What :func:`joined` does with an error: raises it here once the others know it, or another rank's.
+        """Handles an error of :func:`joined`: raises it once the others have received it, or raises another rank's.
 
-        A connection that breaks is a sign of another rank's failure. Where nobody has given a reason, the ranks that
-        show no sign of life are named.
+        A broken connection indicates another rank's failure. If no rank has reported a reason, the error names the
+        ranks that show no sign of life.
         """
         if self._news is None or isinstance(error, RanksDisagree):
             raise error
-        lost = isinstance(error, RuntimeError)  # what torch.distributed raises, and what else may have been the reason
+        lost = isinstance(error, RuntimeError)  # torch.distributed raises it, but it may have another cause
         if reason := self._news.heard(_HEAR_S if lost else 0.0):
             raise RankFailed(reason) from error
         name = f"rank {self.rank} of {self.count}"
@@ -161,31 +159,31 @@ class Ranks:
 
 
 class _News:
-    """Failures, from rank to rank, through the store that the ranks have met at."""
+    """Reports failures between ranks, through the store at which they met."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store, self._rank, self._count = store, rank, count
         self._reason = ""
         self._come = threading.Event()
-        self._watch = store.clone()  # a store answers one call at a time
+        self._watch = store.clone()  # a store handles one call at a time
         self._listener = threading.Thread(target=self._listen, name="ranks", daemon=True)
         self._listener.start()
 
     def heard(self, wait_s: float) -> str:
-        """Another rank's reason, waited for; empty where there is none."""
+        """Waits for another rank's reason; empty if there is none."""
         self._come.wait(wait_s)
         return self._reason
 
     def tell(self, reason: str) -> None:
-        """Returns once the others have heard it: this process may end then."""
+        """Returns once the others have received it, so this process may end."""
         others = [rank for rank in range(self._count) if rank != self._rank]
-        with suppress(RuntimeError):  # the store is gone, or a rank is; what else there is to say follows
+        with suppress(RuntimeError):  # the store or a rank is gone; the error itself follows
             for rank in others:
                 self._store.set(f"news/{rank}", reason)
             self._store.wait([f"heard/{rank}" for rank in others], timedelta(seconds=_HEAR_S))
 
     def missing(self) -> list[int]:
-        """Ranks that show no sign of life while others have found a connection broken."""
+        """Ranks that show no sign of life while others have reported a broken connection."""
         found = []
         try:
             self._store.set(f"here/{self._rank}", "")
@@ -194,12 +192,12 @@ class _News:
                     self._store.wait([f"here/{rank}"], timedelta(seconds=_HEAR_S / 2))
                 except dist.DistStoreError:
                     found.append(rank)
-        except RuntimeError:  # rank 0 keeps the store, unless torchrun does
+        except RuntimeError:  # rank 0 hosts the store, unless torchrun does
             return [0]
         return found
 
     def leave(self) -> None:
-        """Ends the watch, which is not to be in the store when the process ends."""
+        """Ends the watch, which must not use the store when the process ends."""
         with suppress(RuntimeError):
             self._store.set(f"news/{self._rank}", "")
         self._listener.join(_HEAR_S)
@@ -213,16 +211,16 @@ class _News:
                 self._watch.set(f"heard/{self._rank}", "")
                 self._come.set()
         except RuntimeError:
-            pass  # the store is gone: whoever needs another rank learns it from its connection
+            pass  # the store is gone: a rank that waits for another one notices its broken connection
 
 
 @contextmanager
 def joined(timeout_s: float = 120.0) -> Iterator[Ranks]:
-    """The ranks that torchrun's variables name (``RANK``, ``WORLD_SIZE``, ...); one where there are none.
+    """The ranks named by torchrun's variables (``RANK``, ``WORLD_SIZE``, ...); a single one without them.
 
-    Collectives on CPU tensors go through gloo, others through NCCL where there is CUDA. ``timeout_s``: how long one
-    may take, a micro-batch of the slowest rank included. What is raised inside is raised on every rank: see
-    :meth:`Ranks.fail`. Raises InvalidValue for a timeout that is no time.
+    Collectives on CPU tensors use gloo, others use NCCL if there is CUDA. ``timeout_s``: of one collective, including a
+    micro-batch of the slowest rank. An exception inside is raised on every rank: see :meth:`Ranks.fail`. Raises
+    InvalidValue for an invalid timeout.
     """
     if not timeout_s > 0:
         raise InvalidValue("--rank-timeout", timeout_s, "above 0 seconds")
@@ -240,7 +238,7 @@ def joined(timeout_s: float = 120.0) -> Iterator[Ranks]:
         ranks.fail(error)
     finally:
         news.leave()
-        gc.collect()  # a cut model, full of cycles, holds the process group: one that outlives this ends in an abort
+        gc.collect()  # a sharded model has cycles and holds the process group, which must not survive this
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What a run of the reference trainer says of its steps: for programs, and in lines for people."""
+"""Reports of the reference trainer's steps, as JSON and as text."""
 
 import json
 import math
@@ -10,29 +10,25 @@ from dora.trainers.learner import StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One committed step."""
-
     step: int
     metrics: StepMetrics
-    group_ids: tuple[str, ...]  # as received, in order
+    group_ids: tuple[str, ...]  # in order of arrival
     seconds: float
-    waited_s: float  # of it, there was nothing to train on
+    waited_s: float  # part of it without anything to train on
 
     def numbers(self) -> dict[str, float]:
-        """For curves: those of the metrics, and the times."""
+        """The metrics and times, for curves."""
         return {**self.metrics.numbers(), "step_s": self.seconds, "waited_s": self.waited_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The steps of one run."""
-
     steps: tuple[StepReport, ...]
     seconds: float
 
 
 def step_line(report: StepReport) -> str:
-    """A step in one line for people."""
+    """A step as one line of text."""
     metrics, signals = report.metrics, report.metrics.signals
     reward, clipped = _shown(signals.reward_mean, ".3f"), _shown(signals.clip_fraction, ".1%")
     ratio_max, effective = _shown(signals.ratio_max, ".3f"), _shown(signals.effective_sample, ".1%")
@@ -44,7 +40,7 @@ def step_line(report: StepReport) -> str:
 
 
 def alarm_lines(report: StepReport) -> list[str]:
-    """What operators have to be told of a step, in sentences; mostly nothing."""
+    """Warnings about a step for operators, in sentences; usually none."""
     numbers = report.metrics.numbers()
     return [
         f"step {report.step}: {name.removeprefix(ALARM)} {numbers[name.removeprefix(ALARM)]:.3g} is above {bound:g}"

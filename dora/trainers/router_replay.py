@@ -1,8 +1,8 @@
-"""Router replay (R3): the trainer sends tokens to the experts that the engine sent them to, as the record says.
+"""Router replay (R3): the trainer sends tokens to the experts to which the engine sent them, as recorded.
 
-Which experts were chosen is taken from the record, and what each of them weighs from the trainer's own logits: so the
-gradient flows through the router as ever, while a choice that was rounded the other way no longer changes a token's
-path. Tokens of which the record has no row (padding, a record without rows) keep the trainer's own choice.
+The chosen experts are those of the record, and their weights come from the trainer's own logits. The gradient therefore
+flows through the router, while a choice that was rounded differently does not change a token's path. Tokens without a
+recorded row (padding, a record without rows) keep the trainer's own choice.
 
 Source: Ma et al.: *Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers*, section 3.
 """
@@ -20,18 +20,18 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
 
-OWN: Final = -1  # in place of an expert: the trainer's own choice stays
+OWN: Final = -1  # in place of an expert: keeps the trainer's own choice
 _PROBED_TOKENS: Final = 8
 
 
 def replay(
     logits: torch.Tensor, routed: torch.Tensor, own: torch.Tensor, *, renormalise: bool = False, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, indices), both (tokens, top_k): the experts of each token, and what each weighs, in float32.
+    """(weights, indices), both (tokens, top_k): the experts of each token, and their weights in float32.
 
     ``logits``: (tokens, experts), the trainer's own; the weights carry their gradient. ``routed``: (tokens, top_k), the
-    recorded experts, ``OWN`` all over a row where the trainer's own choice ``own`` (tokens, top_k) stays. A weight is
-    ``scale`` times the softmax over all experts, divided by the sum over those chosen if ``renormalise``.
+    recorded experts; a row of ``OWN`` keeps the trainer's own choice ``own`` (tokens, top_k). A weight is ``scale``
+    times the softmax over all experts, divided by the sum over the chosen ones if ``renormalise``.
     """
     indices = choice(routed, own)
     weights = logits.softmax(dim=-1, dtype=torch.float32).gather(-1, indices)
@@ -41,14 +41,14 @@ def replay(
 
 
 def choice(routed: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The recorded experts, or ``own`` where there are none; as :func:`replay` takes them."""
+    """The recorded experts, or ``own`` for rows without them; as in :func:`replay`."""
     return torch.where(routed == OWN, own, routed.to(own.device, own.dtype))
 
 
 def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
-    """``shape``: of the trainer's model, with those layers whose routers can be led.
+    """``shape``: of the trainer's model, counting the layers whose routers can be replayed.
 
-    Raises Conflict where the trajectory's rows are of another model, InvalidValue where they name experts it has not.
+    Raises Conflict if the trajectory's rows are of another model, InvalidValue if they name experts that do not exist.
     """
     rows = trajectory.routed_experts
     if rows is None:
@@ -63,7 +63,7 @@ def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
 
 
 def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
-    """The same for responses that can go on from one reading of their prompt: a group's, sent to the same experts.
+    """Equal for responses that can share one reading of their prompt: those of a group with the same experts.
 
     Samples of a group may have read their prompt on different workers.
     """
@@ -72,9 +72,9 @@ def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] | None:
-    """Of each trajectory (prompt tokens + n, layers, top_k): the experts of the token at each position, or ``OWN``.
+    """For each trajectory (prompt tokens + n, layers, top_k): the experts of the token at each position, or ``OWN``.
 
-    The response's last token has none, as it was never fed to the engine. None where no trajectory has any.
+    The response's last token has none, as it was never an input of the engine. None if no trajectory has any.
     """
     shape = next((each.routed_experts.shape[1:] for each in trajectories if each.routed_experts is not None), None)
     if shape is None:
@@ -90,7 +90,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] |
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How one layer weighs its experts, as :func:`replay` does it."""
+    """How one layer weighs its experts, for :func:`replay`."""
 
     module: Any
     experts: int
@@ -100,10 +100,10 @@ class Router:
 
 
 class RouterReplay:
-    """The routers of one model of transformers, which :meth:`sending` leads. They are as they were outside of it."""
+    """The routers of one model of transformers, replayed within :meth:`sending` and unchanged outside."""
 
     def __init__(self, module: Any) -> None:
-        """Before ``module`` is cut over ranks: it asks each router how it weighs experts."""
+        """Call before ``module`` is sharded: it probes how each router weighs experts."""
         self._routers = [found for each in module.modules() if (found := _router(each)) is not None]
         self._routed: torch.Tensor | None = None
         for layer, router in enumerate(self._routers):
@@ -117,10 +117,10 @@ class RouterReplay:
 
     @contextmanager
     def sending(self, routed: torch.Tensor | None) -> Iterator[None]:
-        """Within it, one forward pass: ``routed`` (tokens, layers, top_k) has a row for each token, in their order.
+        """A context for one forward pass: ``routed`` (tokens, layers, top_k) has a row for each token, in order.
 
-        None: the routers choose for all tokens. Where the backward pass computes activations anew (gradient
-        checkpointing), it has to be within it, too.
+        None: the routers choose for all tokens. With gradient checkpointing, the context must include the backward
+        pass, which recomputes activations.
         """
         self._routed = routed
         try:
@@ -145,10 +145,10 @@ class RouterReplay:
 
 
 def _router(module: Any) -> Router | None:
-    """How ``module`` weighs experts, found by asking it; None where it is no router, or one of another kind.
+    """Probes how ``module`` weighs experts; None if it is not a router of a known kind.
 
-    A router of transformers gives ``(logits, weights, indices)``. It is asked with logits of at most 1, at which the
-    chosen experts do not have all the weight, so that renormalising shows.
+    A router of transformers returns ``(logits, weights, indices)``. The probe uses logits of at most 1, so that the
+    chosen experts do not have all the weight and renormalisation is visible.
     """
     top_k, weight = getattr(module, "top_k", None), getattr(module, "weight", None)
     if not isinstance(top_k, int) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:

@@ -1,4 +1,4 @@
-"""A model over several ranks by FSDP2: each has a part of every parameter, and of the optimiser's moments.
+"""A model sharded over several ranks by FSDP2: each has a part of every parameter, and of the optimiser's moments.
 
 Source: torch.distributed.fsdp.fully_shard, per-parameter sharding with DTensors.
 """
@@ -15,19 +15,19 @@ from dora.trainers.ranks import Ranks
 
 
 def shard(module: Any) -> None:
-    """Cuts ``module``, a whole model that every rank has alike, over all ranks: one unit a decoder layer."""
+    """Shards ``module``, a whole model that is equal on every rank, over all ranks: one unit per decoder layer."""
     for layer in module.get_decoder().layers:
         fully_shard(layer)
     fully_shard(module)
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, gathered from the ranks where it is cut: a collective then."""
+    """The whole tensor, gathered from the ranks if it is sharded, in a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor that every rank has, cut as ``like`` is, in its dtype and on its device."""
+    """This rank's part of a whole tensor that every rank has, sharded as ``like``, in its dtype and on its device."""
     tensor = tensor.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
         return tensor

@@ -1,7 +1,7 @@
-"""What a training step says of itself, in numbers: for the whole step, and for each staleness of what it trained on.
+"""The signals of a training step: for the whole step, and for each staleness of its responses.
 
-Signals are made of sums, which are added over micro-batches: the same numbers come out however a step is cut, up to the
-rounding of float64. For their quantiles ratios are counted in bins, so a step of any size takes the same memory.
+Signals are computed from sums, which are added over micro-batches, so the cut of a step does not change them, up to the
+rounding of float64. For quantiles, ratios are counted in bins, so the memory does not depend on the step's size.
 """
 
 import math
@@ -19,34 +19,34 @@ from dora.trainers.objectives.batch import TokenBatch
 from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
 from dora.trainers.ranks import Ranks
 
-STALENESS_MAX: Final = 5  # this and more is one: a commit has room for no more names
-LOG_RATIO_BIN: Final = 1e-3  # a quantile of the ratios is within half of it, that is within 0.05%
+STALENESS_MAX: Final = 5  # this and more are combined: a commit has no room for more names
+LOG_RATIO_BIN: Final = 1e-3  # a quantile of the ratios is exact within half of it, that is within 0.05%
 _BINS: Final = 2 * round(LOG_RATIO_MAX / LOG_RATIO_BIN) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Of a step, or of its part of one staleness. Means are over trained tokens unless named otherwise; NaN: of none.
+    """Signals of a step, or of its part of one staleness. Means are over trained tokens unless stated; NaN: of none.
 
-    The importance ratio is present policy / behaviour policy at a token, whatever the objective takes its own ratio to.
-    At staleness 0 both have the same weights, so what is left is the gap between the engine and the trainer.
+    The importance ratio is present policy / behaviour policy at a token, regardless of the objective's own ratio. At
+    staleness 0 both have the same weights, so the rest is the gap between the engine and the trainer.
     """
 
     tokens_trained: int  # in the loss mask
-    logprobs_invalid: int  # of these, where a logprob is not finite: they are in none of the numbers of tokens below
-    clip_fraction: float  # of the trained tokens, as the objective clips
+    logprobs_invalid: int  # of these, tokens with a non-finite logprob, which are excluded from all token signals below
+    clip_fraction: float  # of the trained tokens, by the objective's clipping
     ratio_p01: float  # quantiles of the importance ratio, from bins of LOG_RATIO_BIN in its logarithm
     ratio_p50: float
     ratio_p99: float
-    ratio_max: float  # not from bins
-    # (sum w)^2 / (n sum w^2) of importance ratios w, 0 to 1: the share of tokens that would estimate as well if they
-    # were fresh. Source: Kong: *A Note on Importance Sampling using Standardized Weights*; Owen: *Monte Carlo theory,
-    # methods and examples*, section 9.3.
+    ratio_max: float  # exact, not from bins
+    # (sum w)^2 / (n sum w^2) of importance ratios w, 0 to 1: the share of fresh tokens that would estimate as well.
+    # Source: Kong: *A Note on Importance Sampling using Standardized Weights*; Owen: *Monte Carlo theory, methods and
+    # examples*, section 9.3.
     effective_sample: float
     logprob_gap: float  # |present - behaviour|
     logprob_gap_max: float
     entropy: float  # estimated by -logprob of the sampled tokens
-    trajectories: int  # of all groups taken, also those that teach nothing; so are the numbers below
+    trajectories: int  # of all groups taken, including those without a learning signal; also for the fields below
     reward_mean: float  # over those with a valid reward
     length_mean: float  # response tokens
     queued_s: float  # mean time from a response's end until the trainer took it, by the wall clocks of both hosts
@@ -63,10 +63,10 @@ def _no_bins() -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """What signals are made of. ``+`` joins those of two parts, in any order."""
+    """The sums from which signals are computed. ``+`` adds two parts, in any order."""
 
     tokens: int = 0
-    finite: int = 0  # tokens of which both logprobs are
+    finite: int = 0  # tokens with two finite logprobs
     clipped: int = 0
     ratio: float = 0.0
     ratio_squared: float = 0.0
@@ -110,7 +110,7 @@ class Sums:
         )
 
     def ratio_quantile(self, share: float) -> float:
-        """The least ratio that ``share`` (above 0, to 1) of tokens do not exceed, by the middle of its bin."""
+        """The smallest ratio that is not exceeded by ``share`` (above 0, to 1) of tokens, as the middle of its bin."""
         if not self.finite:
             return math.nan
         rank = math.ceil(share * self.finite - 1e-9)  # 0.07 * 100 is a little above 7
@@ -121,11 +121,11 @@ class Sums:
 _LARGEST: Final = ("ratio_max", "gap_max")
 _COUNTS: Final = ("tokens", "finite", "clipped", "trajectories", "rewards", "length")
 _ADDED: Final = tuple(each.name for each in fields(Sums) if each.name not in (*_LARGEST, "bins"))
-ByStaleness = Mapping[int, Sums]  # STALENESS_MAX stands for more, too
+ByStaleness = Mapping[int, Sums]  # STALENESS_MAX also stands for more
 
 
 def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int]) -> ByStaleness:
-    """Of a micro-batch: ``clipped`` (n,) as the objective's terms have it, ``staleness`` of each of its r rows."""
+    """Sums of a micro-batch: ``clipped`` (n,) from the objective's terms, ``staleness`` of each of its r rows."""
     present, behaviour = (_array(each).astype(np.float64) for each in (batch.logprobs.double(), batch.behaviour))
     of_token = np.repeat(np.minimum(staleness, STALENESS_MAX), _array(batch.lengths))
     mask, bounded = _array(batch.mask), _array(clipped)
@@ -153,7 +153,7 @@ def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int
 
 
 def response_sums(trajectories: Iterable[Trajectory], taken_at: float) -> ByStaleness:
-    """Of responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
+    """Sums of responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
     parts: dict[int, list[Trajectory]] = {}
     for each in trajectories:
         parts.setdefault(min(each.staleness, STALENESS_MAX), []).append(each)
@@ -170,18 +170,16 @@ def response_sums(trajectories: Iterable[Trajectory], taken_at: float) -> ByStal
 
 
 def added(one: ByStaleness, other: ByStaleness) -> dict[int, Sums]:
-    """The sums of two parts of a step together."""
     empty = Sums()
     return {each: one.get(each, empty) + other.get(each, empty) for each in sorted({*one, *other})}
 
 
 def whole(sums: ByStaleness) -> Signals:
-    """Of all stalenesses together."""
     return sum(sums.values(), Sums()).signals()
 
 
 def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
-    """Those of all ranks together, on each of them."""
+    """The sums of all ranks, on each of them."""
     if ranks.count == 1:
         return sums
     parts = [sums.get(each, Sums()) for each in range(STALENESS_MAX + 1)]
@@ -207,7 +205,7 @@ def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:
 
 
 def alarm(clip_fraction: float, bound: float) -> dict[str, float]:
-    """What a commit says beside its metrics where more than ``bound`` of the tokens were clipped: the bound."""
+    """The limit, for a commit's alarms, if more than ``bound`` of the tokens were clipped."""
     return {f"{ALARM}clip_fraction": bound} if clip_fraction > bound else {}
 
 

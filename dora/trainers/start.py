@@ -1,4 +1,4 @@
-"""Where a trainer begins: its weights, moments and reference, as the service's next step and the disk say."""
+"""Selects a trainer's initial weights, moments and reference by the service's next step and the checkpoints."""
 
 import json
 import logging
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The same for every rank: folders that all of them read."""
+    """Equal on every rank: folders that all of them read."""
 
     step: int
     weights: str
     moments: str  # a checkpoint; empty: none
-    reference: str  # empty: no KL term is asked for
+    reference: str  # empty: there is no KL term
     reference_version: int
 
     def to_bytes(self) -> bytes:
@@ -41,11 +41,11 @@ class Start:
 
 
 def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
-    """Of the next step: its checkpoint, if there is one. Else the weights of the service's newest version, with the
-    moments of the newest checkpoint before it, if there is one.
+    """The checkpoint of the next step, if there is one. Otherwise the weights of the service's newest version, with the
+    moments of the newest earlier checkpoint, if any.
 
-    Raises Conflict where all checkpoints are of later steps, or refer to another reference version, and where weights
-    are not on this host; InvalidValue for a folder without a model.
+    Raises Conflict if all checkpoints are of later steps or use another reference version, and if weights are not on
+    this host; InvalidValue for a folder without a model.
     """
     checkpoint = _checkpoint(config, attachment) if config.checkpoints else None
     step = attachment.next_step
@@ -64,9 +64,9 @@ def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
 
 
 def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()) -> Learner:
-    """Every rank makes its own, from the same folders. ``tensors``: what the service wants of published weights.
+    """Makes one rank's learner, from the same folders on each. ``tensors``: the service's expected tensors.
 
-    Raises Conflict where the model has others than these: then the service has another model.
+    Raises Conflict if the model's tensors differ, as the service then has another model.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if config.device == "cuda" else "cpu"
     module = _module(start.weights, config.dtype).to(device).train()
@@ -95,7 +95,7 @@ def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequen
 
 
 def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
-    """The newest one of the next step or of one before; None where there is none at all."""
+    """The newest checkpoint of the next step or earlier; None if there are no checkpoints at all."""
     folder, step = Path(config.checkpoints), attachment.next_step
     steps = steps_in(folder)
     usable = [each for each in steps if each <= step]
@@ -116,7 +116,7 @@ def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
 
 
 def _version(attachment: Attachment, version: int, option: str) -> Path:
-    """The folder of a version of the service. Raises Conflict where it is not on this host, or not held any more."""
+    """The folder of a version of the service. Raises Conflict if it is not on this host, or not stored."""
     if attachment.store_folder is not None:
         folder = attachment.store_folder / "versions" / str(version)
         if folder.is_dir():

@@ -1,6 +1,6 @@
-"""Where a trainer's signals go beside the service: TensorBoard and Weights & Biases, both optional packages.
+"""Writers of a trainer's signals beside the service: TensorBoard and Weights & Biases, both optional packages.
 
-They are loaded only where they are asked for, before the first step, so what is missing is said at once.
+They are loaded only if requested, before the first step, so a missing package is reported at once.
 """
 
 import importlib
@@ -14,16 +14,16 @@ Writer = Callable[[int, Mapping[str, float]], None]  # a step's number, its metr
 
 
 def make_writers(tensorboard: str, wandb: str, config: Mapping[str, Any]) -> list[Writer]:
-    """For the folder ``tensorboard`` and the project ``wandb``; an empty name asks for none.
+    """Writers for the folder ``tensorboard`` and the project ``wandb``; an empty name requests none.
 
-    ``config``: what W&B shows of the run. Raises DoraError where a package is not installed, naming the extra.
+    ``config``: the run's settings shown by W&B. Raises DoraError if a package is not installed, naming the extra.
     """
     found = [tensorboard_writer(tensorboard)] if tensorboard else []
     return found + ([wandb_writer(wandb, config)] if wandb else [])
 
 
 def tensorboard_writer(folder: str) -> Writer:
-    """Appends to event files in ``folder``, which is made, and brings them to disk at every step."""
+    """Appends to event files in ``folder``, which is created, and flushes them at every step."""
     _package("tensorboard", "--tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -38,7 +38,7 @@ def tensorboard_writer(folder: str) -> Writer:
 
 
 def wandb_writer(project: str, config: Mapping[str, Any]) -> Writer:
-    """A new run of ``project``. Where it goes, and whether at all, is what W&B's own variables say (``WANDB_MODE``)."""
+    """A new run of ``project``. Its destination, if any, is set by W&B's own variables (``WANDB_MODE``)."""
     run = _package("wandb", "--wandb").init(project=project, config=dict(config))
 
     def write(step: int, metrics: Mapping[str, float]) -> None:

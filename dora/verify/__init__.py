@@ -1,8 +1,8 @@
-"""``dora verify``: does a record keep what DORA promises, token by token?
+"""``dora verify``: checks that a run record meets DORA's guarantees, token by token.
 
-Every recorded logprob is recomputed with Hugging Face transformers under the weights of the recorded version, and the
-record itself is checked: each trajectory once, groups whole, one version a trajectory, staleness as stated, and every
-step that was committed is there with its groups and its version.
+Every recorded logprob is recomputed with Hugging Face transformers under the weights of the recorded version. The
+record itself is checked too: each trajectory occurs once, groups are complete, a trajectory has one version, staleness
+is as stated, and every committed step has its groups and its version.
 """
 
 from dora.verify.check import VerifyReport, verify

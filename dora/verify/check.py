@@ -1,4 +1,4 @@
-"""Reads a record, checks its lines and recomputes its logprobs."""
+"""Reads a run record, checks its lines and recomputes its logprobs."""
 
 import json
 from collections import defaultdict
@@ -17,17 +17,17 @@ from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files
 
 INT8: Final = "int8"
-ATOL_FP32: Final = 1e-3  # 5e-5 was measured between vLLM and transformers
+ATOL_FP32: Final = 1e-3  # measured between vLLM and transformers: 5e-5
 ATOL_BF16: Final = 0.2
-ATOL_INT8: Final = 0.1  # 0.05 was measured: what rounding moves over a half is another integer
-Progress = Callable[[float, str], None]  # told the share done, 0 to 1, and how far that is
+ATOL_INT8: Final = 0.1  # measured: 0.05; rounding differences near a half change the integer
+Progress = Callable[[float, str], None]  # called with the share done, 0 to 1, and its description
 
-VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
+VIOLATIONS_MAX: Final = 1000  # sentences stored; the rest are counted
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was found. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
+    """The result. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
 
     trajectories: Annotated[int, "trajectories checked"]
     tokens: Annotated[int, "tokens whose logprob was recomputed"]
@@ -54,14 +54,14 @@ def verify(
     window_versions: int | None = None,
     progress: Progress = lambda share, how_far: None,
 ) -> VerifyReport:
-    """Verifies the record in ``folder``.
+    """Verifies the run record in ``folder``.
 
-    ``atol`` is the largest absolute difference of a logprob that is accepted; by default 0.001 for fp32 weights and 0.2
-    for bf16; where the engines have quantised a version, the model is quantised likewise, and 0.1. In a mixture of
-    experts a logprob may be that of either choice where two experts are tied to within rounding
-    (dora/models/routers.py). ``limit`` recomputes the logprobs of only so many trajectories, spread evenly over the
-    record; its lines are checked in any case. ``progress`` is told how far it is after each trajectory. Raises
-    InvalidValue where ``folder`` is no record.
+    ``atol`` is the largest accepted absolute difference of a logprob; by default 0.001 for fp32 weights and 0.2 for
+    bf16. If the engines quantised a version, the model is quantised in the same way, and the default is 0.1. In a
+    mixture of experts, if two experts are tied within rounding (dora/models/routers.py), the logprob of either choice
+    is accepted. ``limit`` recomputes the logprobs of only this many trajectories, spread evenly over the record; all
+    lines are checked. ``progress`` is called after each trajectory. Raises InvalidValue if ``folder`` is not a run
+    record.
     """
     if limit is not None and limit < 1:
         raise InvalidValue("limit", limit, "1 or more")
@@ -108,12 +108,12 @@ def verify(
 
 
 def read_trajectories(file: Path) -> list[Trajectory]:
-    """The record's lines. Raises InvalidValue for a missing file, or the first line that is no trajectory."""
+    """The record's lines. Raises InvalidValue for a missing file, or the first line that is not a trajectory."""
     return [_parse(line, number) for number, line in enumerate(whole_lines(file), start=1)]
 
 
 class _Pace:
-    """How much of the work is done: it goes by tokens, since a long trajectory takes longer than a short one."""
+    """Measures progress by tokens, as a long trajectory takes longer than a short one."""
 
     def __init__(self, trajectories: Sequence[Trajectory], progress: Progress) -> None:
         self._count = len(trajectories)
@@ -159,7 +159,7 @@ def _spread(trajectories: Sequence[Trajectory], limit: int | None) -> Sequence[T
 
 
 def quantisation_of(weights: Path) -> str:
-    """How engines have quantised a recorded version; empty: not at all. Raises InvalidValue for what is not known."""
+    """The engines' quantisation of a recorded version; empty: none. Raises InvalidValue for an unknown one."""
     file = weights / ROLLOUT_FILE
     if not file.is_file():
         return ""
@@ -183,7 +183,7 @@ def _tolerance(weights: Path, quantisation: str) -> float:
 def _differences(
     weights: Path, quantisation: str, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Trajectory, Float64Array, int]]:
-    """Each with its differences by token, and how many tied choices of experts were made the other way."""
+    """Each trajectory with its differences by token, and the number of tied expert choices that were reversed."""
     from dora.verify.recompute import difference, load_model, recomputed_logprobs  # loads torch
     from dora.verify.ties import with_choices_turned
 

@@ -1,4 +1,4 @@
-"""Does a record hold every step that it says was committed, whole? Every violation is one sentence."""
+"""Checks that a run record contains every step that it lists as committed. Every violation is one sentence."""
 
 import json
 from collections import defaultdict
@@ -17,9 +17,9 @@ Members = Mapping[str, list[Trajectory]]  # by group id
 
 
 def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iterator[str]]:
-    """How many steps the record of ``folder`` says were committed, and what it lacks of them.
+    """The number of committed steps in the record of ``folder``, and what is missing of them.
 
-    Raises InvalidValue for a line that is none.
+    Raises InvalidValue for an invalid line.
     """
     if not (folder / STEPS_FILE).is_file():
         published = [name for name in _versions_in(folder) if name]
@@ -30,8 +30,9 @@ def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iter
 
 
 def read_steps(file: Path) -> tuple[Steps, set[int]]:
-    """The committed steps, and the versions that are withdrawn at the end. Of a step that was written again the last
-    line counts. Raises InvalidValue for a bad line."""
+    """The committed steps, and the versions withdrawn at the end. A step that was written again has its last line.
+    Raises InvalidValue for an invalid line.
+    """
     steps: Steps = {}
     withdrawn: set[int] = set()
     for number, line in enumerate(whole_lines(file), start=1):
@@ -53,9 +54,9 @@ def read_steps(file: Path) -> tuple[Steps, set[int]]:
 
 
 def whole_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file of the record. One that a crash has torn, at the end, was never acknowledged.
+    """The lines of a file of the record. A last line torn by a crash was never acknowledged, and is omitted.
 
-    Raises InvalidValue where it cannot be read.
+    Raises InvalidValue if the file cannot be read.
     """
     try:
         with file.open("rb") as stream:
@@ -67,7 +68,7 @@ def whole_lines(file: Path) -> Iterator[bytes]:
 
 
 def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, withdrawn: Set[int]) -> Iterator[str]:
-    """What the record lacks of its steps, and what it holds beside them."""
+    """Compares the record with its committed steps: missing content, and content beyond them."""
     members: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         members[trajectory.group_id].append(trajectory)
@@ -86,7 +87,7 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
 
 
 def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
-    """A step's groups are all there, with all their trajectories, and are of this step."""
+    """Checks that a step's groups are complete and recorded for this step."""
     if step.version != step.step + 1:
         yield f"step {step.step} is said to have published version {step.version}."
     lacking = [group_id for group_id, count in step.groups.items() if len(members.get(group_id, ())) != count]
@@ -104,7 +105,7 @@ def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
 
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:
-    """What no step was committed with is of the step that followed, which was never committed, or was cancelled."""
+    """Checks groups outside of committed steps: they may only belong to the next step, not committed or cancelled."""
     file = folder / CANCELLED_FILE
     cancelled = {_group_of(line) for line in whole_lines(file)} if file.is_file() else set()
     for group_id in sorted(members.keys() - committed_in.keys() - cancelled):
@@ -123,8 +124,9 @@ def _group_of(line: bytes) -> Any:
 
 
 def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]) -> Iterator[str]:
-    """Every committed step's version is there, unless workers rejected it, and none whose step is not: but for a commit
-    that was broken off."""
+    """Checks that each committed step's version is recorded, unless workers rejected it, and that no other version is.
+    An interrupted commit is an exception.
+    """
     kept = set(_versions_in(folder))
     for step in sorted(steps):
         if step + 1 not in kept | withdrawn:

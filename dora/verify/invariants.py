@@ -1,4 +1,4 @@
-"""What must hold of the record's lines, whatever the weights are. Every violation is one sentence."""
+"""Invariants of the record's lines, independent of the weights. Every violation is one sentence."""
 
 import math
 from collections import Counter, defaultdict
@@ -8,13 +8,13 @@ import numpy as np
 
 from dora.data.trajectory import Trajectory
 
-_LOGPROB_MAX = 1e-4  # a certain token's log probability may be rounded to just above 0
+_LOGPROB_MAX = 1e-4  # rounding may leave a certain token's logprob just above 0
 
 
 def violations(trajectories: Sequence[Trajectory], window_versions: int | None = None) -> Iterator[str]:
-    """Checks C1 (one version), C2 (whole groups, each trajectory once) and C3 (staleness) over ``trajectories``.
+    """Checks C1 (one version), C2 (complete groups, each trajectory once) and C3 (staleness) over ``trajectories``.
 
-    Staleness is bound by the window that each was admitted in, as its line says, and by ``window_versions`` where it is
+    Staleness is limited by the window in which each was admitted, as its line says, and by ``window_versions`` if
     given.
     """
     yield from _repeats(trajectories)
@@ -95,7 +95,7 @@ def _staleness(trajectory: Trajectory, window_versions: int | None) -> Iterator[
 
 
 def _tokens(trajectory: Trajectory) -> Iterator[str]:
-    # That there is one logprob and one mask byte a token is already checked as the record is read.
+    # The reader of the record already checks that each token has one logprob and one mask byte.
     name = f"trajectory {trajectory.trajectory_id}"
     if not trajectory.length_tokens:
         yield f"{name} has no token."
@@ -109,7 +109,7 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _routing_shapes(trajectories: Sequence[Trajectory]) -> Iterator[str]:
-    """All have routed experts, of one shape, or none has."""
+    """All trajectories have routed experts of one shape, or none has any."""
     shapes = Counter(None if each.routed_experts is None else each.routed_experts.shape[1:] for each in trajectories)
     if len(shapes) > 1:
         named = [f"{count} with {shape or 'none'}" for shape, count in shapes.items()]
@@ -117,7 +117,7 @@ def _routing_shapes(trajectories: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _routing(trajectory: Trajectory) -> Iterator[str]:
-    # That there is a row for each token that was fed is already checked as the record is read.
+    # The reader of the record already checks that each input token has a row.
     rows = trajectory.routed_experts
     if rows is None or rows.shape[2] < 2:
         return

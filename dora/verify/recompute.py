@@ -1,4 +1,4 @@
-"""Logprobs recomputed with Hugging Face transformers. Loads torch."""
+"""Recomputes logprobs with Hugging Face transformers. Loads torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ _ROWS_MAX = 16
 
 
 def load_model(folder: Path, quantisation: str = "") -> Any:
-    """The causal language model of a version's folder, in fp32, whatever its file holds, ready for inference.
+    """The causal language model of a version's folder, in fp32 regardless of its files, ready for inference.
 
-    ``quantisation``: as the engines have quantised it. Raises InvalidValue for a model of which nothing can be.
+    ``quantisation``: as applied by the engines. Raises InvalidValue for a model in which nothing can be quantised.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the command has its own
+    logging.disable_progress_bar()  # the command has its own progress bar
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     if quantisation and not quantise(module):
         raise InvalidValue("quantisation", quantisation, "empty: the model has no projection that it would change")
@@ -31,13 +31,13 @@ def load_model(folder: Path, quantisation: str = "") -> Any:
 
 
 def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Float32Array]]:
-    """Every trajectory with the raw model's log probability of each of its response tokens; order is by length."""
+    """Every trajectory with the raw model's log probability of each of its response tokens; ordered by length."""
     for batch in _batches(trajectories):
         yield from zip(batch, _batch_logprobs(module, batch), strict=True)
 
 
 def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
-    """How far the recorded logprobs are from these, by token: absolute, infinite where one is NaN."""
+    """The absolute difference of the recorded logprobs from these, by token; infinite if one is NaN."""
     apart = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
     return np.where(np.isnan(apart), np.inf, apart)
 
@@ -56,7 +56,7 @@ def _batches(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
 
 @torch.no_grad()
 def _batch_logprobs(module: Any, batch: Sequence[Trajectory]) -> list[Float32Array]:
-    """Padded on the right, where causal attention never looks; one row's logits at a time become logprobs."""
+    """Pads on the right, which causal attention never reads; one row's logits at a time become logprobs."""
     token_ids = torch.zeros(len(batch), _length(batch[0]), dtype=torch.int64)
     attention_mask = torch.zeros_like(token_ids)
     for row, trajectory in enumerate(batch):

@@ -1,4 +1,4 @@
-"""Were other experts chosen than here, where rounding decides which? Loads torch."""
+"""Checks whether other experts were chosen where rounding decides. Loads torch."""
 
 from typing import Any, Final
 
@@ -6,15 +6,15 @@ from dora.data.trajectory import Float32Array, Trajectory
 from dora.models.routers import Tie, has_routers, watched
 from dora.verify.recompute import difference, recomputed_logprobs
 
-TIE: Final = 0.1  # router logits closer than this share of what logprobs may differ by are a tie
-RUNS_MAX: Final = 64  # of the model, for one trajectory
+TIE: Final = 0.1  # router logits are tied if they are closer than this share of the logprobs' tolerance
+RUNS_MAX: Final = 64  # runs of the model for one trajectory
 
 
 def with_choices_turned(module: Any, trajectory: Trajectory, atol: float) -> tuple[Float32Array, int] | None:
-    """The logprobs with tied choices of experts made as the recorded ones show them to be, and how many were turned.
+    """The logprobs with tied expert choices reversed to match the recorded ones, and the number of reversed choices.
 
-    One after the other, from the first token that is more than ``atol`` apart: the one that brings it within. None
-    where no choice does, where the model has no routers, or after ``RUNS_MAX`` runs.
+    Choices are reversed one at a time: at the first token that differs by more than ``atol``, the choice that brings it
+    within ``atol``. None if no choice does, if the model has no routers, or after ``RUNS_MAX`` runs.
     """
     if not has_routers(module):
         return None
@@ -24,7 +24,7 @@ def with_choices_turned(module: Any, trajectory: Trajectory, atol: float) -> tup
     apart, runs = _first_apart(trajectory, logprobs, atol), 1
     while apart is not None:
         for tie in sorted(ties, key=lambda tie: tie.margin):
-            if tie.token >= prompt + apart or runs == RUNS_MAX:  # comes after it, and causes nothing before
+            if tie.token >= prompt + apart or runs == RUNS_MAX:  # a later choice cannot be the cause
                 continue
             runs += 1
             tried, next_ties = _run(module, trajectory, TIE * atol, [*turned, tie])
@@ -45,6 +45,6 @@ def _run(module: Any, trajectory: Trajectory, margin: float, turned: list[Tie]) 
 
 
 def _first_apart(trajectory: Trajectory, logprobs: Float32Array, atol: float) -> int | None:
-    """The first response token whose logprob is not as recorded."""
+    """The index of the first response token whose logprob differs from the record."""
     apart = difference(trajectory, logprobs) > atol
     return int(apart.argmax()) if apart.any() else None

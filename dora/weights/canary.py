@@ -1,7 +1,7 @@
 """The canary: a fixed token sequence whose logprobs the trainer publishes with the weights.
 
-Every worker must reproduce them after loading, so a silently corrupted update (a head left at the old version, experts
-that were not re-packed) is caught before it samples a single token.
+Every worker must reproduce them after loading. This detects a silently corrupted update (a head of the old version,
+experts that were not re-packed) before the worker samples a token.
 """
 
 import math
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 CANARY_TOKENS: Final = 48
-_CHOICES: Final = 8  # sequences that are tried for one without a tie
-LOGPROB_MAX: Final = 1e-4  # rounding may leave a certain token just above zero
-TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
+_CHOICES: Final = 8  # sequences tried to find one without ties
+LOGPROB_MAX: Final = 1e-4  # rounding may leave a certain token's logprob just above zero
+TIE: Final = 1e-4  # router logits this close are tied: rounding decides which expert is chosen
 _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS, choice: int = 0) -> tuple[int, ...]:
-    """Fixed sequences, by ``choice``, that visit the whole vocabulary unevenly.
+    """A fixed sequence, selected by ``choice``, that covers the whole vocabulary unevenly.
 
     Raises InvalidValue for a vocabulary below 2.
     """
@@ -34,7 +34,7 @@ def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS, choice: int =
 
 
 def check_canary(canary: Canary, vocab_size: int) -> None:
-    """Raises InvalidValue where token ids lie outside the vocabulary or a logprob is no finite number <= 0."""
+    """Raises InvalidValue if a token id is outside the vocabulary or a logprob is not a finite number <= 0."""
     for token_id in canary.token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidValue("canary.token_ids", token_id, f"0 to {vocab_size - 1}")
@@ -52,12 +52,11 @@ def compute_canary(
 ) -> Canary:
     """The canary of a causal language model with a transformers ``config``.
 
-    ``dtypes`` maps a parameter's name to the safetensors dtype that it is published in, where that loses precision:
-    the canary is of the weights as published. ``parameters``: to be used in place of the module's own.
-    Of a mixture of experts it is the canary of the first of a few sequences in which no router has a tie, or that with
-    the fewest: there a worker may rightly take another expert. Leaves train/eval state, gradients and random state
-    untouched.
-    Raises InvalidValue where the module has no ``config.vocab_size``.
+    ``dtypes``: the safetensors dtype of each parameter that loses precision when published; the canary is computed from
+    the weights as published. ``parameters`` replace the module's own. For a mixture of experts, the canary uses the
+    first of several sequences without router ties, or the one with the fewest: at a tie a worker may correctly choose
+    another expert. Train/eval state, gradients and random state are left untouched. Raises InvalidValue if the module
+    has no ``config.vocab_size``.
     """
     import torch
 
@@ -70,7 +69,7 @@ def compute_canary(
     training = [(part, part.training) for part in module.modules()]
     module.eval()  # dropout would make it random
     compiled = any("_orig_mod" in part._modules for part in module.modules())
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # once: not worth compiling for
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # runs once: not worth compiling
     try:
         with torch.no_grad(), eager:
             rounded = dict(parameters) if parameters is not None else _rounded(module, dtypes or {})
@@ -86,9 +85,9 @@ def compute_canary(
 
 
 def least_tied(run: Callable[[tuple[int, ...]], tuple[Canary, int]], vocab_size: int, tokens_max: int) -> Canary:
-    """The canary of the first sequence on which no router has a tie, or that of the one with the fewest.
+    """The canary of the first sequence without router ties, or of the one with the fewest.
 
-    ``run`` gives a sequence's canary, and how many ties of router logits within ``TIE`` were seen.
+    ``run`` returns a sequence's canary and its number of router logits tied within ``TIE``.
     """
     found: list[tuple[Canary, int]] = []
     for choice in range(_CHOICES):
@@ -112,7 +111,7 @@ def _of_sequence(
 
 
 def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
-    """The parameters that change by being published, as they will be after it. Tied ones follow."""
+    """The parameters that change when published, with their published values. Tied parameters are included."""
     import torch
 
     changed = {}

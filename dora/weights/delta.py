@@ -1,10 +1,10 @@
-"""What of a version differs from an earlier one, piece by piece, to the bit: less travels where both ends have that.
+"""A lossless delta of a version against an earlier one, piece by piece. Less is sent if both ends have the base.
 
-Weights that an optimiser has moved a little differ from those before in few elements (bfloat16, where most moves round
-to nothing) or in the low bytes of each (float32). So a piece is XORed with the base's bytes at the same place; then
-follow which elements changed, a bit each, and the bytes of those, all first bytes, all second bytes and so on. A part
-that is mostly zero is deflated (zlib, RFC 1950), one that is not is left as it is, as deflating it costs ten times the
-time and saves nothing. Where a piece would not become smaller by a tenth, it is sent as it is.
+Weights after a small optimiser step differ in few elements (bfloat16, where most steps round to nothing) or in the low
+bytes of each (float32). A piece is therefore XORed with the base's bytes at the same offset, and encoded as a bitmap of
+changed elements followed by their bytes: all first bytes, all second bytes and so on. A part that is mostly zero is
+deflated (zlib, RFC 1950); other parts are left as they are, as deflating them costs ten times the time and saves
+nothing. A piece that would not shrink by a tenth is sent unencoded.
 
     encoded piece: kind (1 byte: 0 as it is, 1 changed), then
       0: the bytes
@@ -25,8 +25,8 @@ from dora.weights.reference import DTYPE_BYTES, TensorHeader
 Bytes = bytes | bytearray | memoryview
 _WHOLE, _CHANGED = 0, 1
 _ZEROS, _PLAIN, _DEFLATED = 0, 1, 2
-_PAYS: Final = 0.9  # of the piece's own bytes, what an encoded one may be
-_SPARSE: Final = 0.3  # of a part's bytes, how many may be other than zero for it to be deflated
+_PAYS: Final = 0.9  # maximum size of an encoded piece, relative to the piece
+_SPARSE: Final = 0.3  # maximum share of nonzero bytes in a part that is deflated
 _LEVEL: Final = 1
 _HEAD: Final = struct.Struct("<BBI")
 _PART: Final = struct.Struct("<BI")
@@ -34,9 +34,9 @@ _ELEMENTS: Final = (1, 2, 4, 8)
 
 
 def encode(content: Bytes, base: Bytes | None, element_bytes: int) -> bytes:
-    """One piece as it travels. ``base``: the base's bytes at the same place, None where it has none.
+    """Encodes one piece. ``base``: the base's bytes at the same offset; None if it has none.
 
-    ``element_bytes``: of what the piece mostly holds (:func:`element_bytes_of`); it decides the size, not the content.
+    ``element_bytes``: of the piece's main dtype (:func:`element_bytes_of`); affects the size, not the content.
     """
     if element_bytes not in _ELEMENTS:
         raise InvalidValue("element_bytes", element_bytes, f"one of {', '.join(map(str, _ELEMENTS))}")
@@ -48,10 +48,10 @@ def encode(content: Bytes, base: Bytes | None, element_bytes: int) -> bytes:
 
 
 def decode(encoded: Bytes, base: Bytes | None, length: int) -> bytes:
-    """The piece of ``length`` bytes that :func:`encode` was given, to the bit.
+    """Decodes the piece of ``length`` bytes that was given to :func:`encode`, exactly.
 
-    Raises InvalidValue for anything that it cannot have made, or where ``base`` is not there. Whether the base was the
-    right one is not known here: the chunk's checksum says.
+    Raises InvalidValue for invalid input, or if ``base`` is needed and missing. A wrong base is not detected here, but
+    by the chunk's checksum.
     """
     view = memoryview(encoded)
     if len(view) >= 1 and view[0] == _WHOLE:
@@ -73,7 +73,7 @@ def element_bytes_of(tensor: TensorHeader) -> int:
 
 
 def _parts(content: Bytes, base: Bytes, element_bytes: int) -> tuple[list[Any], int]:
-    """Which elements changed, where not all or none did, and the changed ones' XOR, a plane for each of their bytes."""
+    """The bitmap of changed elements, unless all or none changed, and their XOR, one plane per byte of an element."""
     differs = np.bitwise_xor(np.frombuffer(content, np.uint8), np.frombuffer(base, np.uint8))
     elements = differs.view(f"<u{element_bytes}")
     changed = int(np.count_nonzero(elements))
@@ -148,7 +148,7 @@ def _unpacked(view: memoryview, lengths: list[int]) -> Iterator[bytes]:
 def _inflated(body: memoryview, length: int) -> bytes:
     stream = zlib.decompressobj()
     try:
-        part = stream.decompress(body, length + 1)  # never more, whatever it says of itself
+        part = stream.decompress(body, length + 1)  # never more, whatever its header claims
     except zlib.error as error:
         raise InvalidValue("delta: part", bytes(body[:16]), f"deflated by zlib ({error})") from error
     if not stream.eof:

@@ -1,7 +1,7 @@
-"""Weights files: their identity, and writing one from torch tensors or numpy arrays; hashed and checked in one pass.
+"""Weights files: their identity, and writing them from torch tensors or numpy arrays, hashed and checked in one pass.
 
-One tensor at a time is copied to host memory, so writing needs little more memory than the largest tensor.
-torch is never imported here: it is loaded already where a tensor of it is given.
+Tensors are copied to host memory one at a time, so writing needs little more memory than the largest tensor. This
+module never imports torch: if a torch tensor is given, torch is loaded already.
 """
 
 import json
@@ -23,8 +23,8 @@ from dora.weights.finite import FiniteCheck, not_finite
 from dora.weights.reference import DTYPE_BYTES, HEADER_BYTES_MAX, TensorHeader, open_regular, read_layout
 
 SUFFIX: Final = ".safetensors"
-CHUNK_BYTES: Final = 4 << 20  # of each chunk of a file but the last, which may be shorter
-SUM_BYTES: Final = 16  # of a chunk's checksum
+CHUNK_BYTES: Final = 4 << 20  # per chunk of a file; the last may be shorter
+SUM_BYTES: Final = 16  # per chunk
 _NAME_BYTES_MAX: Final = 200
 _FLOATING: Final = ("F64", "F32", "F16", "BF16")
 _NUMPY_NAMES: Final[Mapping[str, str]] = {
@@ -54,12 +54,12 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A file that was read whole and is sound. ``sums``: the checksum of each chunk."""
+    """A file that was read completely and is valid. ``sums``: the checksum of each chunk."""
 
     identity: WeightFile
     sums: tuple[bytes, ...]
-    tensors_at: int  # where the first tensor begins, in bytes
-    tensors: tuple[TensorHeader, ...]  # in their order in the file, without a gap
+    tensors_at: int  # offset of the first tensor in bytes
+    tensors: tuple[TensorHeader, ...]  # in file order, without gaps
 
     @property
     def by_name(self) -> dict[str, TensorHeader]:
@@ -67,7 +67,7 @@ class Examined:
 
 
 class ChunkSums:
-    """The checksums of a file's chunks, of bytes that come in pieces of any length."""
+    """Computes the checksums of a file's chunks from pieces of any length."""
 
     def __init__(self) -> None:
         self._sums: list[bytes] = []
@@ -84,7 +84,7 @@ class ChunkSums:
                 self._end()
 
     def finish(self) -> tuple[bytes, ...]:
-        """Of all bytes that came."""
+        """Returns the checksums of all bytes."""
         if self._held_bytes:
             self._end()
         return tuple(self._sums)
@@ -96,12 +96,12 @@ class ChunkSums:
 
 
 def sum_of(content: bytes | bytearray | memoryview) -> bytes:
-    """The checksum of one chunk: xxh3 with 128 bits, at a tenth of BLAKE3's cost."""
+    """The checksum of one chunk: 128-bit xxh3, at a tenth of BLAKE3's cost."""
     return xxhash.xxh3_128_digest(content)
 
 
 def check_file_name(name: str) -> str:
-    """``name`` itself; raises InvalidValue unless it is a plain name ending in .safetensors."""
+    """Returns ``name``. Raises InvalidValue unless it is a plain name ending in .safetensors."""
     plain = name.isprintable() and len(name.encode()) <= _NAME_BYTES_MAX and not name.startswith(".")
     if not plain or "/" in name or "\\" in name or not name.endswith(SUFFIX):
         raise InvalidValue("weights: file name", name, "a plain name ending in .safetensors, without a folder")
@@ -109,7 +109,7 @@ def check_file_name(name: str) -> str:
 
 
 def hash_file(file: Path) -> WeightFile:
-    """Size and BLAKE3 of a file. Raises InvalidValue where it cannot be read."""
+    """Size and BLAKE3 of a file. Raises InvalidValue if it cannot be read."""
     digest, chunk = blake3(), bytearray(FiniteCheck.CHUNK_BYTES)
     file_bytes = 0
     try:
@@ -127,9 +127,9 @@ def examine_file(
 ) -> "Examined":
     """Reads a safetensors file once, a megabyte at a time: its identity, its chunks' checksums, and its tensors.
 
-    The file is read, not mapped: a writer that cuts it short would end a process that has it mapped.
-    Raises InvalidValue for a file that cannot be read, is not sound, differs from what was ``announced``, or holds a
-    tensor that is not finite, which is named.
+    The file is read, not mapped: if a writer truncated a mapped file, the process would be killed. Raises InvalidValue
+    for a file that cannot be read, is invalid, differs from ``announced``, or holds a non-finite tensor, which is
+    named.
     """
     tensors_at, tensors = read_layout(file, header_bytes_max)
     total_bytes = tensors_at + sum(tensor.content_bytes for tensor in tensors)
@@ -160,7 +160,7 @@ def examine_file(
 
 
 def _chunks(stream: BufferedReader, name: str, length: int, buffer: memoryview) -> Iterator[memoryview]:
-    """The next ``length`` bytes, in pieces that lie in ``buffer`` until the next one. Raises InvalidValue at an end."""
+    """Yields the next ``length`` bytes in pieces, each valid until the next. Raises InvalidValue if the file ends."""
     while length:
         chunk = buffer[: min(length, len(buffer))]
         if stream.readinto(chunk) != len(chunk):
@@ -170,9 +170,9 @@ def _chunks(stream: BufferedReader, name: str, length: int, buffer: memoryview) 
 
 
 def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:
-    """How ``tensor`` (torch or numpy) would be written as it is. Raises InvalidValue for anything else.
+    """The header of ``tensor`` (torch or numpy) in its own dtype. Raises InvalidValue for anything else.
 
-    ``shape_only``: a tensor without numbers (on the device meta) stands for one that has them.
+    ``shape_only``: accepts a tensor without values (on the device meta) in place of one that has them.
     """
     names = _NUMPY_NAMES if isinstance(tensor, np.ndarray) else _TORCH_NAMES
     if not isinstance(tensor, np.ndarray) and not is_torch_tensor(tensor):
@@ -188,24 +188,24 @@ def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:
 
 
 def _has_elements(tensor: Any) -> bool:
-    """Whether a torch tensor is more than a shape, and laid out as one array; an array of numpy is."""
+    """Whether a tensor has values in one dense array; a numpy array always does."""
     if isinstance(tensor, np.ndarray):
         return True
     return not tensor.is_meta and str(tensor.layout) == "torch.strided"
 
 
 def published_header(found: TensorHeader, expected: TensorHeader | None) -> TensorHeader:
-    """``found`` in the dtype it is published in: floating point is converted to what the service expects."""
+    """``found`` in its published dtype: floating point is converted to the dtype that the service expects."""
     if expected is None or found.dtype not in _FLOATING or expected.dtype not in _FLOATING:
         return found
     return TensorHeader(found.name, expected.dtype, found.shape)
 
 
 def write_weights(file: Path, tensors: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> WeightFile:
-    """Writes ``tensors`` as one safetensors file, each in the dtype of its header; returns its identity.
+    """Writes ``tensors`` as one safetensors file, each in the dtype of its header. Returns the file's identity.
 
-    Raises InvalidValue where numpy lacks the dtype, or for the first tensor that is not finite, in itself or as
-    converted, and OSError where it cannot be written; no file is left then.
+    Raises InvalidValue if numpy lacks the dtype, or for the first tensor that is not finite before or after conversion;
+    OSError if the file cannot be written. After an error no file is left.
     """
     ordered = laid_out(headers.values())
     head, check = preamble(ordered), FiniteCheck()
@@ -232,21 +232,21 @@ def is_torch_tensor(value: Any) -> bool:
 
 
 def laid_out(headers: Iterable[TensorHeader]) -> list[TensorHeader]:
-    """Tensors in the order in which they are written, by which each one's bytes are aligned."""
+    """Tensors in the order in which they are written, which keeps each one aligned."""
     return sorted(headers, key=lambda header: (-DTYPE_BYTES[header.dtype], header.name))
 
 
 def copy_tensor(tensor: Any, header: TensorHeader, target: mmap.mmap, offset: int) -> None:
-    """Copies a tensor (torch or numpy) to where it belongs in a mapped file, converted and row-major, in one pass.
+    """Copies a tensor (torch or numpy) to its offset in a mapped file, converted and row-major, in one pass.
 
-    Raises InvalidValue where numpy lacks the dtype.
+    Raises InvalidValue if numpy lacks the dtype.
     """
     if not header.content_bytes:
         return
     count = header.content_bytes // DTYPE_BYTES[header.dtype]
     if isinstance(tensor, np.ndarray):
         dtype = _numpy_dtype(tensor, header)
-        with np.errstate(over="ignore", invalid="ignore"):  # the check for finite numbers finds it
+        with np.errstate(over="ignore", invalid="ignore"):  # the check for finite numbers detects it
             np.frombuffer(target, dtype, count, offset).reshape(header.shape)[...] = tensor
     else:
         torch = sys.modules["torch"]
@@ -255,18 +255,18 @@ def copy_tensor(tensor: Any, header: TensorHeader, target: mmap.mmap, offset: in
 
 
 def tensor_at(content: memoryview, offset: int, header: TensorHeader) -> Any:
-    """A torch tensor that shows a file's own bytes, which are only to be read."""
+    """A read-only torch tensor that shares a file's own bytes."""
     torch = sys.modules["torch"]
     dtype, count = getattr(torch, _TORCH_OF[header.dtype]), header.content_bytes // DTYPE_BYTES[header.dtype]
     if not count:
         return torch.empty(header.shape, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it could be written to, which nobody does
+        warnings.simplefilter("ignore", UserWarning)  # warns that the tensor is writable; nothing writes to it
         return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(header.shape)
 
 
 def preamble(headers: Iterable[TensorHeader]) -> bytes:
-    """What a safetensors file begins with that holds these tensors in this order."""
+    """The beginning of a safetensors file that holds these tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     start = 0
     for header in headers:
@@ -289,7 +289,7 @@ def _content(tensor: Any, header: TensorHeader) -> memoryview:
     """The tensor's bytes, row-major, little-endian."""
     if isinstance(tensor, np.ndarray):
         dtype = _numpy_dtype(tensor, header)
-        with np.errstate(over="ignore", invalid="ignore"):  # the check for finite numbers finds it
+        with np.errstate(over="ignore", invalid="ignore"):  # the check for finite numbers detects it
             array = np.ascontiguousarray(tensor, dtype)
     else:
         torch = sys.modules["torch"]

@@ -1,7 +1,7 @@
-"""Whether numbers are finite, by their bit patterns: numpy alone, also for dtypes that numpy does not have.
+"""Detects non-finite numbers by their bit patterns: needs only numpy, also for dtypes that numpy lacks.
 
-A floating point number is infinite or NaN if every bit of its exponent is set (IEEE 754; bfloat16 and F8_E5M2 follow
-it). F8_E4M3 has no infinity, and its NaN has every bit but the sign set (*FP8 Formats for Deep Learning*, section 3).
+A floating point number is infinite or NaN if every bit of its exponent is set (IEEE 754; also bfloat16 and F8_E5M2).
+F8_E4M3 has no infinity, and its NaN has every bit but the sign set (*FP8 Formats for Deep Learning*, section 3).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import numpy as np
 
 from dora.errors import InvalidValue
 
-_CHUNK_BYTES: Final = 1 << 20  # a multiple of every element's size; fits a core's cache
+_CHUNK_BYTES: Final = 1 << 20  # a multiple of every element size; fits a core's cache
 _BITS: Final[Mapping[str, np.unsignedinteger[Any]]] = {
     "F64": np.uint64(0x7FF0_0000_0000_0000),
     "F32": np.uint32(0x7F80_0000),
@@ -23,7 +23,7 @@ _BITS: Final[Mapping[str, np.unsignedinteger[Any]]] = {
 
 
 class FiniteCheck:
-    """Checks tensors chunk by chunk; it needs a megabyte, whatever the tensors' sizes."""
+    """Checks tensors in chunks; needs a megabyte regardless of their sizes."""
 
     CHUNK_BYTES: Final = _CHUNK_BYTES
 
@@ -44,5 +44,5 @@ class FiniteCheck:
 
 
 def not_finite(name: str, dtype: str) -> InvalidValue:
-    """The refusal of a tensor that :class:`FiniteCheck` has found."""
+    """The error for a tensor that :class:`FiniteCheck` rejected."""
     return InvalidValue(f"weights: {name}", "inf or NaN", f"finite in every element, as {dtype}")

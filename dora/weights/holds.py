@@ -1,8 +1,8 @@
-"""Who uses a version of a host's store: a file for each, locked as long as its process holds the version.
+"""Holders of the versions in a host's store: one file each, locked while its process holds the version.
 
     FOLDER/holds/<name>/<holder>    locked: it is held, and its store keeps the version's files as they are
 
-The lock is the kernel's, so that a holder that is killed holds nothing any more.
+The kernel releases the lock of a holder that is killed.
 """
 
 import itertools
@@ -19,23 +19,23 @@ from dora.weights.manifest import parsed_name
 HOLDS_FOLDER: Final = "holds"
 VERSIONS_FOLDER: Final = "versions"
 NAME_FILE: Final = "dora-name"  # in a version's folder: the name of its manifest
-RETIRED_FILE: Final = "dora-retired"  # beside it: nobody new may hold it
+RETIRED_FILE: Final = "dora-retired"  # beside it: the version accepts no new holders
 _serial: Final = itertools.count()
 
 
 @contextmanager
 def held(store: Path, name: str, holder: str) -> Iterator[Path]:
-    """The folder of the version called ``name``, whose files stay as they are until the end.
+    """Holds the version called ``name``. Returns its folder, whose files do not change within the context.
 
-    ``store``: the folder of this host's store; ``holder``: who holds it, as operators see it.
-    Raises NotFound where the store does not have this version whole, or has retired it.
+    ``store``: the folder of this host's store; ``holder``: the holder's name for operators. Raises NotFound if the
+    store does not have the complete version, or has retired it.
     """
     folder = store / HOLDS_FOLDER / name
     file = folder / f"{holder}.{os.getpid()}.{next(_serial)}"
-    _check_here(store, name)  # else a folder would be left for a version that never comes
+    _check_here(store, name)  # otherwise a folder would remain for a version that never arrives
     try:
         folder.mkdir(exist_ok=True)
-        descriptor = hold_new(file)  # before the look: a store that retires the version looks for holders last
+        descriptor = hold_new(file)  # before the second check: a store that retires the version scans for holders last
     except FileNotFoundError as error:
         raise NotFound("version", name, f"one that {store} holds", why="is in no store: there is none") from error
     try:
@@ -46,7 +46,7 @@ def held(store: Path, name: str, holder: str) -> Iterator[Path]:
 
 
 def _check_here(store: Path, name: str) -> Path:
-    """The version's folder. Raises NotFound where it is not there, or retired."""
+    """The version's folder. Raises NotFound if it is missing or retired."""
     version, _ = parsed_name(name)
     found = store / VERSIONS_FOLDER / str(version)
     if name_of(found) != name or (found / RETIRED_FILE).exists():
@@ -55,7 +55,7 @@ def _check_here(store: Path, name: str) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """The name of the version in ``folder``; empty where there is none that can be read."""
+    """The name of the version in ``folder``; empty if there is no readable one."""
     try:
         return (folder / NAME_FILE).read_text()
     except (OSError, UnicodeDecodeError):
@@ -63,7 +63,7 @@ def name_of(folder: Path) -> str:
 
 
 def holders(store: Path, name: str) -> tuple[str, ...]:
-    """Who holds a version now. What the dead have left is removed."""
+    """The current holders of a version. Removes the files of dead holders."""
     found = []
     with suppress(FileNotFoundError):
         for file in sorted((store / HOLDS_FOLDER / name).iterdir()):

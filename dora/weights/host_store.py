@@ -1,11 +1,12 @@
-"""The weight store of one host: every live version once, in a folder that should lie in memory (tmpfs).
+"""The weight store of one host: every live version once, in a folder that should be in memory (tmpfs).
 
-    FOLDER/receiving/<name>/      a version on its way in: of its final size, and not to be read
+    FOLDER/receiving/<name>/      a version that is arriving: of its final size, and not to be read
     FOLDER/versions/<version>/    a loadable Hugging Face folder, complete or absent; its manifest's name in dora-name
-    FOLDER/holds/<name>/          who uses it (holds.py); a version that is held is kept until it is let go
+    FOLDER/holds/<name>/          its holders (holds.py); a held version is retained until it is released
 
-Each host has one, with the model's own folder linked as version 0. A version gets in by its manifest, chunk by chunk
-(:meth:`HostStore.receive`), and is visible after one rename. Synchronous; calls about one version come from one thread.
+Each host has one store, with the model's own folder linked as version 0. A version arrives by its manifest, chunk by
+chunk (:meth:`HostStore.receive`), and becomes visible by one rename. Synchronous; calls about one version come from one
+thread.
 """
 
 import logging
@@ -39,23 +40,23 @@ from dora.weights.whole import canary_in, index_of, is_sound, manifest_in, write
 log = logging.getLogger("dora.weights")
 
 RECEIVING_FOLDER: Final = "receiving"
-_METADATA_BYTES: Final = 1 << 20  # what all safetensors headers of a version may hold beside the tensors' entries
-_ENTRY_BYTES: Final = 1 << 10  # of one tensor in a header
+_METADATA_BYTES: Final = 1 << 20  # maximum of all safetensors headers of a version, beside the tensors' entries
+_ENTRY_BYTES: Final = 1 << 10  # per tensor in a header
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 
 
 def bound_of(reference: Reference, versions: int) -> int:
-    """Bytes that so many versions of a model take at most, with what safetensors files have beside the weights."""
+    """The maximum size of this many versions of a model, including the safetensors headers."""
     return versions * (reference.content_bytes + header_bytes_of(reference))
 
 
 def header_bytes_of(reference: Reference) -> int:
-    """Of all files of a version: what their headers may take."""
+    """The maximum size of the headers of all files of a version."""
     return _METADATA_BYTES + _ENTRY_BYTES * len(reference.tensors)
 
 
 def model_digest(reference: Reference) -> str:
-    """Of what a model is: its tensors' names, dtypes and shapes, and its vocabulary. Hosts of one run have it alike."""
+    """The digest of a model's tensor names, dtypes, shapes and vocabulary. It is the same on all hosts of a run."""
     found = blake3(f"{reference.vocab_size}".encode())
     for tensor in reference.tensors:
         found.update(f"\n{tensor.name} {tensor.dtype} {tensor.shape} {tensor.optional}".encode())
@@ -63,14 +64,14 @@ def model_digest(reference: Reference) -> str:
 
 
 class HostStore:
-    """Keeps what every live version is made of. See the module's docstring for the layout."""
+    """Stores the files of every live version. See the module's docstring for the layout."""
 
     def __init__(self, folder: Path, reference: Path, kept_version: int | None = None, bound_bytes: int = 0) -> None:
-        """Opens or makes the store; version 0 is the model folder ``reference``, linked, not copied.
+        """Opens or creates the store; version 0 is the model folder ``reference``, linked, not copied.
 
-        ``kept_version`` is never retired: trainers read the weights there that their KL terms refer to. Versions that
-        an earlier process left whole are kept. ``bound_bytes``: of all versions, those on their way in included; 0:
-        what the file system has (``bound_of``). Raises InvalidValue where ``reference`` is no model.
+        ``kept_version`` is never retired: it has the reference weights of the trainers' KL terms. Complete versions of
+        an earlier process are retained. ``bound_bytes``: limit of all versions, including arriving ones; 0: the size of
+        the file system (``bound_of``). Raises InvalidValue if ``reference`` is not a model.
         """
         self.root = folder
         self.bound_bytes = bound_bytes
@@ -85,64 +86,65 @@ class HostStore:
         self._receiving: dict[str, Receiving] = {}
         self._changing = threading.RLock()
         self._set_aside_count = 0
-        self._canaries: dict[int, Canary] = {}  # what the first workers have reproduced
+        self._canaries: dict[int, Canary] = {}  # reproduced by the first workers
         self._link_reference()
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     def versions(self) -> tuple[int, ...]:
-        """The versions that are held, ascending."""
+        """The stored versions, ascending."""
         found = (int(entry.name) for entry in self._versions.iterdir() if entry.name.isdigit())
         return tuple(sorted(version for version in found if self._is_live(version)))
 
     def folder(self, version: int) -> Path:
-        """A loadable Hugging Face folder. Raises NotFound for a version that is not held."""
+        """A loadable Hugging Face folder. Raises NotFound for a version that is not stored."""
         if not self._is_live(version):
             known = ", ".join(map(str, self.versions()))
             raise NotFound("version", version, f"one of those held: {known or '(none)'}", why="is not held")
         return self._versions / str(version)
 
     def name(self, version: int) -> str:
-        """What orders and relays call it, e.g. ``v17-3f2a...``. Raises NotFound."""
+        """The version's name in orders and relays, e.g. ``v17-3f2a...``. Raises NotFound."""
         return name_of(self.folder(version))
 
     def manifest(self, version: int) -> Manifest:
-        """What a version is made of, with its canary. Raises NotFound; also for version 0, which does not travel:
-        every host has the model."""
+        """The version's manifest, with its canary. Raises NotFound; also for version 0, which is not sent, as every
+        host has the model.
+        """
         folder = self.folder(version)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotFound("version", version, "one that was published: every host has the model itself")
         return manifest_in(folder).with_canary(self.canary(version))
 
     def hold(self, version: int, holder: str) -> AbstractContextManager[Path]:
-        """The version's folder, whose files stay as they are within the context. Raises NotFound.
+        """The version's folder, whose files do not change within the context. Raises NotFound.
 
-        A worker needs no store for it, but ``holds.held`` alone.
+        A worker does not need a store object: ``holds.held`` is enough.
         """
         return held(self.root, self.name(version), holder)
 
     def holders(self, version: int) -> tuple[str, ...]:
-        """Who uses a version: workers that load it, relays that send it. Raises NotFound."""
+        """The holders of a version: workers that load it, relays that send it. Raises NotFound."""
         return holders(self.root, self.name(version))
 
     def canary(self, version: int) -> Canary | None:
-        """The canary published with ``version``; None where there was none. Raises NotFound."""
+        """The canary published with ``version``; None if there was none. Raises NotFound."""
         kept = self._canaries.get(version)
         if kept is not None:
             return kept
         return canary_in(self.folder(version))
 
     def keep_canary(self, version: int, canary: Canary) -> None:
-        """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound.
+        """Stores the canary of a version published without one, as its first worker reproduced it. Raises NotFound.
 
-        Where it cannot be written (OSError) this process remembers it all the same.
+        If it cannot be written (OSError), this process still remembers it.
         """
         folder = self.folder(version)
         self._canaries[version] = canary
         write_canary(folder, canary)
 
     def is_sound(self, version: int) -> bool:
-        """Whether the version is here and its files are those of its manifest. Reads all of them."""
+        """Whether the version is stored and its files match its manifest. Reads all of them."""
         try:
             with self.hold(version, "check") as folder:
                 return is_sound(folder)
@@ -151,12 +153,12 @@ class HostStore:
 
     @property
     def held_bytes(self) -> int:
-        """Of all weights here: of versions, also retired ones that are held, and of those on their way in."""
+        """Bytes of all weights here, including retired versions that are held and arriving ones."""
         files = [*self._versions.glob("*/*.safetensors"), *self._receiving_folder.glob("*/*.safetensors")]
         return sum(size_here(file) for file in files)
 
     def check_room(self, what: str, file_bytes: int) -> None:
-        """Raises LimitExceeded where ``file_bytes`` more are over the bound, or more than the host has left."""
+        """Raises LimitExceeded if ``file_bytes`` more would exceed the limit or the free space of the host."""
         self.sweep()
         held_bytes = self.held_bytes
         if self.bound_bytes and held_bytes + file_bytes > self.bound_bytes:
@@ -172,7 +174,7 @@ class HostStore:
             )
 
     def _in_use(self) -> str:
-        """What takes the room, for people: the retired versions with who holds them."""
+        """Describes the used space for operators, with the holders of retired versions."""
         found = [f"version {version}" for version in self.versions() if version]
         for version in self.leaving():
             users = ", ".join(holders(self.root, name_of(self._versions / str(version))))
@@ -183,10 +185,10 @@ class HostStore:
     # ------------------------------------------------------------------------------------------------------ receiving
 
     def receive(self, manifest: Manifest) -> Receiving:
-        """Begins to take a version in. Its room is taken at once, before a byte of it travels.
+        """Begins to receive a version. Allocates its space before any byte is sent.
 
-        Raises Conflict where the version is here or on its way, or an other one of this number is; InvalidValue where
-        its tensors are not the model's; LimitExceeded where there is no room for it.
+        Raises Conflict if the version, or another one of this number, is stored or arriving; InvalidValue if its
+        tensors are not the model's; LimitExceeded if there is no room for it.
         """
         with self._changing:
             self._check_absent(manifest)
@@ -211,11 +213,11 @@ class HostStore:
         return receiving
 
     def receiving(self, name: str) -> Receiving | None:
-        """The version of this name that is on its way in."""
+        """The arriving version of this name."""
         return self._receiving.get(name)
 
     def check_tensors(self, found: Mapping[str, TensorHeader]) -> None:
-        """Raises InvalidValue for the first tensor that is not as the model's."""
+        """Raises InvalidValue for the first tensor that differs from the model's."""
         check_tensors(found, self.reference.tensors)
 
     def _sealed(self, receiving: Receiving) -> Path:
@@ -230,7 +232,7 @@ class HostStore:
             return self._admit(receiving.folder, manifest)
 
     def _check_absent(self, manifest: Manifest) -> None:
-        """Raises Conflict where a version of this number is here: one that was published anew meanwhile stays."""
+        """Raises Conflict if a version of this number is stored, such as one that was published again meanwhile."""
         if self._is_live(manifest.version):
             found = name_of(self._versions / str(manifest.version))
             why = "is here already" if found == manifest.name else f"is here as {found}"
@@ -242,9 +244,9 @@ class HostStore:
         shutil.rmtree(receiving.folder, ignore_errors=True)
 
     def _admit(self, folder: Path, manifest: Manifest) -> Path:
-        """Makes ``folder``, whose weights are checked, the version of its manifest, in one rename. Returns its place.
+        """Makes ``folder``, whose weights are checked, the version of its manifest, by one rename. Returns its path.
 
-        Where something cannot be written (OSError) what was held before is held still.
+        If a write fails (OSError), the store's earlier contents remain.
         """
         target = self._versions / str(manifest.version)
         replaced = self._versions / f".{manifest.version}.replaced"
@@ -264,7 +266,7 @@ class HostStore:
         return target
 
     def _complete(self, folder: Path, manifest: Manifest) -> None:
-        """Adds to the weights what makes ``folder`` loadable, and what the store itself needs."""
+        """Adds the files that make ``folder`` loadable, and those that the store itself needs."""
         self._link_side_files(folder)
         if index := index_of(manifest):
             (folder / INDEX_FILE).write_text(index)
@@ -276,28 +278,29 @@ class HostStore:
     # ------------------------------------------------------------------------------------------------------- retiring
 
     def retire(self, version: int) -> None:
-        """Frees a version that left the window, unless it is the one that is kept. An unknown one is ignored.
+        """Frees a version that left the window, unless it is ``kept_version``. Unknown versions are ignored.
 
-        One that is held is freed when it is let go; until then nobody new can hold it.
+        A held version is freed when it is released; until then it accepts no new holders.
         """
         if version != self._kept_version:
             self._remove(version)
 
     def set_aside(self, version: int) -> Path | None:
-        """The same, but for the files: they are put into the folder that is returned, which ``free`` frees. For large
-        ones that takes a while. None: there is nothing to free now."""
+        """The same, but moves the files into the returned folder, which ``free`` deletes, as large ones take a while.
+        None: there is nothing to free now.
+        """
         return None if version == self._kept_version else self._set_aside(version)
 
     def free(self, gone: Path) -> None:
-        """Frees what was set aside. From any thread."""
+        """Deletes a folder that was set aside. Thread-safe."""
         shutil.rmtree(gone, ignore_errors=True)
 
     def leaving(self) -> tuple[int, ...]:
-        """The retired versions that are here still, as somebody held them when they were looked at last; ascending."""
+        """The retired versions that are still stored because they were held at the last scan; ascending."""
         return tuple(sorted(int(mark.parent.name) for mark in self._versions.glob(f"[0-9]*/{RETIRED_FILE}")))
 
     def sweep(self) -> None:
-        """Frees the retired versions that nobody holds any more."""
+        """Frees the retired versions that are no longer held."""
         for version in self.leaving():
             self._remove(version)
 
@@ -313,14 +316,14 @@ class HostStore:
             if not folder.is_dir():
                 return None
             name = name_of(folder) if self._is_named(version) else ""
-            (folder / RETIRED_FILE).touch()  # from here on nobody new holds it: then the look at who does
-            users = holders(self.root, name) if name else ()  # nobody can hold a version whose name is damaged
+            (folder / RETIRED_FILE).touch()  # no new holders after this; then scan for existing ones
+            users = holders(self.root, name) if name else ()  # a version whose name is damaged cannot be held
             if users:
                 log.info("version %d is retired, and kept until %s let it go", version, ", ".join(users))
                 return None
             self._set_aside_count += 1
             gone = self._versions / f".{version}.gone-{self._set_aside_count}"
-            os.rename(folder, gone)  # a reader sees the whole folder or none
+            os.rename(folder, gone)  # readers see the whole folder or none
         if name:
             shutil.rmtree(self.root / HOLDS_FOLDER / name, ignore_errors=True)
         return gone
@@ -338,7 +341,7 @@ class HostStore:
         return folder.is_dir() and not (folder / RETIRED_FILE).exists()
 
     def _link_reference(self) -> None:
-        """Makes version 0 of the model, unless it is that already: another one may have been there before."""
+        """Makes version 0 of the model, in place of another model's if needed."""
         model, unfinished = self._versions / "0", self._versions / ".0"
         name = version_name(0, model_digest(self.reference))
         wanted = {file.name: os.fspath(file.resolve()) for file in self._files_of_reference()}
@@ -361,7 +364,7 @@ class HostStore:
         yield from self._side_files()
 
     def _side_files(self) -> Iterator[Path]:
-        """Config, tokenizer and the like: everything of the reference that is no weights."""
+        """Config, tokenizer and other files of the reference that are not weights."""
         for file in self.reference.folder.iterdir():
             if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
                 yield file
@@ -376,15 +379,15 @@ class HostStore:
 
 
 def _links(folder: Path) -> dict[str, str]:
-    """The symbolic links in a folder, with where they point to; none where there is no folder."""
+    """The symbolic links in a folder, with their targets; empty if there is no folder."""
     if not folder.is_dir():
         return {}
     return {file.name: os.readlink(file) for file in folder.iterdir() if file.is_symlink()}
 
 
 def size_here(file: Path) -> int:
-    """Bytes of a file that lies here itself; a link takes no room."""
+    """The size of a file stored here; a link takes no space."""
     try:
         return 0 if file.is_symlink() else file.stat().st_size
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return 0

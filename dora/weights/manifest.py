@@ -1,8 +1,8 @@
-"""The manifest of a version: what it is made of, down to the checksum of each chunk. It travels before the weights do.
+"""The manifest of a version: its files, down to the checksum of each chunk. It is sent before the weights.
 
-A version is named by its number and its manifest's digest (``name``): orders and relays use this name, and no path. A
-version published anew has another digest. The digest covers every byte of the weights, by way of the chunks'
-checksums; it covers neither the canary, which may become known later, nor the base, which is a hint.
+A version is named by its number and its manifest's digest (``name``); orders and relays use this name, never a path. A
+version published again has another digest. The digest covers every byte of the weights through the chunks' checksums.
+It covers neither the canary, which may become known later, nor the base, which is a hint.
 """
 
 import json
@@ -20,7 +20,7 @@ from dora.weights.files import CHUNK_BYTES, SUM_BYTES, Examined, check_file_name
 from dora.weights.reference import DTYPE_BYTES, TensorHeader
 
 DIGEST_CHARACTERS: Final = 32  # of a manifest's digest: 128 bits in hexadecimal
-MANIFEST_BYTES_MAX: Final = 256 << 20  # in JSON: 30 TB of weights
+MANIFEST_BYTES_MAX: Final = 256 << 20  # in JSON, enough for 30 TB of weights
 _FORMAT: Final = 1
 _BLAKE3_BYTES: Final = 32
 _FILES_MAX: Final = 1 << 20
@@ -41,7 +41,7 @@ class ManifestFile:
         return len(self.sums)
 
     def chunk(self, index: int) -> tuple[int, int]:
-        """Where a chunk begins and how long it is, in bytes. Raises InvalidValue for an index without a chunk."""
+        """Offset and length of a chunk in bytes. Raises InvalidValue if there is no such chunk."""
         if not 0 <= index < len(self.sums):
             raise InvalidValue(f"{self.name}: chunk", index, f"0 to {len(self.sums) - 1}")
         offset = index * CHUNK_BYTES
@@ -50,7 +50,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor and where its bytes lie: ``offset`` from the beginning of ``file``."""
+    """One tensor and its location: ``offset`` bytes from the beginning of ``file``."""
 
     header: TensorHeader
     file: str
@@ -59,7 +59,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version, whole. ``base``: the name of an earlier version that its publisher knows most chunks to be like."""
+    """A complete version. ``base``: the name of an earlier version with which it shares most chunks, if known."""
 
     version: int
     files: tuple[ManifestFile, ...]  # by name
@@ -69,7 +69,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Of the weights' bytes and this version's number: 32 hexadecimal characters."""
+        """The digest of the weights' bytes and this version's number: 32 hexadecimal characters."""
         found = blake3(f"dora-manifest {_FORMAT} {self.version} {CHUNK_BYTES}".encode())
         for file in self.files:
             found.update(f"\n{len(file.name)} {file.name} {file.file_bytes}\n".encode())
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """E.g. ``v17-3f2a...``: what orders and relays say."""
+        """E.g. ``v17-3f2a...``, used in orders and by relays."""
         return version_name(self.version, self.digest)
 
     @property
@@ -94,11 +94,11 @@ class Manifest:
         raise InvalidValue(f"{self.name}: file", name, f"one of {', '.join(file.name for file in self.files)}")
 
     def with_canary(self, canary: Canary | None) -> "Manifest":
-        """The same weights, hence the same name, with what is known of them by now."""
+        """The same weights, and so the same name, with this canary."""
         return replace(self, canary=canary)
 
     def changed_chunks(self, base: "Manifest") -> Iterator[tuple[str, int]]:
-        """File and index of each chunk that is not, byte for byte, at the same place of ``base``."""
+        """File and index of each chunk that differs from ``base`` at the same offset."""
         known = {file.name: file for file in base.files}
         for file in self.files:
             other = known.get(file.name)
@@ -138,7 +138,7 @@ def version_name(version: int, digest: str) -> str:
 
 
 def parsed_name(name: str) -> tuple[int, str]:
-    """Version and digest of a manifest's name. Raises InvalidValue for another text."""
+    """Version and digest of a manifest's name. Raises InvalidValue for other text."""
     number, _, digest = name.removeprefix("v").partition("-")
     plain = name.startswith("v") and number.isascii() and number.isdigit() and len(number) < 20
     if not plain or len(digest) != DIGEST_CHARACTERS or not set(digest) <= set("0123456789abcdef"):
@@ -147,7 +147,7 @@ def parsed_name(name: str) -> tuple[int, str]:
 
 
 def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None = None, base: str = "") -> Manifest:
-    """Of files that were examined."""
+    """The manifest of examined files."""
     made, placed = [], []
     for file in files:
         identity, offset = file.identity, file.tensors_at
@@ -165,7 +165,7 @@ def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None =
 
 
 def read_manifest(text: str) -> Manifest:
-    """What :meth:`Manifest.to_json` wrote. Raises InvalidValue for anything else, naming what is wrong with it."""
+    """Parses the output of :meth:`Manifest.to_json`. Raises InvalidValue for anything else, naming the fault."""
     tree = read_json(text, "manifest", MANIFEST_BYTES_MAX)
     if not isinstance(tree, dict):
         raise InvalidValue("manifest", text[:80], "a JSON object")

@@ -1,4 +1,4 @@
-"""One version on its way into a host's store: its chunks come in any order, from any thread, and each is checked."""
+"""One version that is arriving in a host's store: chunks arrive in any order, from any thread, and each is checked."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ from dora.weights.manifest import Manifest, ManifestFile
 
 
 class Receiving:
-    """The files of a manifest, of their final sizes, in memory; complete or thrown away in the end."""
+    """The files of a manifest, at their final sizes, in memory; completed or discarded in the end."""
 
     def __init__(
         self,
@@ -21,9 +21,9 @@ class Receiving:
         complete: Callable[["Receiving"], Path],
         ended: Callable[["Receiving"], None],
     ) -> None:
-        """Takes the room of all files at once. Raises OSError where there is too little; nothing is left then.
-
-        ``complete`` makes the version visible once all chunks are there, ``ended`` is told of the end either way.
+        """Allocates the space of all files at once. Raises OSError if there is too little; nothing is left then.
+        ``complete`` makes the version visible once all chunks have arrived; ``ended`` is called at the end in either
+        case.
         """
         self.folder = folder
         self.manifest = manifest
@@ -38,18 +38,18 @@ class Receiving:
             self._maps[file.name] = _room(folder / file.name, file.file_bytes)
 
     def place(self, file: str, index: int) -> memoryview:
-        """Where the bytes of a chunk belong, to be written there; then :meth:`placed`. Raises InvalidValue, Conflict.
+        """Memory for the bytes of a chunk; call :meth:`placed` after writing them. Raises InvalidValue, Conflict.
 
-        A chunk that is there already, and so may have been read, is shown as a copy: to write it again has no effect.
+        A chunk that has arrived already, and so may be in use, is returned as a copy: writing to it has no effect.
         """
         self._check_open()
         view = self._view(file, index)
         return memoryview(bytearray(len(view))) if self._there[file][index] else view
 
     def placed(self, file: str, index: int) -> bool:
-        """A chunk has been written where :meth:`place` showed. False where it was there before.
+        """Checks a chunk that was written to :meth:`place`. Returns False if it had arrived before.
 
-        Raises InvalidValue where its bytes are not those of the manifest: it then still has to come.
+        Raises InvalidValue if its bytes do not match the manifest; the chunk is then still missing.
         """
         self._check_open()
         if self._there[file][index]:
@@ -66,7 +66,7 @@ class Receiving:
         return True
 
     def write(self, file: str, index: int, content: bytes | bytearray | memoryview) -> bool:
-        """One chunk, whole. Returns and raises as :meth:`placed`, and InvalidValue for another length."""
+        """Writes one whole chunk. Returns and raises as :meth:`placed`, and InvalidValue for another length."""
         target = self.place(file, index)
         if len(content) != len(target):
             raise InvalidValue(f"{file}: bytes of chunk {index}", len(content), str(len(target)))
@@ -74,25 +74,25 @@ class Receiving:
         return self.placed(file, index)
 
     def has(self, file: str, index: int) -> bool:
-        """Whether a chunk has come and was checked. Raises InvalidValue for one that is not of this version."""
+        """Whether a chunk has arrived and was checked. Raises InvalidValue for a chunk that is not of this version."""
         self._named(file).chunk(index)
         return bool(self._there[file][index])
 
     def chunk(self, file: str, index: int) -> memoryview:
-        """The bytes of a chunk that has come, to be passed on; not to be written. Raises Conflict where it has not."""
+        """The bytes of an arrived chunk, read-only, to be sent on. Raises Conflict if it has not arrived."""
         if not self.has(file, index):
             raise Conflict(f"{file}: chunk", index, "one that has come", why="has not come yet")
         self._check_open()
         return self._view(file, index).toreadonly()
 
     def missing(self) -> list[tuple[str, int]]:
-        """Chunks that have not come, in the order of the files."""
+        """Chunks that have not arrived, in the order of the files."""
         return [(name, index) for name, there in self._there.items() for index, found in enumerate(there) if not found]
 
     def take_from(self, base: Path, base_manifest: Manifest) -> int:
-        """Copies what a version that is held here has alike, chunk by chunk; returns how many chunks that were.
+        """Copies the chunks that are equal in a stored version. Returns their number.
 
-        The caller holds ``base``. A chunk that turns out not to be as its manifest says is left to come another way.
+        The caller holds ``base``. A chunk that does not match its manifest is left to arrive by another way.
         """
         changed = set(self.manifest.changed_chunks(base_manifest))
         copied = 0
@@ -109,9 +109,9 @@ class Receiving:
         return copied
 
     def seal(self) -> Path:
-        """Makes the version visible, in one rename, once all its chunks are there. Returns its folder.
+        """Makes the version visible, by one rename, once all its chunks have arrived. Returns its folder.
 
-        Raises Conflict where chunks are missing, InvalidValue where the tensors do not fit this host's model.
+        Raises Conflict if chunks are missing, InvalidValue if the tensors do not fit this host's model.
         """
         self._check_open()
         if self._missing:
@@ -123,13 +123,13 @@ class Receiving:
             self.close()
 
     def close(self) -> None:
-        """Ends it; what is not sealed is thrown away. May be repeated."""
+        """Discards the version unless it is sealed. Idempotent."""
         with self._lock:
             if not self._open:
                 return
             self._open = False
         self._ended(self)
-        self._maps.clear()  # each is unmapped when the last view of it is gone
+        self._maps.clear()  # each is unmapped with its last view
 
     def _named(self, file: str) -> ManifestFile:
         return self._files.get(file) or self.manifest.file(file)
@@ -144,7 +144,7 @@ class Receiving:
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """A new file of this size that has all its room, mapped."""
+    """Creates a file of this size with all its space allocated, and maps it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.posix_fallocate(descriptor, 0, file_bytes)

@@ -1,4 +1,4 @@
-"""What the tensors of a model are called and shaped, read from safetensors headers: no torch, no tensor is loaded.
+"""Tensor names and shapes of a model, read from safetensors headers without torch and without loading tensors.
 
 Format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), the tensors' bytes.
 Source: the safetensors format specification.
@@ -16,7 +16,7 @@ from typing import Any, Final
 from dora.data.strict_json import json_object
 from dora.errors import MISSING, InvalidValue
 
-# Bytes of one element, by the name that safetensors gives a dtype.
+# Bytes of one element, by safetensors' name of the dtype.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -34,7 +34,7 @@ _TIED_HEAD: Final = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a checkpoint. ``optional``: it may be left out, as a head that is tied to the embedding."""
+    """One tensor of a checkpoint. ``optional``: it may be omitted, such as a head that is tied to the embedding."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A Hugging Face model folder, as every published version must look."""
+    """A Hugging Face model folder, the template for every published version."""
 
     folder: Path
     files: tuple[str, ...]  # its safetensors files
@@ -64,7 +64,7 @@ class Reference:
 
 
 def read_reference(folder: Path) -> Reference:
-    """The tensors of a Hugging Face folder, sharded or not. Raises InvalidValue where it is none."""
+    """The tensors of a Hugging Face folder, sharded or not. Raises InvalidValue if it is not one."""
     files = weight_files(folder)
     config = json_object(folder / "config.json", "model")
     tied = bool(config.get("tie_word_embeddings", False))
@@ -78,7 +78,7 @@ def read_reference(folder: Path) -> Reference:
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """Names of the safetensors files that a loader reads from ``folder``: of its index, else the one, else all."""
+    """The safetensors files that a loader reads from ``folder``: those of its index, else the usual one, else all."""
     if (folder / INDEX_FILE).is_file():
         weight_map = json_object(folder / INDEX_FILE, "model").get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -93,8 +93,8 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """A file opened to be read. Raises InvalidValue for a pipe, a device or a folder, which might never end."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its writer
+    """Opens a file for reading. Raises InvalidValue for a pipe, a device or a folder, which might never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InvalidValue("weights file", str(file), "a regular file")
@@ -102,15 +102,15 @@ def open_regular(file: Path) -> BufferedReader:
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file, by name. Raises InvalidValue for anything but a whole, sound file."""
+    """The tensors of one safetensors file, by name. Raises InvalidValue unless the file is complete and valid."""
     return {tensor.name: tensor for tensor in read_layout(file)[1]}
 
 
 def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[int, tuple[TensorHeader, ...]]:
-    """Where the tensors of a safetensors file begin, in bytes, and the tensors in their order there, without a gap.
+    """The offset of a safetensors file's tensors in bytes, and the tensors in file order, without gaps.
 
-    Raises InvalidValue for whatever the safetensors library would refuse, which is anything but a whole, sound file,
-    and for a header over ``header_bytes_max``.
+    Raises InvalidValue for any file that the safetensors library would refuse, and for a header over
+    ``header_bytes_max``.
     """
     try:
         with open_regular(file) as stream:
@@ -126,7 +126,7 @@ def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[i
 
 
 def layout_of(content: memoryview) -> tuple[int, tuple[TensorHeader, ...]]:
-    """The same of a sound file's bytes."""
+    """The same, from a valid file's bytes."""
     length = int.from_bytes(content[:8], "little")
     return 8 + length, _placed("weights", bytes(content[8 : 8 + length]), len(content) - 8 - length)
 
@@ -146,7 +146,7 @@ def _placed(name: str, text: bytes, tensor_bytes: int) -> tuple[TensorHeader, ..
 
 
 def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHeader]) -> None:
-    """Raises InvalidValue for the first tensor (by name) that is misshapen, of another dtype, unknown or missing."""
+    """Raises InvalidValue for the first tensor (by name) with a wrong shape or dtype, or that is unknown or missing."""
     wanted = {tensor.name: tensor for tensor in expected}
     for name in sorted(found.keys() | wanted.keys()):
         if name not in wanted:
@@ -165,7 +165,7 @@ def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHe
 
 
 def _header(file_name: str, text: bytes) -> dict[str, Any]:
-    """The JSON object at the head of a safetensors file."""
+    """The JSON object in the header of a safetensors file."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -195,7 +195,7 @@ def _check_metadata(file_name: str, metadata: Any) -> None:
 
 
 def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
-    """One tensor and where its bytes begin and end."""
+    """One tensor, and the offsets of its beginning and end."""
     if not name.isprintable() or len(name) > _NAME_CHARACTERS_MAX:
         raise InvalidValue(
             f"{file_name}: tensor", name, f"a printable name of at most {_NAME_CHARACTERS_MAX} characters"

@@ -1,10 +1,10 @@
-"""The weight store of the service's host, into which the trainer publishes: see host_store.py for what every host has.
+"""The weight store of the service's host, into which the trainer publishes. See host_store.py for what every host has.
 
     FOLDER/proof                            random bytes: a trainer that can read them shares this host
-    FOLDER/incoming/<epoch>-<version>/      files being written by a trainer, or uploaded; one being uploaded is hidden
-    FOLDER/spare/                           what a retired version has left, for a trainer on this host to write over
+    FOLDER/incoming/<epoch>-<version>/      files written by a trainer, or uploaded; a file in upload is hidden
+    FOLDER/spare/                           a file of a retired version, which a trainer on this host overwrites
 
-Synchronous and not for concurrent calls about one version, but for uploads; the shell calls it in a thread.
+Synchronous; only uploads may run concurrently for one version. The service calls it in a thread.
 """
 
 import logging
@@ -28,14 +28,13 @@ from dora.weights.upload import DeltaUpload, Upload
 log = logging.getLogger("dora.weights")
 
 INCOMING_FOLDER: Final = "incoming"
-SPARE_FOLDER: Final = "spare"  # the file of a retired version, whose pages a trainer on this host writes over
+SPARE_FOLDER: Final = "spare"  # a file of a retired version, whose pages a trainer on this host overwrites
 
 
 class WeightStore(HostStore):
-    """A host's store, with a way in for the trainer. See the module's docstring for the layout."""
+    """A host's store to which a trainer can publish. See the module's docstring for the layout."""
 
     def __init__(self, folder: Path, reference: Path, kept_version: int | None = None, bound_bytes: int = 0) -> None:
-        """As :class:`HostStore`."""
         super().__init__(folder, reference, kept_version, bound_bytes)
         self.proof = folder / "proof"
         self._incoming = folder / INCOMING_FOLDER
@@ -45,14 +44,14 @@ class WeightStore(HostStore):
             shutil.rmtree(unfinished)
         shutil.rmtree(self._spare, ignore_errors=True)
         self._spare.mkdir()
-        self._uploaded = False  # the trainer is on another host: it writes nothing here itself
-        self._uploading: dict[Path, int] = {}  # files on their way in, with their announced bytes
+        self._uploaded = False  # the trainer is on another host and writes nothing here itself
+        self._uploading: dict[Path, int] = {}  # files being uploaded, with their announced sizes
         self._uploads = threading.RLock()
         self.proof_bytes = secrets.token_bytes(32)
         self.proof.write_bytes(self.proof_bytes)
 
     def begin(self, epoch: int, version: int) -> Path:
-        """The folder in which this trainer's files of ``version`` belong; made where it is absent."""
+        """The folder for this trainer's files of ``version``, created if missing."""
         folder = self._incoming_folder(epoch, version)
         folder.mkdir(exist_ok=True)
         return folder
@@ -66,13 +65,13 @@ class WeightStore(HostStore):
         base: tuple[int, bytes] | None = None,
         piece_bytes: int = 0,
     ) -> Upload:
-        """Opens one incoming file; once it is whole, an earlier one of the same name is replaced.
+        """Opens one incoming file. Once complete, it replaces an earlier one of the same name.
 
-        ``base``: version and BLAKE3 of the file of this name from which only what differs comes, ``piece_bytes`` at a
-        time. Raises NotFound where that is not here.
-        Raises InvalidValue for a name that is not plain, or where the files, those on their way included, would
-        outgrow the model; Conflict where a file of this name is on its way; LimitExceeded where the store has no room.
-        Raises OSError where it cannot be written: it may be brought again.
+        ``base``: version and BLAKE3 of the stored file of this name against which a delta is sent, in pieces of
+        ``piece_bytes``. Raises NotFound if that file is not stored; InvalidValue if the name is not plain, or the
+        files, including those in upload, would exceed the model's size; Conflict if a file of this name is being
+        uploaded; LimitExceeded if the store has no room; OSError if it cannot be written, in which case it may be sent
+        again.
         """
         check_file_name(file_name)
         with self._uploads:
@@ -97,13 +96,13 @@ class WeightStore(HostStore):
                 try:
                     based_on = self._base_of(file_name, *base)
                     upload = DeltaUpload(file, file_bytes, self._upload_ended, based_on, piece_bytes)
-                except FileNotFoundError:  # retired this moment
+                except FileNotFoundError:  # retired meanwhile
                     raise NotFound("base_version", base[0], "a version that is held") from None
             self._uploading[file] = file_bytes
         return upload
 
     def _base_of(self, file_name: str, version: int, blake3: bytes) -> Path:
-        """A file that is held, by its version and hash. Raises NotFound."""
+        """A stored file, by its version and hash. Raises NotFound."""
         for file in self.manifest(version).files:
             if (file.name, file.blake3) == (file_name, blake3):
                 return self.folder(version) / file_name
@@ -123,14 +122,15 @@ class WeightStore(HostStore):
         anew: bool = False,
         name: str = "",
     ) -> Path:
-        """Verifies the incoming files and makes them ``version``, in one rename; returns its folder.
+        """Verifies the incoming files and makes them ``version`` by one rename. Returns its folder.
 
-        Repeating it with the same files changes nothing. ``anew``: they take the place of what is held of it; whoever
-        looks sees one or the other whole, or none for a moment. ``name``: they have to come to this one.
-        Raises Conflict where they do not, or ``version`` is held with other files; InvalidValue for a missing, damaged
-        or incomplete file, or the first tensor that does not fit the model.
-        Raises LimitExceeded where with them the store is over its bound: repeated later, it may not be.
-        Where something cannot be written (OSError) nothing new is left, and the files have to be brought again.
+        Repeating it with the same files has no effect. ``anew``: they replace the stored files of the version; readers
+        see one or the other completely, or for a moment neither. ``name``: the name that the files must produce.
+
+        Raises Conflict if they do not, or if ``version`` is stored with other files; InvalidValue for a missing,
+        damaged or incomplete file, or the first tensor that does not fit the model; LimitExceeded if the store would
+        exceed its limit, which may succeed later. If a write fails (OSError), nothing new is left, and the files must
+        be sent again.
         """
         self._check_announced(files)
         if canary is not None:
@@ -162,8 +162,9 @@ class WeightStore(HostStore):
         return folder
 
     def take_back(self, epoch: int, version: int) -> None:
-        """A version that was published is not committed after all: its files are as before, for the commit to be
-        repeated. Where that is not possible they have to be brought again."""
+        """Reverts a published version whose commit failed: its files are incoming again, for the commit to be repeated.
+        If that is not possible, they must be sent again.
+        """
         try:
             incoming = self.begin(epoch, version)
             for file in self.manifest(version).files:
@@ -173,22 +174,22 @@ class WeightStore(HostStore):
         self._remove(version)
 
     def withdraw(self, version: int) -> None:
-        """Frees a version that is not committed after all, even the one that is kept: others may be brought for it."""
+        """Frees a version whose commit failed, even ``kept_version``, so that other files may be sent for it."""
         self._remove(version)
 
     def discard(self, epoch: int) -> None:
-        """Frees what the trainers up to ``epoch`` had begun to write: they are fenced."""
+        """Frees the incoming files of all trainers up to ``epoch``, which are fenced."""
         for entry in self._incoming.iterdir():
             if int(entry.name.partition("-")[0]) <= epoch:
-                shutil.rmtree(entry, ignore_errors=True)  # its writer may still be at it
+                shutil.rmtree(entry, ignore_errors=True)  # its writer may still be writing
 
     @property
     def held_bytes(self) -> int:
-        """Of all weights here: as of every host, and those that a trainer is bringing."""
+        """Bytes of all weights here, including a trainer's incoming files."""
         return super().held_bytes + sum(size_here(file) for file in self._incoming.glob(f"*/*{SUFFIX}"))
 
     def check_room(self, what: str, file_bytes: int) -> None:
-        """As of every host. What is spare makes way first."""
+        """As the base class, but deletes the spare file first if needed."""
         try:
             super().check_room(what, file_bytes)
         except LimitExceeded:
@@ -197,27 +198,28 @@ class WeightStore(HostStore):
             super().check_room(what, file_bytes)
 
     def free(self, gone: Path) -> None:
-        """One file is kept, to be written over: memory that was used before is ready at once. A file that is linked
-        from elsewhere, as from a record on the same disk, is still that one's."""
+        """Keeps one file as spare, as a trainer writes faster to memory that was used before. A file with other hard
+        links, such as one from a run record on the same disk, is not used.
+        """
         kept = gone / WEIGHTS_FILE
         if not self._uploaded and kept.is_file() and not kept.is_symlink() and kept.stat().st_nlink == 1:
             os.rename(kept, self._spare / WEIGHTS_FILE)
         super().free(gone)
 
     def _forget_incoming(self, version: int) -> None:
-        """Frees what was written for a version that is published, by whichever trainer, and for those before."""
+        """Frees the incoming files of a published version and of those before it, from any trainer."""
         for entry in self._incoming.iterdir():
             if int(entry.name.partition("-")[2]) <= version:
                 shutil.rmtree(entry, ignore_errors=True)
 
     @property
     def header_bytes_max(self) -> int:
-        """Of all files of a version: what their headers may take."""
+        """The maximum size of the headers of all files of a version."""
         return header_bytes_of(self.reference)
 
     @property
     def _files_max(self) -> int:
-        """Each file has to hold a tensor."""
+        """The number of tensors, as each file must hold one."""
         return len(self.reference.tensors)
 
     def _incoming_folder(self, epoch: int, version: int) -> Path:
@@ -239,7 +241,7 @@ class WeightStore(HostStore):
             raise InvalidValue("files", sorted(names), "every name once")
 
     def _verified(self, incoming: Path, files: Sequence[WeightFile]) -> list[Examined]:
-        """Files that are what was announced and fit the model."""
+        """The files, after checking that they match their announcement and fit the model."""
         examined: list[Examined] = []
         merged: dict[str, TensorHeader] = {}
         for file in files:

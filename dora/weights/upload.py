@@ -1,4 +1,4 @@
-"""One weights file on its way into the store, in pieces."""
+"""Uploads one weights file into the store, in pieces."""
 
 import os
 from collections.abc import Callable
@@ -14,10 +14,10 @@ _PIECE_BYTES_MAX: Final = 1 << 31
 
 
 class Upload:
-    """One file on its way in, under a hidden name. As a context manager it leaves a whole file or none."""
+    """One incoming file, under a hidden name. As a context manager it leaves a complete file or none."""
 
     def __init__(self, file: Path, file_bytes: int, ended: Callable[[Path], None]) -> None:
-        """``ended`` is told of the file at the end."""
+        """``ended`` is called with the file at the end."""
         self._file = file
         self._unfinished = file.with_name(f".{file.name}")
         self._expected_bytes = file_bytes
@@ -25,7 +25,7 @@ class Upload:
         self._stream = self._unfinished.open("wb", buffering=0)
 
     def append(self, content: bytes) -> None:
-        """Raises InvalidValue for more bytes than were announced, OSError where they cannot be written."""
+        """Raises InvalidValue for more bytes than announced, OSError if they cannot be written."""
         if self._stream.tell() + len(content) > self._expected_bytes:
             raise InvalidValue("file_bytes", f"more than {self._expected_bytes}", "the size in the upload's header")
         rest = memoryview(content)
@@ -33,7 +33,7 @@ class Upload:
             rest = rest[self._stream.write(rest) :]
 
     def finish(self) -> int:
-        """The file's bytes. Raises InvalidValue where fewer came than were announced, or its trainer was fenced."""
+        """Completes the file and returns its size. Raises InvalidValue if bytes are missing or its trainer fenced."""
         received_bytes = self._stream.tell()
         if received_bytes != self._expected_bytes:
             raise InvalidValue("file_bytes", received_bytes, f"the size in the upload's header, {self._expected_bytes}")
@@ -60,18 +60,18 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stream.close()
-        with suppress(OSError):  # a file system that cannot be written any more: the next start sweeps it
+        with suppress(OSError):  # an unwritable file system: the next start sweeps it
             self._unfinished.unlink(missing_ok=True)
         self._ended(self._file)
 
 
 class DeltaUpload(Upload):
-    """One file of which only what differs from another one comes, in pieces of the same length (delta.py)."""
+    """One file sent as a delta against another one, in pieces of the same length (delta.py)."""
 
     def __init__(
         self, file: Path, file_bytes: int, ended: Callable[[Path], None], base: Path, piece_bytes: int
     ) -> None:
-        """``base`` may be removed from now on. Raises InvalidValue for a length that no message has, OSError."""
+        """Opens ``base``, which may be removed afterwards. Raises OSError, and InvalidValue for a bad piece length."""
         if not 0 < piece_bytes <= _PIECE_BYTES_MAX:
             raise InvalidValue("piece_bytes", piece_bytes, f"1 to {_PIECE_BYTES_MAX}")
         self._base = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
@@ -83,7 +83,7 @@ class DeltaUpload(Upload):
         self._piece_bytes = piece_bytes
 
     def append(self, content: bytes) -> None:
-        """One encoded piece; an empty one is none. Raises InvalidValue for what is none, and as of any file."""
+        """Appends one encoded piece; an empty one is ignored. Raises InvalidValue for a bad one, and as ``Upload``."""
         if not content:
             return
         offset = self.received_bytes

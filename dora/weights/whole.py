@@ -1,4 +1,4 @@
-"""What lies beside the weights in a version's folder, and whether all of it is as it was when the version came in."""
+"""The files beside the weights in a version's folder, and the check that all are unchanged since it arrived."""
 
 import json
 import os
@@ -17,7 +17,7 @@ CANARY_FILE: Final = "dora-canary.json"
 
 
 def manifest_in(folder: Path) -> Manifest:
-    """Without its canary. Raises NotFound where there is none, InvalidValue for a damaged one."""
+    """The manifest without its canary. Raises NotFound if there is none, InvalidValue if it is damaged."""
     file = folder / MANIFEST_FILE
     try:
         return read_manifest(file.read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def manifest_in(folder: Path) -> Manifest:
 
 
 def canary_in(folder: Path) -> Canary | None:
-    """None: the version came without. Raises InvalidValue for a damaged one."""
+    """The canary; None: the version was published without one. Raises InvalidValue if it is damaged."""
     file = folder / CANARY_FILE
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def write_canary(folder: Path, canary: Canary) -> None:
 
 
 def index_of(manifest: Manifest) -> str:
-    """The index by which a loader finds the tensors; empty where they are in one file of the usual name."""
+    """The index that loaders use to find tensors; empty if they are in one file of the usual name."""
     if {file.name for file in manifest.files} == {WEIGHTS_FILE}:
         return ""
     weight_map = {each.header.name: each.file for each in manifest.tensors}
@@ -55,7 +55,7 @@ def index_of(manifest: Manifest) -> str:
 
 
 def is_sound(folder: Path) -> bool:
-    """Whether a version is in ``folder`` and all its files are those of its manifest. Reads every byte of them."""
+    """Whether ``folder`` has a version whose files all match its manifest. Reads every byte of them."""
     try:
         manifest = manifest_in(folder)
         canary_in(folder)

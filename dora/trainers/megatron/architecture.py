@@ -22,7 +22,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What config.json says of a model, as far as training needs it. Raises InvalidValue for what is not trained."""
+    """The properties of a model, from config.json, for training. Raises InvalidValue for an unsupported model."""
 
     config: Mapping[str, Any]
     folder: Path
@@ -47,13 +47,13 @@ class Architecture:
 
     @property
     def experts(self) -> int:
-        """In each layer; 0 for a dense model."""
+        """Experts in each layer; 0 for a dense model."""
         found = experts_of(self.config, "model")
         return found[0] if found is not None else 0
 
     @property
     def routing(self) -> RoutingShape:
-        """Of no layers for a dense model."""
+        """Has no layers for a dense model."""
         return routing_of(self.config, "model") or RoutingShape(0, 0, 0)
 
     @property
@@ -107,11 +107,11 @@ class Architecture:
             "context_parallel_size": layout.cp,
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.etp,
-            "sequence_parallel": layout.tp > 1 and self.experts > 0,  # Megatron asks for it there
+            "sequence_parallel": layout.tp > 1 and self.experts > 0,  # required by Megatron in this case
             "variable_seq_lengths": layout.pp > 1,
-            "moe_token_dispatcher_type": "alltoall",  # the one that takes sequences of any length
+            "moe_token_dispatcher_type": "alltoall",  # the only one that supports sequences of any length
             "calculate_per_token_loss": True,  # gradients are sums; the learner divides them once
-            "use_cpu_initialization": True,  # the weights are loaded: it need not be the GPU's random numbers
+            "use_cpu_initialization": True,  # the weights are loaded, so the GPU's random numbers are not needed
             "perform_initialization": False,
         }
         if self.experts:
@@ -121,9 +121,9 @@ class Architecture:
                 "num_moe_experts": self.experts,
                 "moe_ffn_hidden_size": given["moe_intermediate_size"],
                 "moe_router_topk": given["num_experts_per_tok"],
-                # softmax over all experts and then a sum of 1 is softmax over those taken
+                # softmax over all experts, then normalised to 1, equals softmax over the chosen ones
                 "moe_router_pre_softmax": not given.get("norm_topk_prob", False),
-                "moe_router_load_balancing_type": "none",  # the objective is the loss, all of it
+                "moe_router_load_balancing_type": "none",  # the objective is the whole loss
                 "moe_router_dtype": "fp32",
             }
         return found
@@ -131,8 +131,6 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One rank's part of the model."""
-
     module: Any  # GPTModel
     architecture: Architecture
     place: Place
@@ -140,7 +138,7 @@ class Built:
 
     @property
     def first_layer(self) -> int:
-        """The number in the model of this rank's first layer."""
+        """The index in the model of this rank's first layer."""
         return int(self.module.decoder.layers[0].layer_number) - 1
 
     @property
@@ -149,7 +147,7 @@ class Built:
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """Megatron's local norm, where ranks share a sequence too: their gradients of the weight are then added up."""
+    """Megatron's local norm, extended to ranks that share a sequence: their gradients of the weight are summed."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **others: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -157,7 +155,7 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 def _stage(spec: Any, config: Any, place: Place, final_norm: type | None) -> Any:
-    """``spec`` for each layer of this rank's stage, with this norm behind the last; None: as Megatron chooses."""
+    """``spec`` for each layer of this rank's stage, with this norm after the last; None: Megatron's default."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     if final_norm is None:
@@ -167,9 +165,9 @@ def _stage(spec: Any, config: Any, place: Place, final_norm: type | None) -> Any
 
 
 def build(architecture: Architecture, place: Place, dtype: str = "float32", layers: Layers = "auto") -> Built:
-    """A GPTModel whose weights are still to be loaded.
+    """A GPTModel whose weights are not loaded yet.
 
-    ``layers``: Megatron's own (``local``), Transformer Engine's (``te``), or the latter where it is installed.
+    ``layers``: Megatron's own (``local``), Transformer Engine's (``te``), or the latter if it is installed.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt import GPTModel

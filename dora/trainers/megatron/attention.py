@@ -1,12 +1,12 @@
-"""What lets GPTModel read packs (:mod:`dora.trainers.packing`): attention within spans, and positions to go with it.
+"""Support for packs (:mod:`dora.trainers.packing`) in GPTModel: attention within spans, and matching positions.
 
-A pack's responses attend to their prompt and themselves. Megatron hands its attention mask through to the attention of
-each layer, also where activations are computed again; here that tensor is a table of spans, on the CPU:
+A pack's responses attend to their prompt and themselves. Megatron passes its attention mask to the attention of each
+layer, also when activations are recomputed. In this module that tensor is a table of spans, on the CPU:
 
-    (k, 4), int64: first and last + 1 place of the context, first and last + 1 place of the span's own tokens
+    (k, 4), int64: first and last + 1 position of the context, first and last + 1 position of the span's own tokens
 
-Under context parallelism each rank has T / cp places in a row, and gathers the keys and values of the others.
-Source of that: *The Llama 3 Herd of Models*, section 3.3.2, context parallelism by all-gather.
+Under context parallelism each rank has T / cp consecutive positions, and gathers the keys and values of the others.
+Source: *The Llama 3 Herd of Models*, section 3.3.2, context parallelism by all-gather.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ from dora.trainers.packing import Pack
 
 
 def spans_of(pack: Pack, tokens: int) -> torch.Tensor:
-    """The table of ``pack``, padded to ``tokens`` places; the padding is a span of its own."""
+    """The table of ``pack``, padded to ``tokens`` positions; the padding is a span of its own."""
     rows = []
     for block in pack.blocks:
         prompt = (block.prompt.start, block.prompt.stop)
@@ -31,7 +31,7 @@ def spans_of(pack: Pack, tokens: int) -> torch.Tensor:
 
 
 class PackedAttention(torch.nn.Module):
-    """A layer's core attention in Megatron's place for it: softmax(q k / sqrt(size)) v within each span, by SDPA."""
+    """Replaces Megatron's core attention of a layer: softmax(q k / sqrt(size)) v within each span, by SDPA."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """(places, 1, heads, size) each, with fewer heads of keys and values; to (places, 1, heads * size)."""
+        """Inputs (positions, 1, heads, size), with fewer heads of keys and values; to (positions, 1, heads * size)."""
         places, ranks = query.shape[0], self._cp_group.size()
         first = self._cp_group.rank() * places
         if ranks > 1:
@@ -96,16 +96,16 @@ class PackedAttention(torch.nn.Module):
 
 @lru_cache(maxsize=16)
 def _seen(queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """(queries, keys), bool: where the last ``queries`` of ``keys`` tokens may look; None: plainly causal."""
+    """(queries, keys), bool: the keys that the last ``queries`` of ``keys`` tokens attend to; None: purely causal."""
     if queries == keys:
         return None
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class PackedRotary(torch.nn.Module):
-    """Megatron's rotary embedding, at the positions of a pack instead of those from 0 on.
+    """Megatron's rotary embedding at the positions of a pack, rather than from 0 on.
 
-    ``positions`` (places,), of this rank's part of the pack, is set before each forward pass.
+    ``positions`` (tokens,), of this rank's part of the pack, is set before each forward pass.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -117,5 +117,5 @@ class PackedRotary(torch.nn.Module):
         return 0
 
     def forward(self, length: int, **others: Any) -> torch.Tensor:
-        """(places, 1, 1, size)."""
+        """(positions, 1, 1, size)."""
         return self._rotary.get_emb(int(self.positions.max()) + 1)[self.positions]

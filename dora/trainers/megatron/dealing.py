@@ -1,4 +1,4 @@
-"""How the leader deals rows to the data-parallel shards: micro-batches, as many for each."""
+"""Deals rows to the data-parallel shards: micro-batches, equally many for each."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from dora.trainers.objectives.batch import Row
 
 
 def deal(rows: Sequence[Row], shards: int, tokens_max: int) -> list[list[list[Row]]]:
-    """For each of ``shards`` its micro-batches, within ``tokens_max`` each, of about equal size together.
+    """The micro-batches of each of ``shards``, within ``tokens_max`` each, of nearly equal total size.
 
-    Pipelines and experts of all shards take turns, so all of them take as many. A shard that would get one less trains
-    on a copy of a row that counts for nothing.
+    Pipelines and experts of all shards work in step, so all shards get equally many. A shard with one fewer trains on a
+    copy of a row with weight zero.
     """
     each = math.ceil(_tokens(rows) / shards)
     batches = sorted(packed_batches(rows, max(min(tokens_max, each), 1)), key=_tokens, reverse=True)
@@ -25,7 +25,7 @@ def deal(rows: Sequence[Row], shards: int, tokens_max: int) -> list[list[list[Ro
     dealt: list[list[list[Row]]] = [[] for _ in range(shards)]
     loads = [0] * shards
     for turn in range(0, len(batches), shards):
-        order = sorted(range(shards), key=loads.__getitem__)  # who has least gets the largest
+        order = sorted(range(shards), key=loads.__getitem__)  # the shard with the least load gets the largest
         for shard, batch in zip(order, batches[turn : turn + shards], strict=True):
             dealt[shard].append(batch)
             loads[shard] += _tokens(batch)
@@ -33,7 +33,7 @@ def deal(rows: Sequence[Row], shards: int, tokens_max: int) -> list[list[list[Ro
 
 
 def batches_to_bytes(batches: Sequence[Sequence[Row]]) -> bytes:
-    """As an order holds them."""
+    """Encodes micro-batches for an order."""
     return bytes(msgpack.packb([rows_to_bytes(rows) for rows in batches]))
 
 

@@ -1,4 +1,4 @@
-"""How the ranks share one model: the sizes of Megatron's parallel groups, and this rank's place in them."""
+"""The layout of a model over ranks: the sizes of Megatron's parallel groups, and this rank's place in them."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -12,7 +12,7 @@ from dora.errors import InvalidValue
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel groups. Data parallelism takes what is left of the world: ``world / (tp * pp * cp)``."""
+    """Sizes of the parallel groups. The rest of the world is data parallelism: ``world / (tp * pp * cp)``."""
 
     tp: int = 1  # tensor: ranks that share each layer
     pp: int = 1  # pipeline: stages of layers
@@ -26,7 +26,7 @@ class Layout:
                 raise InvalidValue(f"--{each.name}", getattr(self, each.name), "1 or more")
 
     def check(self, world: int) -> None:
-        """Raises InvalidValue where ``world`` ranks cannot be divided so."""
+        """Raises InvalidValue if ``world`` ranks cannot be divided this way."""
         for names in (("tp", "pp", "cp"), ("etp", "pp", "ep")):
             size = 1
             for name in names:
@@ -50,7 +50,7 @@ class Place:
     dp_size: int
     ep: int
     etp: int
-    expert_dp: int  # which copy of its experts it has
+    expert_dp: int  # index of its copy of the experts
 
     @property
     def is_last_stage(self) -> bool:
@@ -58,19 +58,19 @@ class Place:
 
     @property
     def speaks(self) -> bool:
-        """Whether it is the one rank of its data-parallel shard that reports the shard's sums."""
+        """Whether this rank reports the sums of its data-parallel shard."""
         return self.is_last_stage and self.tp == 0 and self.cp == 0
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """Which part of the weights it has: ranks with the same part hold copies."""
+        """The part of the weights that this rank has: ranks with the same part hold copies."""
         return self.pp, self.tp, self.ep, self.etp
 
 
 def begin(layout: Layout, timeout_s: float = 600.0) -> Place:
-    """Makes Megatron's groups, in a process group that exists. Raises InvalidValue as :meth:`Layout.check`.
+    """Makes Megatron's groups in an existing process group. Raises InvalidValue as :meth:`Layout.check`.
 
-    ``timeout_s``: how long a collective of the training may take.
+    ``timeout_s``: the timeout of a training collective.
     """
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -84,7 +84,7 @@ def begin(layout: Layout, timeout_s: float = 600.0) -> Place:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(int(timedelta(seconds=timeout_s).total_seconds() // 60), 1),
     )
-    model_parallel_cuda_manual_seed(0)  # dropout is off: nothing is drawn from it, but Megatron asks for it
+    model_parallel_cuda_manual_seed(0)  # Megatron requires it; dropout is off, so nothing is drawn
     return Place(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
@@ -101,7 +101,7 @@ def begin(layout: Layout, timeout_s: float = 600.0) -> Place:
 
 
 def own_device() -> torch.device:
-    """Of this rank: its GPU, or the CPU where there is none."""
+    """This rank's GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

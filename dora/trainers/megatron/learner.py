@@ -1,6 +1,6 @@
-"""The learner of Megatron's ranks: what :class:`dora.trainers.learner.Learner` is for transformers' models.
+"""The learner on Megatron's ranks: the counterpart of :class:`dora.trainers.learner.Learner` for transformers' models.
 
-The leader is used as if it were alone, and tells the others what to do; they :meth:`MegatronLearner.follow`.
+The leader is used as if it were alone, and sends orders to the others, which run :meth:`MegatronLearner.follow`.
 """
 
 import json
@@ -34,11 +34,11 @@ from dora.trainers.signals import added, over_ranks, token_sums, whole
 from dora.weights.canary import TIE, least_tied
 from dora.weights.reference import TensorHeader
 
-_TURN: Final = 4  # micro-batches at once for each stage of a pipeline, so that the stages are busy most of the time
+_TURN: Final = 4  # micro-batches at once per pipeline stage, so the stages are busy most of the time
 
 
 class MegatronLearner:
-    """One rank's end. For one thread at a time, but for :meth:`add_group`."""
+    """One rank's part. Not thread-safe, except for :meth:`add_group`."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class MegatronLearner:
         dtypes: dict[str, str] | None = None,
         scratch: str = "",
     ) -> None:
-        """``reference``: the model that a KL term refers to, of ``reference_version``. ``step``: the first that is
-        trained. ``dtypes``: in which published tensors are written, by name, where it is not the trainer's own.
-        ``scratch``: a folder that all ranks see, where they write a version's files; by default the system's.
+        """``reference``: the model of the KL term, of ``reference_version``. ``step``: the first step to train.
+        ``dtypes``: of published tensors, by name, if they differ from the trainer's own. ``scratch``: a folder visible
+        to all ranks for a version's files; by default the system's.
         """
         self.part = part
         self.step = step
@@ -64,7 +64,7 @@ class MegatronLearner:
         self._dtypes, self._scratch = dtypes or {}, scratch or None
         self._exported: tempfile.TemporaryDirectory[str] | None = None
         self._shards = [json.loads(each) for each in ranks.gather(json.dumps(part.built.place.dp).encode())]
-        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, and when they came
+        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, with their arrival times
         self._sums = StepSums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
@@ -77,7 +77,7 @@ class MegatronLearner:
         self._come.append((group, time.time()))
 
     def work(self) -> None:
-        """Adds the gradients of all groups that are there, and of those that come meanwhile, not yet divided."""
+        """Adds the undivided gradients of all queued groups, including those that arrive meanwhile."""
         began_s = time.monotonic()
         rows: list[Row] = []
         while self._come:
@@ -118,10 +118,10 @@ class MegatronLearner:
         self.part.accumulate(batches, loss)
 
     def finish_step(self) -> StepMetrics:
-        """Works off what is there, and takes one optimiser step. Begins a new step.
+        """Works off the queue, and takes one optimiser step. Begins a new step.
 
-        Raises InvalidValue, with the weights as they were, where loss or gradient are not finite; RanksDisagree where
-        the ranks are not at one step with one result, or copies of the same weights are not the same.
+        Raises InvalidValue, with unchanged weights, if loss or gradient are not finite; RanksDisagree if the ranks
+        differ in the step or its result, or if copies of the same weights differ.
         """
         self.work()
         self._ranks.tell("finish")
@@ -132,7 +132,7 @@ class MegatronLearner:
         loss, units = self._ranks.sum(np.array([sums.loss, sums.units])).tolist()
         by_staleness = over_ranks(sums.signals, self._ranks)
         tokens = whole(by_staleness).tokens_trained
-        units = max(units, 1.0)  # a step that taught nothing has a gradient of zero
+        units = max(units, 1.0)  # a step without a learning signal has a gradient of zero
         norm = self.part.reduce(units)
         self._ranks.agree({"step": self.step, "loss": loss, "grad_norm": norm, "tokens": tokens})
         try:
@@ -146,7 +146,7 @@ class MegatronLearner:
         return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm)
 
     def _compare_copies(self) -> None:
-        """Data-parallel ranks hold copies of each other's weights: raises RanksDisagree where they do not."""
+        """Compares the copies of weights on data-parallel ranks. Raises RanksDisagree if they differ."""
         said: dict[str, tuple[int, float]] = {}
         for rank, answer in enumerate(self._ranks.gather(json.dumps(prints_of(self.part.built)).encode())):
             for name, value in json.loads(answer).items():
@@ -158,14 +158,14 @@ class MegatronLearner:
                     )
 
     def weights(self) -> list[Path]:
-        """What a commit takes: the files that the ranks have written, by Hugging Face names; until the next call."""
+        """The argument of a commit: the files written by the ranks, by Hugging Face names, until the next call."""
         if self._exported is not None:
             self._exported.cleanup()
         self._exported = tempfile.TemporaryDirectory(prefix="dora-megatron-", dir=self._scratch)
         return self._export(Path(self._exported.name), published=True)
 
     def canary(self) -> Canary | None:
-        """Of the weights, by the ranks that have them; None where :meth:`weights` rounds them to another dtype."""
+        """The canary, computed by the ranks; None if :meth:`weights` rounds to another dtype."""
         own = "BF16" if self.part.built.dtype == torch.bfloat16 else "F32"
         if not set(self._dtypes.values()) <= {own}:
             return None
@@ -185,7 +185,7 @@ class MegatronLearner:
         return least_tied(run, built.architecture.vocab_size, built.architecture.config["max_position_embeddings"])
 
     def save(self, folder: Path, reference_version: int, weights: Any) -> None:
-        """Writes a checkpoint, of which every rank writes its own files: the weights, and the optimiser's states."""
+        """Writes a checkpoint; every rank writes its own files: the weights, and the optimiser's states."""
         built = self.part.built
         with written(folder, Position(self.step, reference_version)) as unfinished:
             self._export(unfinished, published=False)
@@ -204,7 +204,7 @@ class MegatronLearner:
         return [folder / name for name in sorted(set(files.values()))]
 
     def _write(self, folder: Path, dtypes: dict[str, str]) -> dict[str, str]:
-        """Every rank's part of an export. By tensor, which file has it: of all ranks."""
+        """Every rank's part of an export. Returns the file of each tensor of all ranks."""
         if not folder.is_dir():
             raise InvalidValue("--scratch", str(folder), "a folder that all ranks see")
         expected = {name: TensorHeader(name, dtype, ()) for name, dtype in dtypes.items()}
@@ -216,10 +216,10 @@ class MegatronLearner:
 
     def _save(self, folder: Path) -> None:
         save_states(self.part, folder)
-        self._ranks.agree({"step": self.step})  # all have written
+        self._ranks.agree({"step": self.step})  # waits until all ranks have written
 
     def follow(self) -> None:
-        """What the learner does on a rank that does not lead: as it is told, until the end."""
+        """Executes the leader's orders on another rank, until the end."""
         self._ranks.follow(self._obey)
 
     def _obey(self, order: Order) -> None:

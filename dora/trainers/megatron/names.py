@@ -1,7 +1,7 @@
-"""Which Hugging Face tensors a Megatron parameter holds, and how tensor parallelism has cut it.
+"""Maps Megatron parameters to Hugging Face tensors, and describes how tensor parallelism cuts them.
 
-Pure: names and tensors in, names and tensors out; without Megatron. It knows the names of Megatron's local layers and
-of Transformer Engine's, which have norms inside the linear layers, and sequential and grouped experts.
+Pure functions of names and tensors, without Megatron. Supports the names of Megatron's local layers and of Transformer
+Engine's, which have norms inside the linear layers, and sequential and grouped experts.
 
     H hidden size, D size of a head, Q query heads, G key/value heads, I intermediate size, T tensor-parallel ranks
 
@@ -32,7 +32,7 @@ _OUTER: Final[Mapping[str, tuple[str, Cut]]] = {
 }
 _LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj")
-# Within a layer: what it is called in a checkpoint, and how it is cut.
+# Within a layer: the checkpoint names, and the cut.
 _IN_LAYER: Final[Mapping[str, tuple[tuple[str, ...], Cut]]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
@@ -53,7 +53,7 @@ _GROUPED: Final = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model its tensors' layout depends on."""
+    """The properties of a model that determine its tensors' layout."""
 
     query_heads: int
     kv_heads: int
@@ -63,16 +63,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of one parameter: its tensors' names in a checkpoint, in the order in which they are joined, and its cut."""
+    """The rule of one parameter: its tensors' names in a checkpoint, in joining order, and its cut."""
 
     names: tuple[str, ...]
     cut: Cut
     of_expert: bool = False
-    published: bool = True  # False: it is a copy of another one
+    published: bool = True  # False: a copy of another parameter
 
 
 def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rule:
-    """``name`` of a parameter of GPTModel on a rank whose first layer and expert have these numbers in the model.
+    """The rule of parameter ``name`` of a GPTModel, on a rank with this first layer and expert of the model.
 
     Raises InvalidValue for a parameter that no known checkpoint has.
     """
@@ -102,7 +102,7 @@ def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rul
 
 
 def joined(rule: Rule, shards: Sequence[torch.Tensor], shape: Shape) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors from what all tensor-parallel ranks have of a parameter, in their order."""
+    """The checkpoint's tensors, from the shards of a parameter on all tensor-parallel ranks, in rank order."""
     if rule.cut == "whole":
         return {rule.names[0]: shards[0]}
     if rule.cut == "columns":
@@ -121,8 +121,9 @@ def joined(rule: Rule, shards: Sequence[torch.Tensor], shape: Shape) -> dict[str
 
 
 def cut(rule: Rule, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, shape: Shape) -> torch.Tensor:
-    """What rank ``rank`` of ``ranks`` has of a parameter whose ``tensors`` a checkpoint holds: of :func:`joined`, the
-    inverse. Rows beyond the vocabulary are zeros."""
+    """The inverse of :func:`joined`: the shard of rank ``rank`` of ``ranks`` of the parameter with these ``tensors``.
+    Rows beyond the vocabulary are zero.
+    """
     found = [tensors[name] for name in rule.names]
     if rule.cut == "whole":
         return found[0]
@@ -141,5 +142,5 @@ def cut(rule: Rule, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, 
 
 
 def padded_vocabulary(vocab_size: int, ranks: int) -> int:
-    """Rows of the embedding and the head, so that each of ``ranks`` has as many."""
+    """Rows of the embedding and the head, padded to be equal on each of ``ranks``."""
     return -(-vocab_size // ranks) * ranks

@@ -1,4 +1,4 @@
-"""The Megatron trainer's settings and its command line: those of any trainer, and how the ranks share the model."""
+"""The Megatron trainer's settings and command line: those of any trainer, and the layout of the model over ranks."""
 
 import argparse
 from dataclasses import dataclass, field, fields
@@ -20,16 +20,14 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronConfig(GrpoConfig):
-    """One run of the Megatron trainer."""
-
     layout: Layout = field(default_factory=Layout)
     transformer: Layers = "auto"
     distributed_optimizer: bool = False
-    scratch: str = ""  # folder that all ranks see, for the files of a version; empty: the system's
+    scratch: str = ""  # folder visible to all ranks, for the files of a version; empty: the system's
 
 
 def parse_arguments(arguments: list[str]) -> tuple[MegatronConfig, bool]:
-    """The configuration, and whether each step is to be printed as a JSON line."""
+    """The configuration, and whether to print each step as a JSON line."""
     parser = argparse.ArgumentParser(
         prog="torchrun ... -m dora.trainers.megatron",
         description="Megatron-core trainer for a running 'dora serve'; one process for each GPU.",

@@ -1,7 +1,7 @@
 """One rank's part of the model and of its optimiser, and the passes that all ranks make together.
 
-All ranks of a data-parallel shard are given the same micro-batches, and all shards as many: pipelines and experts take
-turns. A micro-batch is a pack, as on one process (:mod:`dora.trainers.packing`).
+All ranks of a data-parallel shard get the same micro-batches, and all shards get equally many, as pipelines and experts
+work in step. A micro-batch is a pack, as in a single process (:mod:`dora.trainers.packing`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ from dora.trainers.objectives.batch import Row
 from dora.trainers.packing import Block, Pack
 
 Rows = Sequence[Row]
-OfRows = Callable[[Rows, torch.Tensor], torch.Tensor]  # logprobs (n,) of some rows to what is minimised or kept
+OfRows = Callable[[Rows, torch.Tensor], torch.Tensor]  # maps the logprobs (n,) of some rows to a loss or a result
 
 
 class Part:
-    """For one thread. Each method is called by all ranks together."""
+    """Not thread-safe. All ranks call each method together."""
 
     def __init__(self, built: Built, config: LearnerConfig, *, distributed_optimizer: bool = False) -> None:
-        """``built`` has its weights. ``distributed_optimizer``: optimiser states are cut over data-parallel ranks."""
+        """``built`` has its weights. ``distributed_optimizer``: shards optimiser states over data-parallel ranks."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -51,7 +51,7 @@ class Part:
         self.forget()
 
     def accumulate(self, batches: Sequence[Rows], loss: OfRows) -> None:
-        """Adds the gradients of ``loss``, a sum over a micro-batch's rows, which is asked for on the last stage."""
+        """Adds the gradients of ``loss``, a sum over a micro-batch's rows, which the last stage computes."""
 
         def of_rows(rows: Rows, logits: torch.Tensor, pack: Pack, own: slice) -> Any:
             value = loss(rows, self._logprobs(logits, pack, own))
@@ -60,9 +60,9 @@ class Part:
         self._run(self._model, batches, of_rows, forward_only=False)
 
     def logprobs(self, batches: Sequence[Rows], built: Built | None = None) -> list[torch.Tensor]:
-        """(n,) of each micro-batch, as :func:`dora.trainers.packing.packed_logprobs`; none but on the last stage.
+        """(n,) of each micro-batch, as :func:`dora.trainers.packing.packed_logprobs`; on the last stage only.
 
-        ``built``: of another model that is laid out in the same way.
+        ``built``: another model with the same layout.
         """
 
         def of_rows(rows: Rows, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Part:
             return self._run(module, batches, of_rows, **options)
 
     def logprobs_of(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Of each token of one text but the first; none but on the last stage. Without gradients."""
+        """Logprobs of each token of one text but the first; on the last stage only. Without gradients."""
 
         def of_text(text: Pack, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
             return self._logprobs(logits, pack, own).detach()
@@ -85,7 +85,7 @@ class Part:
         return found[0].tolist() if found else []
 
     def reduce(self, units: float) -> float:
-        """Adds the gradients of all ranks up and divides them by ``units``, the whole step's; the norm."""
+        """Sums the gradients of all ranks and divides them by ``units``, the whole step's. Returns the norm."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self._model])
@@ -94,18 +94,18 @@ class Part:
         return float(self._optimizer.get_grad_norm())
 
     def take_step(self) -> None:
-        """Clips the reduced gradient, and takes one optimiser step."""
+        """Clips the reduced gradient and takes one optimiser step."""
         self._optimizer.step()
 
     def forget(self) -> None:
-        """Begins anew with gradients of zero."""
+        """Resets the gradients to zero."""
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def states(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
-        """This rank's optimiser: each tensor that it steps on, with a name and what it has of it (to be filled).
+        """This rank's optimiser: the name, the state (to be filled) and the tensor of each of its entries.
 
-        The tensor is a parameter, or what stands for it in float32.
+        The tensor is a parameter, or its float32 copy.
         """
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for number, optimizer in enumerate(each for each in chained if each.optimizer is not None):
@@ -122,7 +122,7 @@ class Part:
             data_iterator=iter(batches),
             model=[module],
             num_microbatches=len(batches),
-            seq_length=1,  # the stages tell each other how long each pack is
+            seq_length=1,  # the stages send each other the length of each pack
             micro_batch_size=1,
             **options,
         )
@@ -150,13 +150,13 @@ class Part:
         return output, loss
 
     def _logprobs(self, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
-        """(n,): of the response tokens, from this rank's part of the vocabulary at its places of the pack."""
+        """(n,): of the response tokens, from this rank's part of the vocabulary at its positions of the pack."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
         here = (pack.predicting >= own.start) & (pack.predicting < own.stop)
         chosen = logits[pack.predicting[here] - own.start].float()
         beyond = self.built.architecture.vocab_size - self.built.place.tp * chosen.shape[1]
-        if beyond < chosen.shape[1]:  # rows of the head that are padding predict nothing
+        if beyond < chosen.shape[1]:  # padding rows of the head predict nothing
             is_padding = torch.arange(chosen.shape[1], device=chosen.device) >= beyond
             chosen = chosen.masked_fill(is_padding, torch.finfo(chosen.dtype).min)
         if chosen.shape[0]:
@@ -170,7 +170,7 @@ class Part:
 
 
 def _text(token_ids: tuple[int, ...], device: torch.device) -> Pack:
-    """One text as a pack of one prompt, of which all tokens but the first are asked for."""
+    """One text as a pack of one prompt that predicts all tokens but the first."""
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
     places = torch.arange(len(token_ids), device=device)
     block = Block(slice(0, len(token_ids)), ())

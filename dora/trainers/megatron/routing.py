@@ -1,7 +1,7 @@
-"""Megatron's routers, led to the experts of the record (router replay), on whatever part of a pack a rank has.
+"""Router replay for Megatron's routers: uses the recorded experts, on any part of a pack that a rank has.
 
-Source: megatron.core.transformer.moe.router_replay.RouterReplay, whose place in a router :class:`Lead` takes. That one
-knows no tokens without a record, which padding is.
+Source: megatron.core.transformer.moe.router_replay.RouterReplay, which :class:`Lead` replaces in a router, because it
+does not support tokens without a record, such as padding.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from dora.trainers.router_replay import OWN, choice
 
 
 class Lead:
-    """What one router asks for its choice. ``routed`` (tokens, top_k), of the pass that it makes; None: it chooses.
+    """The choice of one router. ``routed`` (tokens, top_k): the experts for the current pass; None: the router chooses.
 
-    ``ties`` counts tokens whose last chosen and first other expert have logits within ``margin``, where that is set.
+    ``ties`` counts tokens whose last chosen and first other expert have logits within ``margin``, if set.
     """
 
     def __init__(self, *, in_logs: bool) -> None:
-        """``in_logs``: scores are probabilities, whose logarithms are as far apart as the logits."""
+        """``in_logs``: scores are probabilities, whose logarithms differ as the logits do."""
         self.routed: torch.Tensor | None = None
         self.margin, self.ties, self._in_logs = 0.0, 0, in_logs
 
@@ -44,8 +44,6 @@ class Lead:
 
 
 class Routers:
-    """The routers of this rank's part of the model."""
-
     def __init__(self, built: Built) -> None:
         self._place, self._first = built.place, built.first_layer
         self._leads: list[Lead] = []
@@ -58,9 +56,9 @@ class Routers:
 
     @contextmanager
     def sending(self, routed: torch.Tensor | None, tokens: int, own: slice) -> Iterator[None]:
-        """Within it, a forward pass over the places ``own`` of a pack that is filled up to ``tokens``.
+        """A context for a forward pass over the positions ``own`` of a pack that is padded to ``tokens``.
 
-        ``routed``: of the pack, as :class:`dora.trainers.packing.Pack` has it.
+        ``routed``: of the pack, as in :class:`dora.trainers.packing.Pack`.
         """
         if routed is not None and self._leads:
             filled = torch.nn.functional.pad(routed, (0, 0, 0, 0, 0, tokens - len(routed)), value=OWN)[own]
@@ -76,7 +74,7 @@ class Routers:
 
     @contextmanager
     def watched(self, margin: float) -> Iterator[None]:
-        """Within it, :attr:`ties` counts those within ``margin``."""
+        """A context in which :attr:`ties` counts ties within ``margin``."""
         for lead in self._leads:
             lead.margin, lead.ties = margin, 0
         try:
@@ -87,5 +85,5 @@ class Routers:
 
     @property
     def ties(self) -> int:
-        """On this rank, while :meth:`watched`: tokens for which rounding may choose between two experts."""
+        """The number of this rank's tokens, since :meth:`watched`, whose experts rounding may decide."""
         return sum(lead.ties for lead in self._leads)

@@ -1,4 +1,4 @@
-"""Every rank's learner, from folders that all ranks see."""
+"""Makes every rank's learner, from folders visible to all ranks."""
 
 import os
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from dora.weights.reference import TensorHeader, check_tensors, read_reference
 def make_learner(
     config: MegatronConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()
 ) -> MegatronLearner:
-    """``tensors``: what the service wants of published weights; the leader alone knows them.
+    """``tensors``: the service's expected tensors, known only to the leader.
 
-    Raises Conflict where the model has others than these, InvalidValue for a model or a layout that is not trained,
-    DoraError where Megatron is not installed.
+    Raises Conflict if the model's tensors differ, InvalidValue for an unsupported model or layout, DoraError if
+    Megatron is not installed.
     """
     try:
         import megatron.core  # noqa: F401

@@ -1,7 +1,7 @@
-"""One rank's optimiser in a checkpoint, ``optimizer-rank00003.safetensors``: for the same rank of the same layout.
+"""One rank's optimiser in a checkpoint, ``optimizer-rank00003.safetensors``, for the same rank of the same layout.
 
-2.0.17/value        the tensor it steps on, in float32, where the model's own is of lower precision
-2.0.17/exp_avg      and whatever else it has of it
+2.0.17/value        the float32 tensor that it steps on, if the model's own has lower precision
+2.0.17/exp_avg      and any other state of it
 """
 
 import json
@@ -32,9 +32,9 @@ def save_states(part: Part, folder: Path) -> None:
 
 
 def load_states(part: Part, folder: Path, *, values: bool) -> None:
-    """What :func:`save_states` wrote. ``values``: the model's weights are those of this checkpoint, too.
+    """Loads the output of :func:`save_states`. ``values``: the model's weights are from this checkpoint, too.
 
-    Raises Conflict where the checkpoint was written by ranks of another layout.
+    Raises Conflict if the checkpoint was written in another layout.
     """
     file = folder / "megatron.json"
     found = json.loads(file.read_text()) if file.is_file() else MISSING

@@ -1,7 +1,7 @@
 """One rank's part of a checkpoint: read from a Hugging Face folder, and written into files of its own.
 
-Tensor-parallel ranks gather a parameter at one of them, each in turn, so that all of them write. Experts stay where
-they are: the ranks that have them write them. Of data-parallel copies the first one writes.
+Tensor-parallel ranks take turns in gathering parameters, so all of them write. Experts are written by the ranks that
+have them. The first of the data-parallel copies writes.
 """
 
 import json
@@ -30,7 +30,7 @@ def parameters_of(built: Built) -> Iterator[tuple[str, torch.nn.Parameter, Rule]
 def load(built: Built, folder: Path) -> None:
     """Fills this rank's parameters from a Hugging Face folder.
 
-    Raises InvalidValue for a missing or misshapen tensor.
+    Raises InvalidValue for a missing tensor or one of another shape.
     """
     files = {name: folder / file for file in weight_files(folder) for name in read_header(folder / file)}
     shape, layout = built.architecture.shape, built.place.layout
@@ -53,7 +53,7 @@ def _read(files: Mapping[str, Path], name: str, folder: Path) -> torch.Tensor:
 
 
 def tensors_of(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors that this rank is to write. All ranks have to go through it together."""
+    """The checkpoint's tensors that this rank writes. All ranks must iterate over it together."""
     shape, place = built.architecture.shape, built.place
     for index, (_, parameter, rule) in enumerate(parameters_of(built)):
         if not rule.published:
@@ -67,7 +67,7 @@ def tensors_of(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gathered(own: torch.Tensor, rule: Rule, group: Any, writer: int) -> list[torch.Tensor]:
-    """What each rank of ``group`` has of a parameter, at ``writer``; elsewhere nothing of use."""
+    """The shards of a parameter on each rank of ``group``, at ``writer``; meaningless elsewhere."""
     if rule.cut == "whole" or group.size() == 1:
         return [own]
     found = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == writer else None
@@ -76,11 +76,11 @@ def _gathered(own: torch.Tensor, rule: Rule, group: Any, writer: int) -> list[to
 
 
 def write(built: Built, folder: Path, expected: Mapping[str, TensorHeader]) -> tuple[str, list[str]]:
-    """Writes this rank's tensors as a file of its own, in the dtypes that ``expected`` gives them; none without any.
+    """Writes this rank's tensors as a file of its own, in the dtypes of ``expected``; no file if there are none.
 
-    All ranks have to call it together. Tensors go to host memory one after another, and stay there until the file is
-    written, which begins with its table. Returns the file's name and the tensors'. Raises InvalidValue for a tensor
-    that is not finite.
+    All ranks must call it together. Tensors are copied to host memory one by one and stay there until the file, which
+    begins with its header, is written. Returns the file's name and the tensors'. Raises InvalidValue for a tensor that
+    is not finite.
     """
     file = f"model-rank{built.place.rank:05d}.safetensors"
     tensors = {name: tensor.to("cpu") for name, tensor in tensors_of(built)}
@@ -91,14 +91,14 @@ def write(built: Built, folder: Path, expected: Mapping[str, TensorHeader]) -> t
 
 
 def write_index(folder: Path, files: Mapping[str, str]) -> None:
-    """``files``: by tensor, where it is. What makes a folder of several files one checkpoint."""
+    """Writes the index that makes several files one checkpoint. ``files``: the file of each tensor."""
     headers = [header for file in set(files.values()) for header in read_header(folder / file).values()]
     index = {"metadata": {"total_size": sum(each.content_bytes for each in headers)}, "weight_map": dict(files)}
     (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 def prints_of(built: Built) -> dict[str, float]:
-    """The squared norms of what this rank holds, by a name that all ranks with copies of it give it."""
+    """The squared norms of this rank's tensors, by names that are equal on all ranks with copies."""
     place = built.place
     found: dict[str, float] = {}
     for _, parameter, rule in parameters_of(built):

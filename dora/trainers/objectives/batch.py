@@ -1,6 +1,6 @@
-"""What an objective reads and what it says: the tokens of a micro-batch, without padding.
+"""The inputs and outputs of an objective: the tokens of a micro-batch, without padding.
 
-Both come from the run record (:class:`dora.data.trajectory.Trajectory`) and the forward passes of the trainer's model.
+They come from the run record (:class:`dora.data.trajectory.Trajectory`) and the forward passes of the trainer's model.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One response that is trained on."""
+    """One response to train on."""
 
     trajectory: Trajectory
     advantage: float
@@ -27,7 +27,7 @@ class Row:
 
 
 def without_routing(row: Row) -> Row:
-    """For a trainer that does not replay it: what is not there need not be sent to other ranks either."""
+    """Removes routed experts for a trainer without router replay, so that they are not sent to other ranks."""
     if row.trajectory.routed_experts is None:
         return row
     return Row(replace(row.trajectory, routed_experts=None), row.advantage)
@@ -35,22 +35,22 @@ def without_routing(row: Row) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The response tokens of some rows, one row after the other: n tokens of r rows.
+    """The concatenated response tokens of some rows: n tokens of r rows.
 
     Logprobs are natural logarithms of the raw model's probabilities. Only ``logprobs`` carries a gradient.
     """
 
-    logprobs: torch.Tensor  # (n,): of the policy that is trained
-    behaviour: torch.Tensor  # (n,): of the policy that sampled, as the engine computed them
-    mask: torch.Tensor  # (n,), bool: sampled by the policy; the rest may hold anything, NaN included
+    logprobs: torch.Tensor  # (n,): of the trained policy
+    behaviour: torch.Tensor  # (n,): of the sampling policy, as the engine computed them
+    mask: torch.Tensor  # (n,), bool: sampled by the policy; where False, other values are undefined, even NaN
     advantages: torch.Tensor  # (r,)
-    lengths: torch.Tensor  # (r,), int64: response tokens of each row, n in all
-    proximal: torch.Tensor | None = None  # (n,): of the policy at the step's start; None: it is the one trained
-    reference: torch.Tensor | None = None  # (n,): of the reference version; None: no KL term is asked for
+    lengths: torch.Tensor  # (r,), int64: response tokens of each row; their sum is n
+    proximal: torch.Tensor | None = None  # (n,): of the policy at the step's start; None: it is the trained one
+    reference: torch.Tensor | None = None  # (n,): of the reference version; None: there is no KL term
 
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: torch.Tensor, **others: Any) -> "TokenBatch":
-        """``logprobs`` (n,) beside what the record says of ``rows``, on its device and in its dtype."""
+        """``logprobs`` (n,) with the recorded values of ``rows``, on its device and in its dtype."""
         members = [row.trajectory for row in rows]
         behaviour = torch.from_numpy(np.concatenate([each.logprobs for each in members]))
         mask = torch.from_numpy(np.concatenate([each.loss_mask for each in members]))
@@ -70,7 +70,7 @@ class TokenBatch:
 
     @property
     def counts(self) -> torch.Tensor:
-        """(r,): masked-in tokens of each row, at least 1, so that it divides."""
+        """(r,): masked-in tokens of each row, at least 1, so that it can be a divisor."""
         return self.row_sums(self.mask.to(self.logprobs.dtype)).clamp(min=1.0)
 
     def row_sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -84,30 +84,30 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """What an objective says of each token of a batch; shape (n,). Only ``losses`` carries a gradient."""
+    """The objective's values for each token of a batch; shape (n,). Only ``losses`` carries a gradient."""
 
-    losses: torch.Tensor  # 0 where the mask is
-    ratios: torch.Tensor  # the importance ratio that is clipped, to the objective's anchor; 1 where the mask is 0
-    clipped: torch.Tensor  # bool: clipping took the gradient away, or bounded its weight
-    weights: torch.Tensor  # of the correction; 1 where there is none
+    losses: torch.Tensor  # 0 where the mask is 0
+    ratios: torch.Tensor  # the clipped importance ratio, to the objective's anchor; 1 where the mask is 0
+    clipped: torch.Tensor  # bool: clipping removed the gradient or limited its weight
+    weights: torch.Tensor  # of the correction; 1 if there is none
 
 
 class Objective(Protocol):
-    """A loss over whole steps that can be added up group by group. ``dora.trainers.objectives.presets`` has some.
+    """A loss over whole steps, accumulated group by group. ``dora.trainers.objectives.presets`` has implementations.
 
-    The loss of a step is ``(sum of sums) / (sum of units)`` over its micro-batches, however it was cut into them, so
-    nothing has to be known of groups that are still to come: gradients are added up as they are, and divided once.
+    The loss of a step is ``(sum of sums) / (sum of units)`` over its micro-batches, regardless of the cut. Gradients
+    are therefore accumulated undivided and divided once, without knowledge of groups that have not arrived.
     """
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ``TokenBatch.reference`` has to be there."""
+        """Whether ``TokenBatch.reference`` is required."""
 
     def rows(self, group: TrajectoryGroup) -> list[Row]:
-        """What is trained on of a group, with advantages; none where the group teaches nothing."""
+        """A group's rows to train on, with advantages; empty for a group without a learning signal."""
 
     def terms(self, batch: TokenBatch) -> TokenTerms:
-        """The loss of each token, and what is reported of it."""
+        """The loss of each token, and the values to report."""
 
     def sum(self, batch: TokenBatch, terms: TokenTerms) -> tuple[torch.Tensor, float]:
-        """The batch's part of the step's loss, a scalar with a gradient, and its units: what the step divides by."""
+        """The batch's part of the step's loss, a scalar with a gradient, and its units, by which the step divides."""

@@ -1,4 +1,4 @@
-"""One objective for all of these papers: a surrogate, an anchor, a correction, a KL term and a mean.
+"""One objective that covers these papers: a surrogate, an anchor, a correction, a KL term and a mean.
 
 loss of a step = mean over its tokens of  w_it * surrogate_it + beta * kl_it
 """
@@ -24,27 +24,27 @@ Overlong = Literal["keep", "mask", "punish"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient:
-    """An objective by its settings. ``presets.objective`` makes the papers' ones by name."""
+    """An objective, given by its settings. ``presets.objective`` makes the papers' objectives by name."""
 
     surrogate: SurrogateName
     advantage: Estimator = "normalized"
     mean: Mean = "token"
-    # What the ratio is taken to: the policy that sampled, or the one at the step's start. With one optimiser step to
-    # a training step the latter is the policy itself, so every ratio is 1 and nothing is clipped.
+    # The ratio's denominator: the sampling policy, or the policy at the step's start. With one optimiser step per
+    # training step the latter is the policy itself, so every ratio is 1 and nothing is clipped.
     anchor: Anchor = "behaviour"
     eps_low: float = 0.2
     eps_high: float = 0.2
-    correction: CorrectionName = "none"  # from the behaviour policy to the proximal one, which has to be the anchor
+    correction: CorrectionName = "none"  # from the behaviour policy to the proximal one, which must be the anchor
     correction_level: Level = "token"
-    correction_low: float = 0.0  # a mask's bounds; a truncation has the upper one
+    correction_low: float = 0.0  # a mask's limits; a truncation uses the upper one
     correction_high: float = 2.0
     kl_coefficient: float = 0.0  # beta; 0: no reference policy is needed
-    overlong: Overlong = "keep"  # responses that were cut at their length limit
-    overlong_buffer: float = 0.2  # the part of the length limit in which "punish" rises to 1
-    overlong_penalty: float = 1.0  # what "punish" takes from the reward at the limit
+    overlong: Overlong = "keep"  # responses that reached their length limit
+    overlong_buffer: float = 0.2  # the part of the length limit over which "punish" rises to 1
+    overlong_penalty: float = 1.0  # subtracted from the reward at the limit by "punish"
 
     def __post_init__(self) -> None:
-        """Raises InvalidValue for a value that is not allowed, Conflict for two that do not go together."""
+        """Raises InvalidValue for a value that is not allowed, Conflict for two that cannot be combined."""
         for each in fields(self):
             _check_name(each.name, getattr(self, each.name), get_args(each.type))
         _check(self.eps_low, "eps_low", "above 0 and at most 1", 0 < self.eps_low <= 1)
@@ -55,7 +55,7 @@ class PolicyGradient:
         _check(self.overlong_buffer, "overlong_buffer", "above 0 and at most 1", 0 < self.overlong_buffer <= 1)
         _check(self.overlong_penalty, "overlong_penalty", "above 0 and finite", 0 < self.overlong_penalty < math.inf)
         if self.correction != "none" and self.anchor == "behaviour":
-            # the ratio to the behaviour policy corrects already: weights beside it would correct twice
+            # the ratio to the behaviour policy is a correction already: weights would correct twice
             allowed = "none, or anchor = 'proximal' beside it"
             raise Conflict("correction", self.correction, allowed, "would correct twice where anchor = 'behaviour'")
 
@@ -64,11 +64,11 @@ class PolicyGradient:
         return self.kl_coefficient > 0
 
     def rows(self, group: TrajectoryGroup) -> list[Row]:
-        """The responses with a valid reward, none where these teach nothing.
+        """The responses with a valid reward; empty for a group without a learning signal.
 
         Overlong responses (``finish_reason`` "length") keep their reward and are trained on like any other ("keep");
-        they count in the others' baseline and are not trained on themselves ("mask": *DAPO*, section 3.4, overlong
-        filtering); or rewards fall as responses come near their limit ("punish": there, soft overlong punishment).
+        count in the others' baseline but are not trained on ("mask": *DAPO*, section 3.4, overlong filtering); or lose
+        reward as they come near their limit ("punish": the same section, soft overlong punishment).
         """
         rewards, valid = group.rewards, group.rewards_valid
         if self.overlong == "punish":
@@ -88,7 +88,7 @@ class PolicyGradient:
         ]
 
     def terms(self, batch: TokenBatch) -> TokenTerms:
-        """Raises Conflict where a KL term is asked for and the batch has no reference logprobs."""
+        """Raises Conflict if there is a KL term and the batch has no reference logprobs."""
         proximal = batch.logprobs.detach() if batch.proximal is None else batch.proximal
         anchor = batch.behaviour if self.anchor == "behaviour" else proximal
         found = SURROGATES[self.surrogate](batch, anchor, Clip(self.eps_low, self.eps_high))

@@ -12,15 +12,16 @@ OBJECTIVES: Final[Mapping[str, PolicyGradient]] = {
     "grpo": PolicyGradient("clipped", mean="sequence"),
     "dapo": PolicyGradient("clipped", eps_high=0.28),  # section 4.1
     "dr-grpo": PolicyGradient("clipped", advantage="centred", mean="sequence-sum"),
-    # With fresh rollouts every weight is 1, up to the gap between engine and trainer, and this is the paper's RLOO.
+    # With fresh rollouts every weight is 1, up to the gap between engine and trainer, which makes this the paper's
+    # RLOO.
     "rloo": PolicyGradient(
         "reinforce", advantage="leave-one-out", mean="sequence-sum", anchor="proximal", correction="truncate"
     ),
-    # Section 5.1. Ratios of responses that other versions sampled lie far outside of so narrow bounds: with a window
-    # above 1, anchor="proximal" and a correction keep the bounds for what they are meant for.
+    # Section 5.1. Ratios of responses of other versions lie far outside such narrow limits. In a window above 1, use
+    # anchor="proximal" and a correction, so that the limits apply as intended.
     "gspo": PolicyGradient("clipped-sequence", mean="sequence", eps_low=3e-4, eps_high=4e-4),
     "decoupled-ppo": PolicyGradient("clipped", anchor="proximal", correction="full"),
-    "cispo": PolicyGradient("clipped-weight", eps_low=1.0, eps_high=4.0),  # no lower bound; the paper tunes the upper
+    "cispo": PolicyGradient("clipped-weight", eps_low=1.0, eps_high=4.0),  # no lower limit; upper one tuned
 }
 
 
@@ -49,7 +50,7 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
 
 
 def objective_of(given: argparse.Namespace) -> PolicyGradient:
-    """What was chosen by the options of :func:`add_objective`. Raises as :func:`objective`."""
+    """The objective selected by the options of :func:`add_objective`. Raises as :func:`objective`."""
     settings = {each.name: getattr(given, each.name) for each in fields(PolicyGradient)}
     return objective(given.objective, **{name: value for name, value in settings.items() if value is not None})
 

@@ -1,8 +1,8 @@
-"""The policy-gradient terms: what is minimised at each token.
+"""The policy-gradient terms: the loss of each token.
 
-In the equations pi is the policy that is trained, mu its anchor (the behaviour policy, or the proximal one), A_i the
-advantage of response i, r_it = pi(y_it) / mu(y_it), and sg() stops the gradient. Each function returns minus the term
-that the papers maximise, at each token and not yet averaged.
+In the equations pi is the trained policy, mu its anchor (the behaviour policy, or the proximal one), A_i the advantage
+of response i, r_it = pi(y_it) / mu(y_it), and sg() stops the gradient. Each function returns minus the term that the
+papers maximise, for each token, before averaging.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ import torch
 
 from dora.trainers.objectives.batch import TokenBatch
 
-LOG_RATIO_MAX: Final = 20.0  # exp of more overflows float32 sums; such a ratio is clipped, or loud in the signals
+LOG_RATIO_MAX: Final = 20.0  # exp of more overflows float32 sums; such a ratio is clipped, or obvious in the signals
 
 SurrogateName = Literal["clipped", "clipped-sequence", "clipped-weight", "reinforce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A ratio is kept within 1 - low .. 1 + high. A ``low`` of 1 is no lower bound."""
+    """Limits of a ratio: 1 - low .. 1 + high. A ``low`` of 1 is no lower limit."""
 
     low: float
     high: float
@@ -55,15 +55,15 @@ def clipped(batch: TokenBatch, anchor: torch.Tensor, clip: Clip) -> Surrogate:
 def clipped_sequence(batch: TokenBatch, anchor: torch.Tensor, clip: Clip) -> Surrogate:
     """min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i) with s_i = exp(1/|y_i| sum_t log r_it): GSPO.
 
-    The response's one value stands at each of its tokens, so the mean over them is the paper's term of the response,
-    with its gradient. Source: *Group Sequence Policy Optimization*, section 4.1, equations 5 and 7.
+    Each token of a response has the response's value, so the mean over them is the paper's term of the response, with
+    its gradient. Source: *Group Sequence Policy Optimization*, section 4.1, equations 5 and 7.
     """
     of_rows = batch.row_sums(log_ratio(batch, batch.logprobs, anchor)) / batch.counts
     return _pessimistic(batch, batch.spread(of_rows).exp(), clip)
 
 
 def clipped_weight(batch: TokenBatch, anchor: torch.Tensor, clip: Clip) -> Surrogate:
-    """sg(clip(r_it, 1 - low, 1 + high)) A_i log pi(y_it): CISPO. No token loses its gradient; its weight is bounded.
+    """sg(clip(r_it, 1 - low, 1 + high)) A_i log pi(y_it): CISPO. Every token keeps its gradient, with a limited weight.
 
     Source: *MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention*, section 3.1, equations 4, 5.
     """
@@ -74,7 +74,7 @@ def clipped_weight(batch: TokenBatch, anchor: torch.Tensor, clip: Clip) -> Surro
 
 
 def reinforce(batch: TokenBatch, anchor: torch.Tensor, clip: Clip) -> Surrogate:
-    """A_i log pi(y_it): REINFORCE, with A_i of leave-one-out RLOO. Nothing is clipped; ``clip`` is not used.
+    """A_i log pi(y_it): REINFORCE; with leave-one-out advantages A_i, RLOO. Nothing is clipped; ``clip`` is not used.
 
     Sources: Williams: *Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning*;
     Ahmadian and others: *Back to Basics: Revisiting REINFORCE Style Optimization*, which finds clipping unnecessary.
