@@ -52,7 +52,7 @@ class Seal:
         return 0 if len(self.sums) * self.chunk_bytes >= body.nbytes else len(self.sums) + 1
 
     def digest_of(self, number: int) -> Digest:
-        """Returns a digest function that gives a chunk's stored checksum. It still reads its input, which may copy it."""
+        """Returns a digest function that gives a chunk's stored checksum. It still reads its input."""
 
         def known(parts: Iterable[Buffer]) -> bytes:
             deque(parts, maxlen=0)

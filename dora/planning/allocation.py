@@ -56,7 +56,7 @@ class Training(Protocol):
         """The minimum number of accelerators for training."""
 
     def numbers(self, most: int) -> Sequence[int]:
-        """Numbers of accelerators that can train, up to ``most``, ascending; no step is longer than the previous one."""
+        """Numbers of accelerators that can train, up to ``most``, ascending; step times never grow."""
 
     def seconds(self, gpus: int) -> float:
         """Time of one step on one of these numbers."""
