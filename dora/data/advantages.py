@@ -1,8 +1,8 @@
-"""How much better each response is than its group: pure functions of a group's rewards.
+"""Advantages of responses over their group: pure functions of a group's rewards.
 
-Rewards and ``valid`` have shape (group,), float64 and bool; an advantage is float32 of that shape. A response whose
-reward is not valid has advantage 0, so its tokens have no gradient. All are 0 where fewer than two rewards are valid,
-or where the valid ones are equal: such a group teaches nothing.
+Rewards and ``valid`` have shape (group,), float64 and bool; an advantage is float32 of that shape. A response with an
+invalid reward has advantage 0, so its tokens have no gradient. All are 0 if fewer than two rewards are valid, or the
+valid ones are equal: such a group teaches nothing.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Numbers as types: what a setting of one kind may be at least and at most, said once.
+"""Bounded number types for settings.
 
-Beyond these no real use lies. A whole number has to fit into its column, and what is drawn of it into memory; any other
-number must neither overflow nor be waited for without end.
+No real use lies beyond the bounds. An integer must fit into its column, and the data drawn from it into memory; any
+other number must neither overflow nor cause an endless wait.
 """
 
 from typing import Annotated, Final
@@ -12,21 +12,21 @@ from pydantic import Strict
 WINDOW_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 20
 GROUP_SIZE_MAX: Final = 4096
-WINDOW_REQUESTS_MAX: Final = 1 << 20  # of a service: what its window may hold, as each takes some kilobytes
+WINDOW_REQUESTS_MAX: Final = 1 << 20  # requests in a service's window, at some kilobytes each
 TOKENS_MAX: Final = 1 << 30
 PROMPT_TOKENS_MAX: Final = 2048
 ID_CHARACTERS_MAX: Final = 256  # of the name of a prompt or of a task
 TEXT_BYTES_MAX: Final = 4 << 20  # of a prompt's text or chat
-VERIFIER_BYTES_MAX: Final = 1 << 20  # of what a prompt brings for the reward function
+VERIFIER_BYTES_MAX: Final = 1 << 20  # a prompt's data for the reward function
 SAMPLING_BYTES_MAX: Final = 16 << 10  # of a prompt's sampling parameters
 STOPS_MAX: Final = 16  # stop strings of a request
 STOP_CHARACTERS_MAX: Final = 128  # of one of them
 STOP_TOKENS_MAX: Final = 64  # stop token ids of a request
-PRIORITY_MAX: Final = 1000  # of a prompt; the least is its opposite
+PRIORITY_MAX: Final = 1000  # of a prompt; the minimum is its negative
 COUNT_MAX: Final = 1 << 20
 KV_TOKENS_MAX: Final = 1 << 40
 
-# Of the temperatures that vLLM samples at: it raises one between 0 and 0.01 in silence, and refuses one above 2.
+# vLLM silently raises a temperature between 0 and 0.01, and refuses one above 2.
 TEMPERATURE_MIN: Final = 0.01
 TEMPERATURE_MAX: Final = 2.0
 
@@ -36,7 +36,7 @@ Fraction = Annotated[float, Ge(0.0), Lt(1.0)]
 Scale = Annotated[float, Ge(1e-6), Le(1e6)]  # what something else is multiplied by
 
 Seconds = Annotated[float, Ge(0.0), Le(1e5)]  # of one wait: more than a day
-Timeout = Annotated[float, Gt(0.0), Le(1e5)]  # seconds after which something is given up
+Timeout = Annotated[float, Gt(0.0), Le(1e5)]  # seconds
 Period = Annotated[float, Ge(1e-3), Le(1e5)]  # seconds between two of the same
 Latency = Annotated[float, Ge(0.0), Le(60.0)]  # seconds of one message
 StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's step

@@ -1,14 +1,14 @@
-"""The record of a run: every delivered trajectory and every published version, so that anyone can recompute both.
+"""The run record: every delivered trajectory and every published version, so that anyone can recompute both.
 
     DIR/trajectories.jsonl     one trajectory a line (keys: dora.data.trajectory.Trajectory), each trajectory once
-    DIR/cancelled.jsonl        one group a line that was ended and not trained on, and why (keys: CancelledGroup)
+    DIR/cancelled.jsonl        one cancelled group a line, with the reason (keys: CancelledGroup)
     DIR/steps.jsonl            one committed step a line (keys: CommittedStep); of several for a step the last counts.
-                               Between them, which versions were withdrawn and published anew
-    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json where the engines
-                               have quantised it, as that says: {"quantisation": "int8"}
+                               Lines between them name versions that were withdrawn and republished
+    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json if the engines
+                               have quantised it: {"quantisation": "int8"}
 
-A step's line is written last: once it is there, all that it names is on disk. Synchronous and for one thread at a time;
-the shell calls it in a thread. A write that fails raises OSError, leaves nothing half written, and may be repeated.
+A step's line is written last, so everything that it names is on disk. Synchronous and for one thread at a time; the
+shell calls it in a thread. A failed write raises OSError, leaves nothing half written, and may be repeated.
 """
 
 import json
@@ -31,51 +31,51 @@ STEPS_FILE: Final = "steps.jsonl"
 LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
 VERSIONS_FOLDER: Final = "versions"
 ROLLOUT_FILE: Final = "rollout.json"
-WITHDRAWN: Final = "withdrawn_version"  # the one key of a line: no worker could load this version
-REPUBLISHED: Final = "republished_version"  # the one key of a line: it is published anew
-_OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
-# How a trajectory's line begins: a start reads the ids of all of them, and of nothing else, in gigabytes.
+WITHDRAWN: Final = "withdrawn_version"  # the only key of a line: no worker could load this version
+REPUBLISHED: Final = "republished_version"  # the only key of a line: the version was republished
+_OWN_PREFIX: Final = "dora-"  # prefix of the store's own files, which are not copied
+# Begin of a trajectory's line: a start reads only the ids of a file of gigabytes.
 _FIRST_ID: Final = re.compile(rb'\{"trajectory_id": "([^"\\]+)", ')
 
 
 @dataclass(frozen=True, slots=True)
 class CancelledGroup:
-    """A group that a filter, redundant rollout, a user or an engine that cannot take it has ended."""
+    """A group that was ended by a filter, redundant rollout, a user, or an engine that cannot take it."""
 
     group_id: str
     prompt_id: str
     task_id: str
     version: int
     reason: str
-    length_tokens: tuple[int, ...]  # of each response, as far as it came
+    length_tokens: tuple[int, ...]  # of each response at that time
     rewards: tuple[float | None, ...]  # None: no verdict, or a failed one
     cancelled_at: float  # seconds since the Unix epoch
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """A step that a trainer has committed, and what the record holds of it."""
+    """A step that a trainer has committed, and its part of the record."""
 
     step: int
     version: int  # that it published: step + 1
     groups: Mapping[str, int]  # group id -> its trajectories
     committed_at: float  # seconds since the Unix epoch
     staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
-    waited_s: float | None = None  # the trainer stood waiting for groups; None: it does not say
+    waited_s: float | None = None  # the trainer's wait for groups; None: unknown
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
-    """What refuses a folder that no record can be written to."""
+    """The refusal of a folder to which no record can be written."""
     return InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})")
 
 
 class Recorder:
-    """Appends to a record, or goes on with one that an earlier process left, even in the middle of a line."""
+    """Appends to a record, or continues one of an earlier process, even after a torn line."""
 
     def __init__(self, folder: Path, quantisation: str = "") -> None:
-        """``quantisation``: of the engines that sample; empty: none.
+        """``quantisation``: of the sampling engines; empty: none.
 
-        Raises InvalidValue where ``folder`` cannot be written or holds something that is no record.
+        Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
         self._quantisation = quantisation
         self._versions = folder / VERSIONS_FOLDER
@@ -96,7 +96,7 @@ class Recorder:
         self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
-        """Writes those not yet recorded; how many they were."""
+        """Writes trajectories that are not yet recorded; returns their number."""
         lines = {
             each.trajectory_id: json.dumps(each.to_json_dict(), allow_nan=False).encode() + b"\n"
             for each in trajectories
@@ -111,8 +111,9 @@ class Recorder:
         self._ended.add(group.group_id)
 
     def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
-        """Of a service that starts again: versions above ``newest`` were not committed and go; of the groups that were
-        ``cancelled`` those are written that are not there."""
+        """Continues after a restart: removes versions above ``newest``, which were not committed, and writes missing
+        ``cancelled`` groups.
+        """
         for kept in self._versions.iterdir():
             if kept.name.isdigit() and int(kept.name) > newest:
                 shutil.rmtree(kept)
@@ -121,15 +122,15 @@ class Recorder:
                 self.append_cancelled(group)
 
     def republish(self, version: int, folder: Path, identity: bytes) -> None:
-        """Keeps a version that was withdrawn and has other weights now, and says so."""
+        """Stores new weights of a withdrawn version, and writes its line."""
         self.keep_version(version, folder, identity, anew=True)
         self._steps.append(json.dumps({REPUBLISHED: version}).encode() + b"\n")
         self._steps.sync()
 
     def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
-        """Keeps the version that the step published, then brings all of the record to disk, and the step's line last.
+        """Stores the step's version, then makes the whole record durable, the step's line last.
 
-        ``identity``: of the version's weights; where another one was kept under its number, this one takes its place.
+        ``identity``: of the version's weights; it replaces a version with the same number and another identity.
         """
         self.keep_version(step.version, folder, identity)
         self._trajectories.sync()
@@ -140,8 +141,8 @@ class Recorder:
     def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
         """Copies a version's Hugging Face folder; a file on the same disk is hard-linked.
 
-        One that is kept already stays as it is, unless it has another identity, or is published ``anew``: an earlier
-        process may have kept other weights.
+        A stored version stays as it is, unless it has another identity or is republished (``anew``): an earlier process
+        may have stored other weights.
         """
         kept = self._versions / str(version)
         if not anew and kept.is_dir() and self._kept.get(version, identity) == identity:
@@ -168,7 +169,7 @@ class Recorder:
         return kept
 
     def drop_version(self, version: int) -> None:
-        """Removes a version that no worker could load, and says so: nothing was sampled under it."""
+        """Removes a version that no worker could load, and writes its line: nothing was sampled under it."""
         self._steps.append(json.dumps({WITHDRAWN: version}).encode() + b"\n")
         self._kept.pop(version, None)
         kept, gone = self._versions / str(version), self._versions / f".{version}"
@@ -208,7 +209,7 @@ class Recorder:
 
 
 class _LineFile:
-    """A file of lines, to which whole ones are appended or none. Its lines have to be read once before."""
+    """A file of lines, to which whole lines are appended. Its lines must be read once first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -217,7 +218,7 @@ class _LineFile:
         self._torn = False  # there may be more in the file than whole lines
 
     def lines(self) -> Iterator[bytes]:
-        """The lines. One that a crash has torn, at the end, is cut off: what it said was never acknowledged."""
+        """Yields the lines. A line at the end that a crash has torn was never acknowledged, and is cut off."""
         self._whole_bytes = 0
         with self._path.open("rb") as stream:
             for line in stream:

@@ -1,9 +1,9 @@
-"""What the parameters of sampling may be, said once: for prompts, for the configuration and for engines.
+"""The valid values of sampling parameters, for prompts, the configuration and engines.
 
-The bounds are those within which vLLM samples as it was asked (``vllm/sampling_params.py``, ``SamplingParams``): it
-refuses what lies beyond most of them, raises a temperature between 0 and 0.01 to 0.01 in silence, and drops top_p,
-top_k and min_p at temperature 0. What is recorded must be what was sampled, so the first is refused here, and
-``effective`` does the second before anything is recorded.
+The bounds are those within which vLLM samples as requested (``vllm/sampling_params.py``, ``SamplingParams``): it
+refuses most values beyond them, silently raises a temperature between 0 and 0.01 to 0.01, and ignores top_p, top_k and
+min_p at temperature 0. The record must say what was sampled, so the first case is refused here, and ``effective``
+applies the second before anything is recorded.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ class Domain:
     positive_least: float = 0.0
 
     def of(self, value: Any, field: str) -> int | float | bool:
-        """``value`` as ``kind``: a whole number may stand for any number, and true or false for none.
+        """Returns ``value`` as ``kind``: an integer may stand for any number, and true or false for none.
 
         Raises InvalidValue.
         """
         kinds = (int, float) if self.kind is float else (self.kind,)
-        # Compared as they are: a whole number may be too large to be made a float.
+        # Compared without conversion: an integer may be too large for a float.
         fits = type(value) in kinds and self.least <= value <= self.most and not 0 < value < self.positive_least
         if not fits:
             raise InvalidValue(field, value, self.allowed())
@@ -97,7 +97,7 @@ _GRAMMARS: Final = (
     *("structural_tag", "response_format", "json_schema", "json_object", "json", "regex", "choice", "grammar"),
 )
 _ADAPTERS: Final = ("lora", "lora_request", "lora_name", "lora_path", "lora_int_id", "adapter", "adapter_name")
-# What other services take, and this one does not: why.
+# Parameters of other services that this one refuses, with the reasons.
 NOT_OFFERED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         _GRAMMARS, "is structured output, which is not offered: a grammar's state cannot move with a request"
@@ -107,7 +107,7 @@ NOT_OFFERED: Final[Mapping[str, str]] = {
 
 
 def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
-    """A prompt's own parameters, of the right types. Raises InvalidValue for the first that is unknown or wrong."""
+    """Returns a prompt's parameters with the right types. Raises InvalidValue for the first unknown or wrong one."""
     if not isinstance(overrides, Mapping):
         raise InvalidValue(field, overrides, "an object of sampling parameters")
     for name in overrides:
@@ -119,7 +119,7 @@ def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
 
 
 def check_sampling(sampling: SamplingParams, field: str = "sampling", vocab_size: int = 0) -> None:
-    """Raises InvalidValue for the first parameter that an engine would refuse or alter. ``vocab_size`` 0: not known."""
+    """Raises InvalidValue for the first parameter that an engine would refuse or alter. ``vocab_size`` 0: unknown."""
     for each in fields(sampling):
         PARAMETERS[each.name].of(getattr(sampling, each.name), f"{field}.{each.name}")
     for token_id in sampling.stop_token_ids:
@@ -130,5 +130,5 @@ def check_sampling(sampling: SamplingParams, field: str = "sampling", vocab_size
 
 
 def effective(sampling: SamplingParams) -> SamplingParams:
-    """What an engine samples with: at temperature 0 it takes the likeliest token, whatever the truncation."""
+    """The parameters that an engine applies: at temperature 0 it takes the likeliest token, whatever the truncation."""
     return replace(sampling, top_p=1.0, top_k=0, min_p=0.0) if sampling.temperature == 0.0 else sampling

@@ -1,7 +1,7 @@
-"""JSON from outside: read within bounds, or refused with a reason.
+"""Reads JSON from outside within bounds, or refuses it with a reason.
 
-Python's own reader takes more than JSON (NaN, a number of any length) and fails on some of it with errors of other
-kinds (RecursionError, ValueError); what it reads may still be too deep for whoever writes it again.
+Python's reader accepts more than JSON (NaN, numbers of any length), fails on some input with other errors
+(RecursionError, ValueError), and may return values too deep to be written again.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any, Final, NoReturn
 
 from dora.errors import InvalidValue
 
-DEPTH_MAX: Final = 64  # objects and lists within each other
-DIGITS_MAX: Final = 308  # of a whole number: as many as the largest number with a point has
+DEPTH_MAX: Final = 64  # nested objects and lists
+DIGITS_MAX: Final = 308  # of an integer: as many as the largest float has
 
 
 def read_json(text: str, field: str, bytes_most: int) -> Any:
@@ -53,7 +53,7 @@ _DEPTH: Final = f"JSON of at most {DEPTH_MAX} objects and lists within each othe
 
 
 def _check(value: Any, field: str, text: str) -> None:
-    """Level by level, so that no depth is too much for the check itself."""
+    """Checks level by level, so that no depth overflows the check itself."""
     level = [value]
     for _ in range(DEPTH_MAX + 1):
         below: list[Any] = []
@@ -73,7 +73,7 @@ def _check(value: Any, field: str, text: str) -> None:
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidValue where UTF-8 cannot hold the text."""
+    """Raises InvalidValue if UTF-8 cannot represent the text."""
     if not text.isascii():
         try:
             text.encode()
@@ -90,7 +90,7 @@ def _whole(digits: str) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of two values by one name, readers of JSON take one or the other."""
+    """Refuses an object with a duplicate key, because readers differ in the value that they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

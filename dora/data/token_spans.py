@@ -1,6 +1,6 @@
-"""The tokens of a worker's report in columns, and the same one by one: a *stretch* is what one request has got since.
+"""The tokens of a worker's report as columns, and as token spans: a *span* is the new tokens of one request.
 
-Reports come by the thousand a second, so nothing in :class:`TokenColumns` is done token by token.
+Reports arrive by the thousand per second, so nothing in :class:`TokenColumns` is done token by token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ STOP: Final = FINISH_REASONS.index("stop")
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """What one request has got since it was last reported."""
+    """The tokens of one request since its last report."""
 
     row: int
     first_token: int  # index of token_ids[0] within the response
@@ -27,22 +27,23 @@ class TokenSpan:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     stop: str = ""  # the stop string that these tokens completed
-    routed_experts: bytes = b""  # rows of the tokens that were fed to sample these; empty: routing is not kept
+    # expert rows of the tokens that were fed to sample these; empty: routing is not recorded
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
-    """Columns of ``len(rows)`` stretches: by stretch, but for ``token_ids`` and ``logprobs``, which go by token."""
+    """Columns of ``len(rows)`` spans: one cell a span, except ``token_ids`` and ``logprobs``, with one a token."""
 
     rows: Column  # int64
     first_tokens: Column  # int64
     counts: Column  # int64
     ends: Column  # uint8, indexes of FINISH_REASONS
-    begins: Column  # int64: stretch i has the ``counts[i]`` tokens from ``begins[i]`` on
+    begins: Column  # int64: span i has the ``counts[i]`` tokens from ``begins[i]`` on
     token_ids: Column  # int32
     logprobs: Column  # float32
     stops: Mapping[int, str]
-    routed_begins: Column  # int64: stretch i has the ``routed_bytes[i]`` bytes of routed_experts from there on
+    routed_begins: Column  # int64: span i has the ``routed_bytes[i]`` bytes of routed_experts from there on
     routed_bytes: Column  # int64
     routed_experts: memoryview
 
@@ -50,7 +51,7 @@ class TokenColumns:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[TokenSpan]:
-        """The stretches, unpacked."""
+        """Yields the spans."""
         for index in range(len(self)):
             tokens = slice(int(self.begins[index]), int(self.begins[index] + self.counts[index]))
             yield TokenSpan(
@@ -64,12 +65,12 @@ class TokenColumns:
             )
 
     def routed(self, index: int, skipped_bytes: int = 0) -> memoryview:
-        """The rows of routed experts that came with a stretch, behind so many bytes of them."""
+        """The expert rows of a span, after the first ``skipped_bytes``."""
         begin = int(self.routed_begins[index])
         return self.routed_experts[begin + skipped_bytes : begin + int(self.routed_bytes[index])]
 
     def only(self, chosen: Column) -> "TokenColumns":
-        """The same without all other stretches. ``chosen``: bool, one a stretch."""
+        """The chosen spans alone. ``chosen``: bool, one a span."""
         if chosen.all():
             return self
         names = ("rows", "first_tokens", "counts", "ends", "begins", "routed_begins", "routed_bytes")

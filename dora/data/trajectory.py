@@ -1,8 +1,7 @@
-"""One finished response, and the prompt group it belongs to: what a trainer receives and what the record holds.
+"""One finished response and its prompt group, as trainers and the run record have them.
 
-Arrays are numpy, writable, and nobody else's: ``torch.from_numpy`` takes them as they are. Per response token there is
-one log probability and one mask byte; nothing is ever re-tokenised, so ``response_token_ids`` are exactly the ids that
-were sampled.
+Arrays are numpy, writable and unshared: ``torch.from_numpy`` accepts them. Each response token has one log probability
+and one mask byte. Nothing is re-tokenised: ``response_token_ids`` are the sampled ids.
 """
 
 import base64
@@ -31,7 +30,7 @@ Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEvent:
-    """Something that happened within a response: a tool call, its result, an environment's turn."""
+    """An event within a response: a tool call, its result, an environment's turn."""
 
     position_token: int  # index of the first response token after the event
     kind: str  # e.g. "tool_call", "tool_result", "observation"
@@ -59,26 +58,27 @@ class Trajectory:
     logprobs: Float32Array  # (n,), natural log, the model's own: before temperature, penalties and truncation
     loss_mask: Uint8Array  # (n,), 1 where the token was sampled by the policy
     sampling: SamplingParams
-    reward: float  # NaN where the verifier gave no number
+    reward: float  # NaN if the verifier gave no number
     reward_valid: bool  # False: do not train on the reward; verifier_log says why
     reward_components: Mapping[str, float]
     verifier_log: str
-    finish_reason: FinishReason  # stop: what ended it is among its tokens; length: it was cut
+    finish_reason: FinishReason  # stop: the token that ended it is among its tokens; length: it was cut
     started_at: float
     finished_at: float
     worker_history: tuple[Segment, ...]
     length_tokens: int
     events: tuple[EnvironmentEvent, ...] = field(default=())
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: the model's own end
+    # the stop string or stop token id that ended it; None: the end-of-sequence token
+    stop_reason: str | int | None = None
     # (prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine chose
     # for the token at position i, prompt first, on the way to that at position i + 1; so the last token has none.
     # None: workers.router_replay was off
-    window_versions: int = 0  # of the window when its group was admitted: staleness is less; 0: not known
+    window_versions: int = 0  # size of the window at its group's admission: staleness is less; 0: unknown
     routed_experts: ExpertArray | None = None
-    decoder: Decoder | None = field(default=None)  # where it came from a client: no part of the record
+    decoder: Decoder | None = field(default=None)  # set by a client; not part of the record
 
     def __post_init__(self) -> None:
-        """Takes any integer or float sequences, keeps arrays of its own. Raises InvalidValue where lengths differ."""
+        """Accepts integer or float sequences and copies them into arrays. Raises InvalidValue if lengths differ."""
         for name, dtype in _ARRAYS.items():
             object.__setattr__(self, name, own_array(getattr(self, name), dtype, name))
         tokens = len(self.response_token_ids)
@@ -107,7 +107,7 @@ class Trajectory:
 
     @property
     def routed_tokens(self) -> int:
-        """Tokens that were fed to the engine: rows of ``routed_experts``."""
+        """The number of tokens fed to the engine: rows of ``routed_experts``."""
         return RoutingShape.rows(len(self.prompt_token_ids), self.length_tokens)
 
     def __repr__(self) -> str:
@@ -116,14 +116,14 @@ class Trajectory:
         return f"<Trajectory {self.trajectory_id}: {ended}, {reward}, version {self.behaviour_version}>"
 
     def __getstate__(self) -> list[Any]:
-        """As dataclasses with slots have it, in order of the fields; a tokenizer stays in its process."""
+        """Like a dataclass with slots, in the order of the fields; the tokenizer stays in its process."""
         return [getattr(self, each.name) if each.name != "decoder" else None for each in fields(self)]
 
     @property
     def text(self) -> str:
-        """The response in the model's tokenizer, special tokens left out: what the reward function was given.
+        """The response as text without special tokens, as the reward function received it.
 
-        Raises Conflict where no tokenizer is at hand, as :meth:`dora.client.session.Session.decode` says.
+        Raises Conflict without a tokenizer, as :meth:`dora.client.session.Session.decode` does.
         """
         return self.decoded(self.response_token_ids)
 
@@ -135,7 +135,7 @@ class Trajectory:
         return self.decoder(token_ids.tolist(), special_tokens)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The trajectory record: plain JSON values, keys as the fields. float32 values survive exactly, NaN is null."""
+        """The trajectory as plain JSON values, keyed by field. float32 values survive exactly, NaN becomes null."""
         record: dict[str, Any] = {}
         for name in _recorded():
             record[name] = getattr(self, name)
@@ -179,7 +179,7 @@ _LATER: Final = {
     "stop_reason",
     "window_versions",
     "routed_experts",
-}  # fields that a record of an earlier DORA does not have
+}  # fields that records of earlier DORA versions lack
 _ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
     "prompt_token_ids": np.int32,
     "response_token_ids": np.int32,
@@ -197,7 +197,7 @@ def _recorded() -> tuple[str, ...]:
 class TrajectoryGroup:
     """All responses to one prompt, by ``sample_index``. Arrays have shape (group,) or (group, longest response).
 
-    Each access makes a new array: what is done to one changes neither the group nor what is asked of it later.
+    Each access makes a new array, so changing one affects neither the group nor later accesses.
     """
 
     group_id: str
@@ -231,7 +231,7 @@ class TrajectoryGroup:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as the model read it, special tokens and all. Raises as :attr:`Trajectory.text`."""
+        """The prompt as the model read it, with special tokens. Raises like :attr:`Trajectory.text`."""
         return self.trajectories[0].decoded(self.trajectories[0].prompt_token_ids, special_tokens=True)
 
     @property
@@ -241,7 +241,7 @@ class TrajectoryGroup:
 
     @property
     def rewards_valid(self) -> BoolArray:
-        """(group,): whether the reward may be trained on: declared valid by the verifier, and a finite number."""
+        """(group,): whether the reward may be trained on: valid by the verifier, and finite."""
         declared = np.array([trajectory.reward_valid for trajectory in self.trajectories], np.bool_)
         return declared & np.isfinite(self.rewards)
 
@@ -261,12 +261,12 @@ class TrajectoryGroup:
         return np.array([trajectory.length_tokens for trajectory in self.trajectories], np.int64)
 
     def advantages(self, *, normalize: bool = True) -> Float32Array:
-        """(group,): how much better each response is than its group. What GRPO multiplies each of its tokens by.
+        """(group,): the advantage of each response over its group, which GRPO multiplies its tokens by.
 
             A_i = (r_i - mean(r)) / std(r)
 
-        Mean and population standard deviation are over the *valid* rewards; ``normalize=False`` leaves the division
-        out. :mod:`dora.data.advantages` has both, other estimators, and what they say where a reward is not valid.
+        Mean and population standard deviation are over the *valid* rewards; ``normalize=False`` omits the division.
+        :mod:`dora.data.advantages` has both, other estimators, and the values for invalid rewards.
         """
         return (normalized if normalize else centred)(self.rewards, self.rewards_valid)
 
@@ -290,7 +290,7 @@ class TrajectoryGroup:
 
 
 def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
-    """``values`` as a new one-dimensional array. Raises InvalidValue where they are none."""
+    """Copies ``values`` into a new one-dimensional array. Raises InvalidValue if that is impossible."""
     kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
     try:
         given = np.asarray(values)

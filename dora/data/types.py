@@ -11,7 +11,7 @@ from typing import Final, Literal
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: Final[tuple[FinishReason | None, ...]] = (None, "stop", "length")  # by their numbers in columns
 Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
-ALARM: Final = "alarm_"  # a metric "alarm_x" says that the metric x is above this bound, and operators are told
+ALARM: Final = "alarm_"  # a metric "alarm_x" says that metric x is above this bound
 SamplingValue = float | int | bool | tuple[str, ...] | tuple[int, ...]
 
 
@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where other workers bring KV snapshots to a worker, and by what."""
+    """The address and transports for KV snapshots to a worker."""
 
     address: str = ""  # host:port; empty: nowhere
     transports: tuple[str, ...] = ()  # that it could use
@@ -61,10 +61,10 @@ NO_KV: Final = KvEndpoint()
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What an engine needs to generate, or go on generating, one response.
+    """An engine's input to generate or continue one response.
 
-    ``output_token_ids`` and ``logprobs`` are what was already delivered: a resumed request keeps them as *outputs*,
-    so that penalties, ``max_tokens`` and the seeded random stream continue as if nothing had happened.
+    ``output_token_ids`` and ``logprobs`` were already delivered: a resumed request keeps them as *outputs*, so
+    penalties, ``max_tokens`` and the seeded random stream continue.
     """
 
     request_id: str
@@ -77,11 +77,12 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """What the routers of a mixture of experts choose for one token: ``top_k`` of ``experts``, in each of ``layers``.
+    """The choices of a mixture's routers for one token: ``top_k`` of ``experts``, in each of ``layers``.
 
-    A *row* is that of one token: the layers with experts in the model's order, ``top_k`` expert ids of each, unsigned
-    little-endian of ``id_bytes``. Tokens are fed to a model to sample the next ones, so a response whose prompt has p
-    tokens has p rows with its first token and one more with each further token; its last token was never fed.
+    A *row* holds those of one token: the layers with experts in the model's order, ``top_k`` expert ids of each,
+    unsigned little-endian of ``id_bytes``. Tokens are fed to a model to sample the next ones, so a response whose
+    prompt has p tokens has p rows with its first token and one more with each further token; its last token was never
+    fed.
     """
 
     layers: int  # that have experts
@@ -114,12 +115,13 @@ class TokenDelta:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     stop: str = ""  # the stop string that these tokens completed
-    routed_experts: bytes = b""  # rows of the tokens that were fed to sample these; empty: routing is not kept
+    # expert rows of the tokens that were fed to sample these; empty: routing is not recorded
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCapability:
-    """What a worker's engine can hold; sent once at registration."""
+    """The capacity of a worker's engine; sent once at registration."""
 
     fingerprint: str  # hash of the model's config and tensor names/shapes, dtype, and KV layout but for a block's size
     slots: int  # requests decoded at once
@@ -135,7 +137,7 @@ class EngineCapability:
 
 @dataclass(frozen=True, slots=True)
 class PoolCapability:
-    """What a pool holds of parked requests' KV."""
+    """The capacity of a pool for parked requests' KV."""
 
     memory_bytes: int
     spill_bytes: int  # on disk
@@ -143,12 +145,12 @@ class PoolCapability:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """What one worker has of the shared KV tier; numbers are cumulative."""
+    """One worker's use of the shared KV tier; numbers are cumulative."""
 
     up: bool = False
-    found_tokens: int = 0  # whose KV came from the tier, so that it was not computed
-    kept_tokens: int = 0  # whose KV this worker has put there
-    damaged_chunks: int = 0  # found there and not whole: computed instead
+    found_tokens: int = 0  # tokens whose KV came from the tier
+    kept_tokens: int = 0  # tokens whose KV this worker stored there
+    damaged_chunks: int = 0  # found damaged: computed instead
     losses: int = 0  # times that the tier went down
 
 
@@ -177,7 +179,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch ``[first_token, last_token]`` of one response on one worker, and how the request came there."""
+    """The tokens ``[first_token, last_token]`` of one response on one worker, and how the request arrived there."""
 
     worker_id: str
     first_token: int

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in DORA's words: pydantic finds it, its own wording reaches nobody."""
+"""Translates pydantic's validation errors into InvalidValue, with DORA's wording."""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -12,11 +12,11 @@ from dora.errors import MISSING, InvalidValue, nearest, one_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
-ALIKE: Final = 0.6  # how alike an unknown name and the one that was meant have to be
+ALIKE: Final = 0.6  # similarity from which an unknown name is taken for a known one
 BOUNDS: Final = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-REACHED: Final = {"gt": 1, "lt": -1}  # what is added to such a bound to name the nearest whole number within it
-WRITTEN_OUT: Final = 1e7  # numbers with a point are written as 1e+07 from here on
-WHOLE: Final = "configuration"  # what is wrong where no single field is
+REACHED: Final = {"gt": 1, "lt": -1}  # added to an exclusive bound to name the nearest valid integer
+WRITTEN_OUT: Final = 1e7  # floats from here on are written like 1e+07
+WHOLE: Final = "configuration"  # the field of an error without a single field
 
 
 def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
@@ -39,14 +39,14 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
 
 
 def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path without what pydantic adds where a field takes values of several kinds: the kind that was tried."""
+    """The path without the part that pydantic adds for a field of several kinds: the kind that it tried."""
     above = _section_at(model, path[:-2])
     field = above.model_fields.get(path[-2]) if above is not None and len(path) > 1 else None
     return path[:-1] if field is not None and words_of(field) else path
 
 
 def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """For an unknown field: the one that was probably meant, in its section or in another one, and the section's."""
+    """For an unknown field: the name probably meant, in its section or another one, and the section's fields."""
     section, name = _section_at(model, path[:-1]), path[-1]
     fields = section.model_fields if section is not None else {}
     if nearest(name, fields, ALIKE):
@@ -57,7 +57,7 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
 
 
 def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
-    """What the field at ``path`` takes."""
+    """The values that the field at ``path`` accepts."""
     section = _section_at(model, path)
     while section is None and len(path) > 1 and _section_at(model, path[:-1]) is None:
         path = path[:-1]  # an element of a list of plain values: the list is what is described
@@ -79,7 +79,7 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
 
 
 def _number(field: FieldInfo, finite: bool) -> str:
-    """``finite``: the value is, so that nothing needs to be said of it."""
+    """``finite``: the value is finite, so the message need not mention it."""
     whole = kind_of(field) is int
     given = {name: getattr(each, name) for each in limits_of(field) for name in BOUNDS if hasattr(each, name)}
     if whole:  # any bound of whole numbers can be told as one that may be reached
@@ -95,7 +95,7 @@ def _number(field: FieldInfo, finite: bool) -> str:
 
 
 def words_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a field takes in place of a number."""
+    """The words that a field accepts instead of a number."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else ()
     return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
@@ -108,7 +108,7 @@ def _digits(value: float) -> str:
 
 
 def _text(field: FieldInfo, value: Any) -> str:
-    """What a text has to be; where it is in the wrong form, that is what its description says."""
+    """The texts that a field accepts; a wrong form is answered with the field's description."""
     if not isinstance(value, str):
         return "a text, in quotes"
     if any(getattr(each, "pattern", None) for each in field.metadata) and field.description:
@@ -117,7 +117,7 @@ def _text(field: FieldInfo, value: Any) -> str:
 
 
 def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:
-    """The section that ``path`` names; None where it names a field, or nothing. Elements of a list go by number."""
+    """The section at ``path``; None if it is a field, or nothing. Elements of a list go by number."""
     section, field = model, None
     for part in path:
         if field is not None and part.isdecimal() and _is_list(field):
@@ -132,7 +132,7 @@ def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The section that a field is, one that may be left out too; of a list of sections, any of them."""
+    """The section that a field is, also an optional one; for a list of sections, their type."""
     if field is None:
         return None
     kind = get_args(kind_of(field))[0] if _is_list(field) else kind_of(field)
@@ -144,20 +144,20 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def kind_of(field: FieldInfo) -> Any:
-    """The type of a field's values, whether or not it may be left out, without its limits."""
+    """The type of a field's values, optional or not, without its limits."""
     kind = _present(field.annotation)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def limits_of(field: FieldInfo) -> Iterator[Any]:
-    """What limits a field's values, whether or not it may be left out."""
+    """The limits of a field's values, optional or not."""
     kind = _present(field.annotation)
     yield from field.metadata
     yield from get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
 def _present(kind: Any) -> Any:
-    """The type of what is there, where it may be left out; of the numbers, where words may take their place."""
+    """The type of a present value, without None; for a number, without the words that may replace it."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     kinds = [each for each in get_args(kind) if each is not NoneType and get_origin(each) is not Literal]
@@ -165,7 +165,7 @@ def _present(kind: Any) -> Any:
 
 
 def _everywhere(model: type[BaseModel], path: str) -> Iterator[str]:
-    """All fields and sections, each with those before it that it stands in."""
+    """All fields and sections, each with its dotted path."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}"
         below = section_of(field)

@@ -1,7 +1,4 @@
-"""A loop that obeys a service's commands, one after the other; and of these the commands of a handoff.
-
-Those that worker and pool share are obeyed by their ``Endpoint``.
-"""
+"""Obeys a service's commands, one after the other. An ``Endpoint`` obeys those that workers and pools share."""
 
 import logging
 import threading
@@ -33,17 +30,17 @@ class Orders(Protocol):
 
 
 class Voice:
-    """Answers one service, also when another is there by then: its commands have the same numbers."""
+    """Answers the service that gave a command, even if another one has connected since: their command ids overlap."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
 
     def answer(self, outcome: pb.WorkerOutcome) -> None:
-        """In its turn, after all tokens that were sampled before."""
+        """Answers in order, after all tokens that were sampled before."""
         self.answer_ahead(outcome)
 
     def answer_ahead(self, outcome: pb.WorkerOutcome) -> None:
-        """At once, from any thread."""
+        """Answers at once, from any thread."""
         outcome.at = time.time()
         try:
             self._orders.send(pb.WorkerMessage(outcome=outcome))
@@ -83,12 +80,13 @@ class CommandLoop(Generic[V]):
             self.turn()
 
     def turn(self) -> None:
-        """All commands that wait, and what is due."""
+        """Obeys all waiting commands, and does what is due."""
         raise NotImplementedError
 
     def obey_waiting(self, timeout_s: float) -> bool:
-        """Obeys all commands that wait, the first of them awaited. False: the last one was Shutdown, after which the
-        stream ends, and that is no fault then."""
+        """Obeys all waiting commands, and waits for the first. Returns False after Shutdown, when the end of the stream
+        is no failure.
+        """
         while not self._shutdown and (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
             timeout_s = 0.0
@@ -115,7 +113,7 @@ class CommandLoop(Generic[V]):
         self._voice.answer(outcome)
 
     def leave(self) -> None:
-        """The service is lost, and is to be outlived."""
+        """The service is lost; the member lives on."""
         self.endpoint.leave()
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:

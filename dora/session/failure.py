@@ -1,4 +1,4 @@
-"""A command's failure, as its outcome tells the orchestrator."""
+"""Reports a command's failure in its outcome."""
 
 from dora.errors import (
     CanaryMismatch,
@@ -22,8 +22,9 @@ def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> No
 
 
 def _error_kind(command: str | None, error: DoraError) -> str:
-    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published; ``missing``:
-    that is not in the store of this host."""
+    """The kind of a failure. ``weights``: the publication is at fault, not this worker; ``missing``: the store of this
+    host lacks it.
+    """
     if command == "load_version" and isinstance(error, NotFound):
         return "missing"
     if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):

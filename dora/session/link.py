@@ -24,7 +24,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
-MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
+MESSAGES_QUEUED_MAX = 65536  # unread reports, beyond which the service counts as lost
 OUTCOMES_TOGETHER_MAX = 256
 SNAPSHOTS: Final = "kv"  # of a host's folder: shared memory for KV
 WEIGHTS: Final = "weights"  # and the store of live versions
@@ -40,7 +40,7 @@ def plane_of(
     arena_bytes: int = 0,
     arena: Arena | None = None,
 ) -> DataPlane:
-    """This process's part of the data plane, as the service wants it. ``arena_bytes``, ``arena``: of a pool."""
+    """This process's data plane, with the service's settings. ``arena_bytes``, ``arena``: of a pool."""
     settings = PlaneSettings(
         secret=welcome.kv.secret,
         folder=Path(welcome.snapshot_folder),
@@ -63,7 +63,7 @@ def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
 class Link:
     """``begin`` once, then ``take`` commands and ``send`` messages from one other thread, ``close`` at the end.
 
-    A broken stream ends the epoch: ``take`` raises. The process then ends, or comes back with another link.
+    A broken stream ends the epoch: ``take`` raises. The process then ends, or connects with another link.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Link:
         held: pb.WorkerHello | pb.PoolHello | None = None,
         host: str = "",
     ) -> None:
-        """``name``: of the worker, or of the pool, as ``capability`` is of the one or the other. ``held``: what
-        its hello says of the time before, where it has outlived an earlier link. ``host``: the name of its host;
-        empty: what the system calls it."""
+        """``name``, ``capability``: of the worker or pool. ``held``: its hello's part about an earlier link, if it has
+        outlived one. ``host``: the name of its host; empty: the system's name.
+        """
         self.address = address
         self._token = token
         process, host = os.getpid(), host or socket.gethostname()
@@ -98,7 +98,7 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def begin(self) -> None:
-        """Begins to connect. Welcome is the first that ``take`` then returns, if it raises nothing."""
+        """Starts to connect. Welcome is the first command that ``take`` returns."""
         self._thread.start()
 
     def take(self, timeout_s: float) -> pb.WorkerCommand | None:
@@ -171,7 +171,7 @@ class Link:
 
 
 def one_by_one(command: pb.WorkerCommand) -> Iterable[pb.WorkerCommand]:
-    """Requests that are to be started at once, each by a command of its own; any other command as it is."""
+    """Splits a message that starts several requests into one command each; any other command stays as it is."""
     if not command.HasField("start_requests"):
         return (command,)
     requests = command.start_requests.requests

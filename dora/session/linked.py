@@ -1,4 +1,4 @@
-"""A worker or a pool as a member: its session is a ``Link``, and a data plane under the epoch that it was given."""
+"""A worker or a pool as a member: its session is a ``Link``, and a data plane under its epoch."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ IDLE_S: Final = 0.05  # between two checks if there is nothing to do meanwhile
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The service's address, and what this process is to it."""
+    """The service's address, and this process's identity."""
 
     orchestrator: str  # host:port
     token: str
@@ -37,10 +37,10 @@ class Address:
 
 
 class LinkedMember(Member):
-    """Ends where its service is lost, unless the service has said at the welcome that it may be outlived.
+    """Ends when its service is lost, unless the welcome permitted it to live on.
 
-    A pool's arena goes on from each session to the next. It lies in the folder of its data plane, which is closed once
-    the next one has the arena.
+    A pool's arena continues from each session to the next. It lies in the folder of its data plane, which is closed
+    once the next one has the arena.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class LinkedMember(Member):
 
     @abstractmethod
     def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:
-        """The loop that obeys: a new one, or that of before, which has come back."""
+        """The command loop: a new one, or the earlier one after a reconnection."""
 
     def step_alone(self) -> bool:
         """Does some work without a service; False: there is none."""
         return False
 
     def serve(self) -> None:
-        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if it is lost and is not to be
-        outlived, or was lost for too long."""
+        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if the service is lost for too
+        long.
+        """
         try:
             run_blocking(self.stay_connected())
         except (ServiceUnavailable, Conflict) as error:
@@ -117,7 +118,7 @@ class LinkedMember(Member):
         return TOLD_TO_END
 
     def patience_s(self, error: DoraError) -> float:
-        """A service that still has our name in use has not noticed yet that the earlier session is over."""
+        """A service that still has this name in use has not noticed the end of the earlier session."""
         is_in_use = isinstance(error, Conflict) and error.field in ("worker_id", "pool_id")
         if not is_in_use and not isinstance(error, ServiceUnavailable):
             self._orphan_timeout_s = 0.0

@@ -1,10 +1,10 @@
-"""How a worker, a pool or a host's agent stays connected to its service: every kind of member, one harness.
+"""The connection of a member (worker, pool or host agent) to its service.
 
     connect, hello ─▶ session ─▶ the end, with a reason
           ▲              │
           └── live on ◀──┘ the connection was lost: for a stated time, with one attempt after another
 
-A host's agent runs the harness in its event loop. A worker and a pool have none, as an engine may need one of its own:
+A host's agent runs the harness in its event loop. A worker and a pool have none, because an engine may need its own:
 their coroutines never wait, and ``run_blocking`` runs them.
 """
 
@@ -31,9 +31,9 @@ class Member(ABC):
         self.was_joined = False  # in any attempt
 
     async def stay_connected(self) -> str:
-        """Connects again and again; returns the reason for which it ends.
+        """Connects repeatedly; returns the reason of the member's end.
 
-        Raises the service's refusal, and ServiceUnavailable, once either has lasted for longer than ``patience_s``.
+        Raises the service's refusal, or ServiceUnavailable, once either has lasted longer than ``patience_s``.
         """
         since_s, pause_s = time.monotonic(), self.pause_s
         while True:
@@ -56,11 +56,12 @@ class Member(ABC):
     @abstractmethod
     async def run_session(self) -> str | None:
         """Connects with a hello and obeys. Sets ``has_joined``. Returns the reason for which the member ends; None: the
-        stream has ended without one. Raises ServiceUnavailable, and the service's refusal."""
+        stream ended without one. Raises ServiceUnavailable, and the service's refusal.
+        """
 
     @abstractmethod
     def patience_s(self, error: DoraError) -> float:
-        """For how long this error may last, since the start or the last session; 0: it ends the member."""
+        """How long this error may last, since the start or the last session; 0: it ends the member."""
 
     @abstractmethod
     async def live_on(self, pause_s: float, error: DoraError) -> None:

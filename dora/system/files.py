@@ -1,5 +1,4 @@
-"""Files and folders that are named from outside: what can be refused is refused before the work, not after it. And how
-what must last gets to disk."""
+"""Files and folders that a user names: checked before the work starts. Also durable writes."""
 
 import os
 import shutil
@@ -11,7 +10,7 @@ from dora.errors import InvalidValue
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raises InvalidValue where the folder that ``path`` is to be written to does not exist."""
+    """Raises InvalidValue if the parent folder of ``path`` does not exist."""
     if not path.parent.is_dir():
         raise InvalidValue(option, str(path), f"a file in a folder that exists, and {path.parent} does not")
 
@@ -43,7 +42,7 @@ def path_of(name: str, field: str) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Puts a file that is never written again there too, on disk. A link is as good as a copy then."""
+    """Puts a file that never changes at ``target``, durably. A hard link serves as well as a copy."""
     try:
         os.link(source, target)
     except OSError:  # another disk, another user's file, or a file system without links
@@ -56,7 +55,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings a folder's names to disk."""
+    """Makes a folder's names durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""A bound on the log: whoever sends a service a million wrong things must not fill its disk with a million lines.
+"""Bounds the log: a client that sends a million wrong messages must not fill the disk with a million lines.
 
 Of each kind of line (a logger's format string, such as "%s: the verdict failed: %s") the first few in a minute are
-written; how many were left out is said once, at the end of that minute.
+written; the number of omitted lines is logged once, at the end of that minute.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Final
 
 FIRST: Final = 20  # lines of a kind that are written in a period
 PERIOD_S: Final = 60.0
-KINDS_MAX: Final = 1024  # beyond them all others are one kind
+KINDS_MAX: Final = 1024  # all further kinds count as one
 KIND_CHARACTERS: Final = 120
 
 _Kind = tuple[str, int, str]  # logger, level, format string
@@ -51,7 +51,7 @@ class LogLimit(logging.Filter):
             return count.lines <= self._first
 
     def tell(self) -> None:
-        """Says how much was left out of the kinds whose period is over. To be called now and then."""
+        """Logs the numbers of omitted lines of kinds whose period is over. Called periodically."""
         now_s = self._clock()
         with self._lock:
             over = {kind: count for kind, count in self._counts.items() if now_s - count.began_s >= self._period_s}
@@ -65,7 +65,7 @@ class LogLimit(logging.Filter):
                 logging.getLogger(name).log(level, said, left_out, since_s, text, extra={"is_summary": True})
 
     async def telling(self) -> None:
-        """Tells for as long as it runs."""
+        """Calls ``tell`` periodically until cancelled."""
         while True:
             await asyncio.sleep(self._period_s / 4)
             self.tell()

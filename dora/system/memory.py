@@ -1,4 +1,4 @@
-"""How Python and the C library give memory back: too eagerly for a process of many objects and large columns."""
+"""Tunes Python and the C library for a process of many objects and large columns, which they release too eagerly."""
 
 import ctypes
 import gc

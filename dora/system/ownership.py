@@ -1,4 +1,4 @@
-"""Whether the service that left something on this host still lives: it holds a file locked, and a dead one does not.
+"""Detects whether a service that left files on this host is still running: a running one holds a file locked.
 
 The lock is the kernel's (``flock``): it ends with the process, however that ends, and needs no process id.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Lock(Enum):
-    """What came of trying to lock a file."""
+    """The result of locking a file."""
 
     HELD = "by us"
     TAKEN = "by another process"
@@ -18,9 +18,9 @@ class Lock(Enum):
 
 
 def hold_new(file: Path, content: str = "") -> int:
-    """Puts a file there, readable by its owner only, that is held from its first moment on; an earlier one is replaced.
+    """Creates a file, readable by its owner only, that is locked from its first moment on; an earlier one is replaced.
 
-    Returns the descriptor that holds it until it is closed. A file system without locks holds nothing.
+    Returns the descriptor that holds the lock until it is closed. On a file system without locks nothing is locked.
     """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Processes that a process has started, and those that they have started: found and ended, however they hide.
+"""Finds and ends the descendants of a process, however they hide.
 
-A child that calls ``setsid`` leaves its group, and one whose parent ends is handed on. Linux hands it to the nearest
-ancestor that is a *subreaper* (prctl(2)), so that it stays a descendant of that one.
+A child that calls ``setsid`` leaves its group, and the child of an ended process is reparented. Linux gives it to the
+nearest ancestor that is a *subreaper* (prctl(2)), so it remains a descendant of that one.
 """
 
 import contextlib
