@@ -106,7 +106,7 @@ async def test_a_stop_keeps_its_state_and_so_does_a_change_that_does_not_matter(
     prompts = [group.prompt_id for step in steps for group in step]
     assert len(set(prompts)) == len(prompts), "no prompt of the source comes twice"
     service.change(**{"rollout.temperature": 0.5})
-    with pytest.raises(AssertionError, match=r"rollout\.temperature = 0\.5 has changed: it must be 1\.0, as"):
+    with pytest.raises(AssertionError, match=r"rollout\.temperature = 0\.5 has changed: it must be 1\.0, with which"):
         await service.start()
     (tmp_path / "state" / "versions" / "4").rename(tmp_path / "gone")
     service.change(**{"rollout.temperature": 1.0})

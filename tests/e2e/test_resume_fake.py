@@ -99,7 +99,7 @@ def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     for name, entries in buffer.groups():
         others = dict(runtime.buffer.groups())[name]
         for ours, theirs in zip(entries, others, strict=True):
-            assert ours.delivered == theirs.delivered and ours.stays == theirs.stays
+            assert ours.delivered == theirs.delivered and ours.segment_starts == theirs.segment_starts
             assert (ours.row, ours.sampling, ours.number) == (theirs.row, theirs.sampling, theirs.number)
     shutil.rmtree(copy)
     return told

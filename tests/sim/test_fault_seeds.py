@@ -223,7 +223,7 @@ def test_groups_of_a_rejected_version_wait_for_its_new_weights(monkeypatch: pyte
     def eagerly(self: DoraPolicy, dispatcher: Dispatcher) -> None:
         dispatch(self, dispatcher)
         entry, newest = dispatcher.backlog.first(), dispatcher.newest
-        if entry is not None and dispatcher.window.admissible(newest) and not dispatcher.line(newest):
+        if entry is not None and dispatcher.window.admissible(newest) and not dispatcher.waiting_requests(newest):
             dispatcher.admit(entry, newest)
 
     monkeypatch.setattr(DoraPolicy, "dispatch", eagerly)
