@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
-from dora.data.trajectory import Trajectory, expert_rows
+from dora.data.trajectory import Trajectory
+from dora.data.trajectory_fields import expert_rows
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models import routing
 from dora.models.checkpoint_names import to_checkpoint

@@ -4,18 +4,26 @@ Arrays are numpy, writable and unshared: ``torch.from_numpy`` accepts them. Each
 and one mask byte. Nothing is re-tokenised: ``response_token_ids`` are the sampled ids.
 """
 
-import base64
-import binascii
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, cast, get_args
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Final, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from dora.data.advantages import centred, normalized
-from dora.data.types import Arrival, FinishReason, RoutingShape, SamplingParams, Segment
+from dora.data.trajectory_fields import (
+    ARRAYS,
+    JSON,
+    Declared,
+    ExpertArray,
+    Kept,
+    Kind,
+    Packing,
+    declarations,
+    own_array,
+)
+from dora.data.types import EnvironmentEvent, FinishReason, RoutingShape, SamplingParams, Segment
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 
 Int32Array = npt.NDArray[np.int32]
@@ -24,65 +32,114 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Uint8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
-ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are shown
 
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentEvent:
-    """An event within a response: a tool call, its result, an environment's turn."""
-
-    position_token: int  # index of the first response token after the event
-    kind: str  # e.g. "tool_call", "tool_result", "observation"
-    name: str
-    content: str
-    at: float  # seconds since the Unix epoch
+SAME, EACH, RARE, IN_TOKENS, LEFT_OUT = Packing
+ADMITTED, TOKENS, VERDICT, NOWHERE = Kept
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trajectory:
-    """One complete response. ``n`` below is ``length_tokens``; times are seconds since the Unix epoch."""
+    """One complete response. ``n`` below is ``length_tokens``; times are seconds since the Unix epoch.
 
-    trajectory_id: str
-    group_id: str
-    prompt_id: str
-    task_id: str
-    sample_index: int  # 0 .. group_size - 1
-    group_size: int
-    behaviour_version: int  # the policy version that sampled every token
-    reference_version: int  # the frozen version a KL term refers to
-    trained_step: int  # the step the group is leased to
-    staleness: int  # trained_step - behaviour_version
-    prompt_token_ids: Int32Array
-    response_token_ids: Int32Array  # (n,)
-    logprobs: Float32Array  # (n,), natural log, the model's own: before temperature, penalties and truncation
-    loss_mask: Uint8Array  # (n,), 1 where the token was sampled by the policy
-    sampling: SamplingParams
-    reward: float  # NaN if the verifier gave no number
-    reward_valid: bool  # False: do not train on the reward; verifier_log says why
-    reward_components: Mapping[str, float]
-    verifier_log: str
-    finish_reason: FinishReason  # stop: the token that ended it is among its tokens; length: it was cut
-    started_at: float
-    finished_at: float
-    worker_history: tuple[Segment, ...]
-    length_tokens: int
-    events: tuple[EnvironmentEvent, ...] = field(default=())
-    # the stop string or stop token id that ended it; None: the end-of-sequence token
-    stop_reason: str | int | None = None
-    # (prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine chose
-    # for the token at position i, prompt first, on the way to that at position i + 1; so the last token has none.
-    # None: workers.router_replay was off
-    window_versions: int = 0  # size of the window at its group's admission: staleness is less; 0: unknown
-    routed_experts: ExpertArray | None = None
-    decoder: Decoder | None = field(default=None)  # set by a client; not part of the record
+    A field is declared here and nowhere else: its meaning, how a packed group holds it, and which log record keeps it
+    over a restart. CONTRIBUTING.md says how to add one.
+    """
+
+    trajectory_id: Annotated[str, "its id, the request's", Declared(EACH, ADMITTED, column="trajectory_ids")]
+    group_id: Annotated[str, "the prompt group", Declared(SAME, ADMITTED)]
+    prompt_id: Annotated[str, "the prompt", Declared(SAME, ADMITTED)]
+    task_id: Annotated[str, "the prompt's task, as its source names it", Declared(SAME, ADMITTED)]
+    sample_index: Annotated[int, "0 to group_size - 1", Declared(EACH, ADMITTED, column="sample_indexes")]
+    group_size: Annotated[int, "responses to the prompt", Declared(SAME, ADMITTED)]
+    behaviour_version: Annotated[int, "the policy version that sampled every token", Declared(SAME, ADMITTED)]
+    reference_version: Annotated[int, "the frozen version a KL term refers to", Declared(SAME, NOWHERE)]
+    trained_step: Annotated[int, "the step that the group is leased to", Declared(SAME, NOWHERE)]
+    staleness: Annotated[
+        int,
+        "trained_step - behaviour_version",
+        Declared(LEFT_OUT, NOWHERE, follows=lambda of: of["trained_step"] - of["behaviour_version"]),
+    ]
+    prompt_token_ids: Annotated[Int32Array, "the prompt's tokens", Declared(SAME, ADMITTED, Kind.INT32)]
+    response_token_ids: Annotated[
+        Int32Array, "(n,): exactly the ids that were sampled", Declared(IN_TOKENS, TOKENS, Kind.INT32, by_token=True)
+    ]
+    logprobs: Annotated[
+        Float32Array,
+        "(n,): natural log, the model's own: before temperature, penalties and truncation",
+        Declared(IN_TOKENS, TOKENS, Kind.FLOAT32, by_token=True),
+    ]
+    loss_mask: Annotated[
+        Uint8Array,
+        "(n,): 1 if the policy sampled the token",
+        Declared(
+            LEFT_OUT,
+            NOWHERE,
+            Kind.UINT8,
+            follows=lambda of: np.ones(of["length_tokens"], np.uint8),
+            by_token=True,
+        ),
+    ]
+    sampling: Annotated[
+        SamplingParams,
+        "how it was sampled, with its seed",
+        Declared(EACH, ADMITTED, Kind.SAMPLING),
+    ]
+    reward: Annotated[
+        float,
+        "the verifier's; NaN (null in JSON) if it gave no number",
+        Declared(EACH, VERDICT, Kind.NUMBER, column="rewards"),
+    ]
+    reward_valid: Annotated[
+        bool,
+        "false: do not train on the reward; verifier_log says why",
+        Declared(EACH, VERDICT, column="rewards_valid"),
+    ]
+    reward_components: Annotated[
+        Mapping[str, float], "parts of the reward, by name", Declared(RARE, VERDICT, Kind.NUMBERS, empty=dict)
+    ]
+    verifier_log: Annotated[str, "the verifier's remarks", Declared(RARE, VERDICT, column="verifier_logs", empty=str)]
+    finish_reason: Annotated[
+        FinishReason,
+        "`stop`: the token that ended it is its last one; `length`: it was cut",
+        Declared(EACH, TOKENS, column="finish_reasons"),
+    ]
+    started_at: Annotated[float, "when its group was admitted", Declared(EACH, ADMITTED)]
+    finished_at: Annotated[float, "when its last token came", Declared(EACH, TOKENS)]
+    worker_history: Annotated[
+        tuple[Segment, ...],
+        "the workers that sampled it, each with its first and last token and how the request came there",
+        Declared(EACH, TOKENS, Kind.SEGMENTS),
+    ]
+    length_tokens: Annotated[int, "n: response tokens", Declared(EACH, TOKENS)]
+    events: Annotated[
+        tuple[EnvironmentEvent, ...], "tool calls and environment turns", Declared(LEFT_OUT, NOWHERE, Kind.EVENTS)
+    ] = ()
+    stop_reason: Annotated[
+        str | int | None,
+        "the stop string or stop token id that ended it; none: the model's own end, or it was cut",
+        Declared(RARE, TOKENS, Kind.STOP, column="stop_reasons", empty=lambda: None, is_later=True),
+    ] = None
+    window_versions: Annotated[
+        int,
+        "versions of the window when its group was admitted: staleness is less; 0: not known",
+        Declared(SAME, ADMITTED, is_later=True),
+    ] = 0
+    routed_experts: Annotated[
+        ExpertArray | None,
+        "(prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine "
+        "chose for the token at position i, prompt first; the last token has none. None: `workers.router_replay` is "
+        "off",
+        Declared(LEFT_OUT, TOKENS, Kind.EXPERTS, is_later=True),
+    ] = None
+    decoder: Decoder | None = field(default=None)  # set by the client that received it: no part of the record
 
     def __post_init__(self) -> None:
         """Accepts integer or float sequences and copies them into arrays. Raises InvalidValue if lengths differ."""
         for name, dtype in _ARRAYS.items():
             object.__setattr__(self, name, own_array(getattr(self, name), dtype, name))
         tokens = len(self.response_token_ids)
-        for name in ("logprobs", "loss_mask"):
+        for name in _BY_TOKEN:
             if len(getattr(self, name)) != tokens:
                 raise InvalidValue(
                     f"trajectory {self.trajectory_id}: len({name})",
@@ -135,62 +192,27 @@ class Trajectory:
         return self.decoder(token_ids.tolist(), special_tokens)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The trajectory as plain JSON values, keyed by field. float32 values survive exactly, NaN becomes null."""
-        record: dict[str, Any] = {}
-        for name in _recorded():
-            record[name] = getattr(self, name)
-        for name in _ARRAYS:
-            record[name] = record[name].tolist()
-        record["sampling"] = asdict(self.sampling)
-        record["sampling"] |= {name: list(getattr(self.sampling, name)) for name in _LISTS}
-        record["reward"] = _finite_or_none(self.reward)
-        record["reward_components"] = {key: _finite_or_none(value) for key, value in self.reward_components.items()}
-        record["worker_history"] = [_segment_to_json(segment) for segment in self.worker_history]
-        record["events"] = [asdict(event) for event in self.events]
-        record["routed_experts"] = None if self.routed_experts is None else _routing_to_json(self.routed_experts)
-        return record
+        """The trajectory record: plain JSON values, keys as the fields. float32 values survive exactly, NaN is null."""
+        return {name: JSON[declared.kind].write(getattr(self, name)) for name, declared in DECLARED.items()}
 
     @classmethod
     def from_json_dict(cls, record: Mapping[str, Any]) -> "Trajectory":
         """The inverse of :meth:`to_json_dict`. Raises InvalidValue for a missing, unknown or misshapen field."""
-        names = set(_recorded())
-        for name in sorted(names - record.keys() - _LATER):
-            raise InvalidValue(f"trajectory record: {name}", MISSING, "in every record")
-        for name in sorted(record.keys() - names):
-            raise InvalidValue(f"trajectory record: {name}", record[name], one_of(name, names))
-        values = dict(record)
+        for name in sorted(name for name, declared in DECLARED.items() if not declared.is_later):
+            if name not in record:
+                raise InvalidValue(f"trajectory record: {name}", MISSING, "in every record")
+        for name in sorted(record.keys() - DECLARED.keys()):
+            raise InvalidValue(f"trajectory record: {name}", record[name], one_of(name, DECLARED))
         try:
-            sampling = dict(values["sampling"])
-            sampling |= {name: tuple(sampling.get(name, ())) for name in _LISTS}
-            values["sampling"] = SamplingParams(**sampling)
-            values["reward"] = _number(values["reward"])
-            values["reward_components"] = {key: _number(value) for key, value in values["reward_components"].items()}
-            values["worker_history"] = tuple(_segment_from_json(segment) for segment in values["worker_history"])
-            values["events"] = tuple(EnvironmentEvent(**event) for event in values["events"])
-            if (routed := values.get("routed_experts")) is not None:
-                values["routed_experts"] = _routing_from_json(routed)
+            values = {name: JSON[DECLARED[name].kind].read(value) for name, value in record.items()}
         except (TypeError, KeyError, AttributeError) as error:
             raise InvalidValue("trajectory record", record["trajectory_id"], f"well-formed ({error})") from error
         return cls(**values)
 
 
-_LISTS: Final = ("stop", "stop_token_ids")  # of sampling: lists in JSON
-_LATER: Final = {
-    "stop_reason",
-    "window_versions",
-    "routed_experts",
-}  # fields that records of earlier DORA versions lack
-_ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
-    "prompt_token_ids": np.int32,
-    "response_token_ids": np.int32,
-    "logprobs": np.float32,
-    "loss_mask": np.uint8,
-}
-
-
-def _recorded() -> tuple[str, ...]:
-    """The fields of a trajectory's record."""
-    return tuple(each.name for each in fields(Trajectory) if each.name != "decoder")
+DECLARED, MEANINGS = declarations(Trajectory)
+_ARRAYS: Final = {name: ARRAYS[each.kind] for name, each in DECLARED.items() if each.kind in ARRAYS}
+_BY_TOKEN: Final = tuple(name for name, each in DECLARED.items() if each.by_token and name != "response_token_ids")
 
 
 @dataclass(frozen=True, repr=False)
@@ -287,72 +309,3 @@ class TrajectoryGroup:
         for row, trajectory in enumerate(self.trajectories):
             padded[row, : trajectory.length_tokens] = getattr(trajectory, name)
         return padded
-
-
-def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
-    """Copies ``values`` into a new one-dimensional array. Raises InvalidValue if that is impossible."""
-    kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
-    try:
-        given = np.asarray(values)
-        if given.size and given.dtype.kind not in kinds:
-            raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)}")
-        array = np.array(values, dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)} ({error})") from error
-    if array.ndim != 1:
-        raise InvalidValue(f"{name}: dimensions", array.ndim, "1")
-    return array
-
-
-def expert_rows(raw: bytes | bytearray, layers: int, top_k: int, id_bytes: int) -> ExpertArray:
-    """Rows of expert ids, as ``RoutingShape`` has them: a view of ``raw``. Raises InvalidValue for one that is cut."""
-    if id_bytes not in (1, 2):
-        raise InvalidValue("routed_experts: id_bytes", id_bytes, "1 or 2")
-    token_bytes = layers * top_k * id_bytes
-    if token_bytes < 1 or len(raw) % token_bytes:
-        allowed = f"rows of {layers} layers and {top_k} experts, of {id_bytes} bytes each"
-        raise InvalidValue("routed_experts: bytes", len(raw), allowed)
-    return cast(ExpertArray, np.frombuffer(raw, f"<u{id_bytes}").reshape(-1, layers, top_k))
-
-
-def _routing_to_json(rows: ExpertArray) -> dict[str, Any]:
-    _, layers, top_k = rows.shape
-    raw = rows.astype(f"<u{rows.itemsize}", copy=False).tobytes()
-    return {
-        "layers": layers,
-        "top_k": top_k,
-        "id_bytes": rows.itemsize,
-        "base64": base64.b64encode(raw).decode("ascii"),
-    }
-
-
-def _routing_from_json(record: Mapping[str, Any]) -> ExpertArray:
-    try:
-        raw = base64.b64decode(record["base64"], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidValue("routed_experts: base64", str(record["base64"])[:80], f"base64 ({error})") from error
-    return expert_rows(raw, int(record["layers"]), int(record["top_k"]), int(record["id_bytes"]))
-
-
-def _segment_to_json(segment: Segment) -> dict[str, Any]:
-    return {
-        "worker": segment.worker_id,
-        "first_token": segment.first_token,
-        "last_token": segment.last_token,
-        "arrival": segment.arrival,
-        "version": segment.version,
-    }
-
-
-def _segment_from_json(record: Mapping[str, Any]) -> Segment:
-    if record["arrival"] not in get_args(Arrival):
-        raise InvalidValue("worker_history: arrival", record["arrival"], f"one of {', '.join(get_args(Arrival))}")
-    return Segment(record["worker"], record["first_token"], record["last_token"], record["arrival"], record["version"])
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

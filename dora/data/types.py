@@ -189,6 +189,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentEvent:
+    """Something that happened within a response: a tool call, its result, an environment's turn."""
+
+    position_token: int  # index of the first response token after the event
+    kind: str  # e.g. "tool_call", "tool_result", "observation"
+    name: str
+    content: str
+    at: float  # seconds since the Unix epoch
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """A verifier's verdict. ``valid`` is False when the function raised, hung or returned no finite number:
 

@@ -5,27 +5,21 @@ message's field.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dora.data.trajectory import (
-    Decoder,
-    EnvironmentEvent,
-    ExpertArray,
-    Trajectory,
-    TrajectoryGroup,
-    expert_rows,
-    own_array,
-)
+from dora.data.trajectory import DECLARED, Decoder, Trajectory, TrajectoryGroup
+from dora.data.trajectory_fields import ExpertArray, Kind, expert_rows, own_array
 from dora.data.types import (
     NO_KV,
     Arrival,
     Canary,
     EngineCapability,
+    EnvironmentEvent,
     KvEndpoint,
     PoolCapability,
     Prompt,
@@ -51,11 +45,7 @@ _HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half fo
 _SAMPLING: Final = tuple(each.name for each in fields(SamplingParams))
 _CAPABILITY: Final = tuple(each.name for each in fields(EngineCapability))
 _TIER: Final = tuple(each.name for each in fields(TierLoad))
-_TRAJECTORY: Final = (
-    *("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size"),
-    *("behaviour_version", "reference_version", "trained_step", "staleness", "window_versions"),
-    *("reward", "reward_valid", "verifier_log", "finish_reason", "started_at", "finished_at", "length_tokens"),
-)
+_EVENT: Final = tuple(each.name for each in fields(EnvironmentEvent))
 
 
 def sampling_to_wire(sampling: SamplingParams) -> pb.Sampling:
@@ -68,50 +58,18 @@ def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
 
 
 def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
-    return pb.Trajectory(
-        **_named(trajectory, _TRAJECTORY),
-        **stop_reason_to_wire(trajectory.stop_reason),
-        prompt_token_ids=_bytes(trajectory.prompt_token_ids, _INT32),
-        response_token_ids=_bytes(trajectory.response_token_ids, _INT32),
-        logprobs=_bytes(trajectory.logprobs, _FLOAT32),
-        loss_mask=_bytes(trajectory.loss_mask, _UINT8),
-        sampling=sampling_to_wire(trajectory.sampling),
-        reward_components=dict(trajectory.reward_components),
-        worker_history=[segment_to_wire(segment) for segment in trajectory.worker_history],
-        events=[
-            pb.EnvironmentEvent(
-                position_token=event.position_token,
-                kind=event.kind,
-                name=event.name,
-                content=event.content,
-                at=event.at,
-            )
-            for event in trajectory.events
-        ],
-        routed_experts=_routing_to_wire(trajectory.routed_experts),
-    )
+    values = _named(trajectory, _PLAIN)
+    for name, form in _OTHERS.items():
+        values.update(form.write(name, getattr(trajectory, name)))
+    return pb.Trajectory(**values)
 
 
 def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
     """``decoder``: makes its texts, where it is asked for them. Raises InvalidValue where lengths differ."""
-    stopped_by = message.WhichOneof("stop_reason")
-    return Trajectory(
-        **_named(message, _TRAJECTORY),
-        stop_reason=getattr(message, stopped_by) if stopped_by else None,
-        prompt_token_ids=_array(message.prompt_token_ids, _INT32, "prompt_token_ids"),
-        response_token_ids=_array(message.response_token_ids, _INT32, "response_token_ids"),
-        logprobs=_array(message.logprobs, _FLOAT32, "logprobs"),
-        loss_mask=_array(message.loss_mask, _UINT8, "loss_mask"),
-        sampling=sampling_from_wire(message.sampling),
-        reward_components=dict(message.reward_components),
-        worker_history=tuple(segment_from_wire(segment) for segment in message.worker_history),
-        events=tuple(
-            EnvironmentEvent(event.position_token, event.kind, event.name, event.content, event.at)
-            for event in message.events
-        ),
-        routed_experts=_routing_from_wire(message.routed_experts) if message.HasField("routed_experts") else None,
-        decoder=decoder,
-    )
+    values = _named(message, _PLAIN)
+    for name, form in _OTHERS.items():
+        values[name] = form.read(name, message)
+    return Trajectory(**values, decoder=decoder)
 
 
 def group_from_wire(*parts: pb.TrajectoryGroup, decoder: Decoder | None = None) -> TrajectoryGroup:
@@ -272,18 +230,6 @@ def stop_reason_to_wire(reason: str | int | None) -> dict[str, Any]:
     return {"stop_string" if isinstance(reason, str) else "stop_token_id": reason}
 
 
-def _routing_to_wire(rows: ExpertArray | None) -> pb.RoutedExperts | None:
-    if rows is None:
-        return None
-    _, layers, top_k = rows.shape
-    raw = _bytes(rows, np.dtype(f"<u{rows.itemsize}"))
-    return pb.RoutedExperts(layers=layers, top_k=top_k, id_bytes=rows.itemsize, expert_ids=raw)
-
-
-def _routing_from_wire(message: pb.RoutedExperts) -> ExpertArray:
-    return expert_rows(message.expert_ids, message.layers, message.top_k, message.id_bytes)
-
-
 def segment_to_wire(segment: Segment) -> pb.Segment:
     return pb.Segment(
         worker=segment.worker_id,
@@ -300,6 +246,14 @@ def segment_from_wire(message: pb.Segment) -> Segment:
     return Segment(
         message.worker, message.first_token, message.last_token, cast(Arrival, message.arrival), message.version
     )
+
+
+def event_to_wire(event: EnvironmentEvent) -> pb.EnvironmentEvent:
+    return pb.EnvironmentEvent(**_named(event, _EVENT))
+
+
+def event_from_wire(message: pb.EnvironmentEvent) -> EnvironmentEvent:
+    return EnvironmentEvent(**_named(message, _EVENT))
 
 
 def _named(source: object, names: Sequence[str]) -> dict[str, Any]:
@@ -328,3 +282,69 @@ def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tup
     if len(values) != len(token_ids):
         raise InvalidValue("logprobs", len(values), f"one per token, that is {len(token_ids)}")
     return token_ids, tuple(values.tolist())
+
+
+# ----------------------------------------------------------------------------------------------- a trajectory's fields
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How ``pb.Trajectory`` holds the values of a kind: ``write`` gives the message's fields, ``read`` reads them."""
+
+    write: Callable[[str, Any], dict[str, Any]]
+    read: Callable[[str, pb.Trajectory], Any]
+
+
+def _form(to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]) -> Form:
+    """Of a kind whose value is one field of the message, which has the trajectory's name."""
+    return Form(
+        lambda name, value: {name: to_wire(value)},
+        lambda name, message: from_wire(getattr(message, name)),
+    )
+
+
+def _array_form(dtype: np.dtype[Any]) -> Form:
+    return Form(
+        lambda name, array: {name: _bytes(array, dtype)},
+        lambda name, message: _array(getattr(message, name), dtype, name),
+    )
+
+
+def _stop_from_wire(name: str, message: pb.Trajectory) -> str | int | None:
+    stopped_by = message.WhichOneof("stop_reason")
+    return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
+
+
+def _routing_to_wire(name: str, rows: ExpertArray | None) -> dict[str, Any]:
+    if rows is None:
+        return {}
+    _, layers, top_k = rows.shape
+    raw = _bytes(rows, np.dtype(f"<u{rows.itemsize}"))
+    return {name: pb.RoutedExperts(layers=layers, top_k=top_k, id_bytes=rows.itemsize, expert_ids=raw)}
+
+
+def _routing_from_wire(name: str, message: pb.Trajectory) -> ExpertArray | None:
+    if not message.HasField("routed_experts"):
+        return None
+    routed = message.routed_experts
+    return expert_rows(routed.expert_ids, routed.layers, routed.top_k, routed.id_bytes)
+
+
+ARRAY_DTYPES: Final[Mapping[Kind, np.dtype[Any]]] = {Kind.INT32: _INT32, Kind.FLOAT32: _FLOAT32, Kind.UINT8: _UINT8}
+FORMS: Final[Mapping[Kind, Form]] = {  # of all kinds but those that are the same on both sides
+    **{kind: _array_form(dtype) for kind, dtype in ARRAY_DTYPES.items()},
+    Kind.NUMBERS: _form(dict, dict),
+    Kind.SAMPLING: _form(sampling_to_wire, sampling_from_wire),
+    Kind.SEGMENTS: _form(
+        lambda segments: list(map(segment_to_wire, segments)),
+        lambda messages: tuple(map(segment_from_wire, messages)),
+    ),
+    Kind.EVENTS: _form(
+        lambda events: list(map(event_to_wire, events)), lambda messages: tuple(map(event_from_wire, messages))
+    ),
+    Kind.STOP: Form(lambda _, reason: stop_reason_to_wire(reason), _stop_from_wire),
+    Kind.EXPERTS: Form(_routing_to_wire, _routing_from_wire),
+}
+UNCHANGED: Final = (Kind.PLAIN, Kind.NUMBER)  # the same on both sides
+_PLAIN: Final = tuple(name for name, each in DECLARED.items() if each.kind in UNCHANGED)
+_OTHERS: Final = {name: FORMS[each.kind] for name, each in DECLARED.items() if each.kind not in UNCHANGED}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dora.config import validated
-from dora.data.trajectory import EnvironmentEvent, TrajectoryGroup
-from dora.data.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Canary, EngineCapability, EnvironmentEvent, Prompt, RequestSpec, SamplingParams
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound, VersionRejected
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.rewards.verdict import LOG_MAX_BYTES

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from dora.data.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
-from dora.data.types import SamplingParams, Segment
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import EnvironmentEvent, SamplingParams, Segment
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import group_from_wire, trajectory_batches

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.data.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import EnvironmentEvent
 from dora.errors import Conflict, InvalidValue
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
 from tests.contract.trainer_service import make_group, make_trajectory

@@ -1,12 +1,14 @@
 """One response while it is generated: its tokens, byte for byte as they were reported."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dora.data.trajectory import ExpertArray, Float32Array, Int32Array, Trajectory, expert_rows
+from dora.data.trajectory import Float32Array, Int32Array, Trajectory
+from dora.data.trajectory_fields import ExpertArray, expert_rows
 from dora.data.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, RoutingShape, SamplingParams, Segment
 from dora.errors import InvalidValue
 from dora.rpc import packed
@@ -27,6 +29,13 @@ class SegmentStart:
     worker_id: str
     first_token: int
     arrival: Arrival
+
+
+class Lease(NamedTuple):
+    """What a delivery adds to a response: the step that takes it, and the reference version of the service."""
+
+    step: int
+    reference_version: int
 
 
 @dataclass(slots=True)
@@ -87,37 +96,14 @@ class ResponseState:
         )
 
     def trajectory(self, step: int, reference_version: int) -> Trajectory:
-        """The finished response as the trainer of ``step`` gets it."""
+        """The finished response as the trainer gets it for ``step``."""
+        lease = Lease(step, reference_version)
+        return Trajectory(**{name: value(self, lease) for name, value in VALUES.items()})
+
+    def verdict(self) -> Reward:
+        """The reward of a finished response."""
         assert self.reward is not None and self.finish_reason is not None, f"{self.request_id} is not finished"
-        return Trajectory(
-            trajectory_id=self.request_id,
-            group_id=self.group_id,
-            prompt_id=self.prompt.prompt_id,
-            task_id=self.prompt.task_id,
-            sample_index=self.sample_index,
-            group_size=self.prompt.group_size,
-            behaviour_version=self.version,
-            reference_version=reference_version,
-            trained_step=step,
-            staleness=step - self.version,
-            window_versions=self.window_versions,
-            prompt_token_ids=np.asarray(self.prompt.token_ids, dtype=np.int32),
-            response_token_ids=self.tokens,
-            logprobs=self.logprobs,
-            loss_mask=np.ones(len(self), dtype=np.uint8),
-            sampling=self.sampling,
-            reward=self.reward.value if self.reward.valid else math.nan,
-            reward_valid=self.reward.valid,
-            reward_components=dict(self.reward.components),
-            verifier_log=self.reward.log,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason(),
-            started_at=self.started_at,
-            finished_at=self.finished_at,
-            worker_history=self.worker_history(),
-            length_tokens=len(self),
-            routed_experts=self._routed_experts(),
-        )
+        return self.reward
 
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token id that ended it; None for an end-of-sequence token or a length limit."""
@@ -126,7 +112,40 @@ class ResponseState:
         last = int(np.frombuffer(self.delivered, TOKEN)["token_id"][-1])
         return self.stop or (last if last in self.sampling.stop_token_ids else None)
 
-    def _routed_experts(self) -> ExpertArray | None:
+    def routed_experts(self) -> ExpertArray | None:
         if self.routing is None:
             return None
         return expert_rows(self.routed, self.routing.layers, self.routing.top_k, self.routing.id_bytes)
+
+
+# The value of each field of a trajectory, by the field's name.
+VALUES: Final[Mapping[str, Callable[[ResponseState, Lease], Any]]] = {
+    "trajectory_id": lambda entry, _: entry.request_id,
+    "group_id": lambda entry, _: entry.group_id,
+    "prompt_id": lambda entry, _: entry.prompt.prompt_id,
+    "task_id": lambda entry, _: entry.prompt.task_id,
+    "sample_index": lambda entry, _: entry.sample_index,
+    "group_size": lambda entry, _: entry.prompt.group_size,
+    "behaviour_version": lambda entry, _: entry.version,
+    "reference_version": lambda _, lease: lease.reference_version,
+    "trained_step": lambda _, lease: lease.step,
+    "staleness": lambda entry, lease: lease.step - entry.version,
+    "prompt_token_ids": lambda entry, _: entry.prompt.token_ids,
+    "response_token_ids": lambda entry, _: entry.tokens,
+    "logprobs": lambda entry, _: entry.logprobs,
+    "loss_mask": lambda entry, _: np.ones(len(entry), dtype=np.uint8),
+    "sampling": lambda entry, _: entry.sampling,
+    "reward": lambda entry, _: entry.verdict().value if entry.verdict().valid else math.nan,
+    "reward_valid": lambda entry, _: entry.verdict().valid,
+    "reward_components": lambda entry, _: dict(entry.verdict().components),
+    "verifier_log": lambda entry, _: entry.verdict().log,
+    "finish_reason": lambda entry, _: entry.finish_reason,
+    "started_at": lambda entry, _: entry.started_at,
+    "finished_at": lambda entry, _: entry.finished_at,
+    "worker_history": lambda entry, _: entry.worker_history(),
+    "length_tokens": lambda entry, _: len(entry),
+    "events": lambda _entry, _lease: (),
+    "stop_reason": lambda entry, _: entry.stop_reason(),
+    "window_versions": lambda entry, _: entry.window_versions,
+    "routed_experts": lambda entry, _: entry.routed_experts(),
+}
