@@ -6,7 +6,7 @@ A *request* is one response being generated; its id is the trajectory's id.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: Final[tuple[FinishReason | None, ...]] = (None, "stop", "length")  # by their numbers in columns
@@ -177,9 +177,8 @@ class Canary:
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens ``[first_token, last_token]`` of one response on one worker, and how the request arrived there."""
+class Segment(NamedTuple):
+    """A stretch ``[first_token, last_token]`` of one response on one worker, and how the request came there."""
 
     worker_id: str
     first_token: int

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, repeat
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import numpy as np
@@ -140,14 +141,16 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
         for name, column_name in _ARRAYS.items():
             tokens[column_name] = getattr(each, name)
         contents.append(tokens.tobytes())
-    return PackedGroup(packed_message(columns.__getitem__), contents)
+    return PackedGroup(packed_message(members, attrgetter), contents)
 
 
-def packed_message(values_of: Callable[[str], Sequence[Any]]) -> pb.PackedGroup:
-    """``values_of``: of a trajectory's field, the value of each response."""
-    written: dict[str, Any] = {}
-    for name, column in _COLUMNS.items():
-        written.update(column.write(values_of(name)))
+def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
+    """The columns of a group. ``read``: by the name of a trajectory's field, the function that reads it of a member."""
+    written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
+    for name, column in _EACH_UNCHANGED.items():
+        written[column] = list(map(read(name), members))
+    for name, converted in _CONVERTED.items():
+        written.update(converted.write(list(map(read(name), members[: converted.reads]))))
     return pb.PackedGroup(**written)
 
 
@@ -176,6 +179,7 @@ class _Column:
     read: Callable[[pb.PackedGroup], Iterable[Any]]
     fits: Callable[[Sequence[Any]], bool] = lambda _: True
     lengths: tuple[str, ...] = ()
+    reads: int | None = None  # members that it is written from; None: all
     is_rare: bool = False
 
 
@@ -210,6 +214,7 @@ def _same(name: str, kind: Kind) -> _Column:
         write=lambda values: {name: values[0] if to_wire is None else to_wire(values[0])},
         read=read,
         fits=lambda values: all(_equal(value, values[0]) for value in values),
+        reads=1,
     )
 
 
@@ -288,6 +293,15 @@ _COLUMNS: Final = {
     name: _column_of(name, each)
     for name, each in DECLARED.items()
     if each.packing not in (Packing.TOKENS, Packing.LEFT_OUT)
+}
+# of these, the values that a message holds as they are: a service writes very many
+_UNCHANGED: Final = {name: each for name, each in DECLARED.items() if each.kind in convert.UNCHANGED}
+_SAME_UNCHANGED: Final = tuple(name for name, each in _UNCHANGED.items() if each.packing is Packing.SAME)
+_EACH_UNCHANGED: Final = {
+    name: each.column or name for name, each in _UNCHANGED.items() if each.packing is Packing.EACH
+}
+_CONVERTED: Final = {
+    name: each for name, each in _COLUMNS.items() if name not in _SAME_UNCHANGED and name not in _EACH_UNCHANGED
 }
 _LENGTHS: Final = tuple((length, each.is_rare) for each in _COLUMNS.values() for length in each.lengths)
 _FOLLOWING: Final = {name: each.follows for name, each in DECLARED.items() if each.follows is not None}

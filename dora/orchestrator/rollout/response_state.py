@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,13 +29,6 @@ class SegmentStart:
     worker_id: str
     first_token: int
     arrival: Arrival
-
-
-class Lease(NamedTuple):
-    """What a delivery adds to a response: the step that takes it, and the reference version of the service."""
-
-    step: int
-    reference_version: int
 
 
 @dataclass(slots=True)
@@ -88,17 +81,20 @@ class ResponseState:
         )
 
     def worker_history(self) -> tuple[Segment, ...]:
-        """The segments of the response: which worker sampled which tokens."""
-        ends = [*(segment_start.first_token for segment_start in self.segment_starts[1:]), len(self)]
-        return tuple(
-            Segment(segment_start.worker_id, segment_start.first_token, end - 1, segment_start.arrival, self.version)
-            for segment_start, end in zip(self.segment_starts, ends, strict=True)
-        )
+        """Which worker sampled which tokens."""
+        segments, end = [], len(self)
+        for segment_start in reversed(self.segment_starts):
+            segments.append(
+                Segment(
+                    segment_start.worker_id, segment_start.first_token, end - 1, segment_start.arrival, self.version
+                )
+            )
+            end = segment_start.first_token
+        return tuple(reversed(segments))
 
     def trajectory(self, step: int, reference_version: int) -> Trajectory:
         """The finished response as the trainer gets it for ``step``."""
-        lease = Lease(step, reference_version)
-        return Trajectory(**{name: value(self, lease) for name, value in VALUES.items()})
+        return Trajectory(**{name: read(self) for name, read in readers(step, reference_version).items()})
 
     def verdict(self) -> Reward:
         """The reward of a finished response."""
@@ -109,8 +105,10 @@ class ResponseState:
         """The stop string or stop token id that ended it; None for an end-of-sequence token or a length limit."""
         if self.finish_reason != "stop":
             return None
+        if self.stop or not self.sampling.stop_token_ids:
+            return self.stop or None
         last = int(np.frombuffer(self.delivered, TOKEN)["token_id"][-1])
-        return self.stop or (last if last in self.sampling.stop_token_ids else None)
+        return last if last in self.sampling.stop_token_ids else None
 
     def routed_experts(self) -> ExpertArray | None:
         if self.routing is None:
@@ -118,34 +116,40 @@ class ResponseState:
         return expert_rows(self.routed, self.routing.layers, self.routing.top_k, self.routing.id_bytes)
 
 
-# The value of each field of a trajectory, by the field's name.
-VALUES: Final[Mapping[str, Callable[[ResponseState, Lease], Any]]] = {
-    "trajectory_id": lambda entry, _: entry.request_id,
-    "group_id": lambda entry, _: entry.group_id,
-    "prompt_id": lambda entry, _: entry.prompt.prompt_id,
-    "task_id": lambda entry, _: entry.prompt.task_id,
-    "sample_index": lambda entry, _: entry.sample_index,
-    "group_size": lambda entry, _: entry.prompt.group_size,
-    "behaviour_version": lambda entry, _: entry.version,
-    "reference_version": lambda _, lease: lease.reference_version,
-    "trained_step": lambda _, lease: lease.step,
-    "staleness": lambda entry, lease: lease.step - entry.version,
-    "prompt_token_ids": lambda entry, _: entry.prompt.token_ids,
-    "response_token_ids": lambda entry, _: entry.tokens,
-    "logprobs": lambda entry, _: entry.logprobs,
-    "loss_mask": lambda entry, _: np.ones(len(entry), dtype=np.uint8),
-    "sampling": lambda entry, _: entry.sampling,
-    "reward": lambda entry, _: entry.verdict().value if entry.verdict().valid else math.nan,
-    "reward_valid": lambda entry, _: entry.verdict().valid,
-    "reward_components": lambda entry, _: dict(entry.verdict().components),
-    "verifier_log": lambda entry, _: entry.verdict().log,
-    "finish_reason": lambda entry, _: entry.finish_reason,
-    "started_at": lambda entry, _: entry.started_at,
-    "finished_at": lambda entry, _: entry.finished_at,
-    "worker_history": lambda entry, _: entry.worker_history(),
-    "length_tokens": lambda entry, _: len(entry),
-    "events": lambda _entry, _lease: (),
-    "stop_reason": lambda entry, _: entry.stop_reason(),
-    "window_versions": lambda entry, _: entry.window_versions,
-    "routed_experts": lambda entry, _: entry.routed_experts(),
+_READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
+    "trajectory_id": lambda entry: entry.request_id,
+    "group_id": lambda entry: entry.group_id,
+    "prompt_id": lambda entry: entry.prompt.prompt_id,
+    "task_id": lambda entry: entry.prompt.task_id,
+    "sample_index": lambda entry: entry.sample_index,
+    "group_size": lambda entry: entry.prompt.group_size,
+    "behaviour_version": lambda entry: entry.version,
+    "prompt_token_ids": lambda entry: entry.prompt.token_ids,
+    "response_token_ids": lambda entry: entry.tokens,
+    "logprobs": lambda entry: entry.logprobs,
+    "loss_mask": lambda entry: np.ones(len(entry), dtype=np.uint8),
+    "sampling": lambda entry: entry.sampling,
+    "reward": lambda entry: reward.value if (reward := entry.verdict()).valid else math.nan,
+    "reward_valid": lambda entry: entry.verdict().valid,
+    "reward_components": lambda entry: entry.verdict().components,
+    "verifier_log": lambda entry: entry.verdict().log,
+    "finish_reason": lambda entry: entry.finish_reason,
+    "started_at": lambda entry: entry.started_at,
+    "finished_at": lambda entry: entry.finished_at,
+    "worker_history": ResponseState.worker_history,
+    "length_tokens": len,
+    "events": lambda _: (),
+    "stop_reason": ResponseState.stop_reason,
+    "window_versions": lambda entry: entry.window_versions,
+    "routed_experts": ResponseState.routed_experts,
 }
+
+
+def readers(step: int, reference_version: int) -> Mapping[str, Callable[[ResponseState], Any]]:
+    """The value of each field of a trajectory, by the field's name. ``step``: the one that takes the response."""
+    return {
+        **_READERS,
+        "reference_version": lambda _: reference_version,
+        "trained_step": lambda _: step,
+        "staleness": lambda entry: step - entry.version,
+    }
