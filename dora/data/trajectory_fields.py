@@ -1,8 +1,8 @@
-"""How the fields of a trajectory are written: the kinds of values, and what each field declares of itself.
+"""The kinds of values of a trajectory's fields, and the declaration that each field carries.
 
-The declarations stand in :class:`dora.data.trajectory.Trajectory`. Everything that reads or writes trajectories follows from
+:class:`dora.data.trajectory.Trajectory` has the declarations. Everything that reads or writes trajectories follows from
 them: the JSON record (here), the protobuf message and the packed columns (``dora/rpc``), and the table of fields in
-``docs/reference.md``. ``orchestrator/entry.py`` says how the service computes each value.
+``docs/reference.md``. ``orchestrator/rollout/response_state.py`` computes each value in the service.
 """
 
 import base64

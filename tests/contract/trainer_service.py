@@ -27,11 +27,10 @@ from dora.rpc.dora_pb2_grpc import (
 )
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.interceptor import server_interceptors
-from dora.rpc.packed import packed_batches
+from dora.rpc.packed import pack, packed_batches
 from dora.rpc.roles import Tokens
 from dora.weights.files import WeightFile
 from dora.weights.store import WeightStore
-from tests.packing import pack
 
 TOKEN = "correct-horse"
 

@@ -16,9 +16,8 @@ from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import group_from_wire, trajectory_batches
 from dora.rpc.errors import LimitExceeded
-from dora.rpc.packed import PackedGroup, packed_batches, packed_groups, split
+from dora.rpc.packed import PackedGroup, pack, packed_batches, packed_groups, split
 from tests.contract.trainer_service import make_group, make_trajectory
-from tests.packing import pack
 
 SAMPLING = SamplingParams(seed=7, stop_token_ids=(2,))
 
