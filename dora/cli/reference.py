@@ -20,6 +20,7 @@ from dora.cli.simulate import presets, run, sweep
 from dora.cli.simulate.presets import PresetRow
 from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
+from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
@@ -95,6 +96,11 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)
     yield "Trajectories: `dora trajectories`", COLUMNS, _columns(service.TRAJECTORY_COLUMNS)
     yield "The demo's `report.json`", FIELDS, _fields(DemoReport)
+    yield (
+        "A trajectory: `dora.data.trajectory.Trajectory`, and a line of `trajectories.jsonl`",
+        FIELDS,
+        _named(TRAJECTORY),
+    )
     yield "A record: `dora verify`", FIELDS, (("`ok`", "whether nothing was violated"), *_fields(VerifyReport))
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
     yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)
