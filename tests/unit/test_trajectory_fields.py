@@ -37,13 +37,15 @@ def test_every_field_of_a_trajectory_is_declared_and_says_what_it_means() -> Non
     assert all(MEANINGS.values())
 
 
-def test_the_protobuf_messages_have_each_field() -> None:
+def test_the_protobuf_message_has_each_field() -> None:
     message = pb.Trajectory.DESCRIPTOR
     lacking = DECLARED.keys() - {*message.fields_by_name, *message.oneofs_by_name}
     assert not lacking, f"dora.proto: message Trajectory lacks {lacking}: add them, then run make proto"
     undeclared = {each.name for each in message.fields if not each.containing_oneof} - DECLARED.keys()
     assert not undeclared, f"dora/data/trajectory.py declares no {undeclared}, which message Trajectory has"
 
+
+def test_the_packed_message_has_each_column() -> None:
     columns = {
         each.column or name for name, each in DECLARED.items() if each.packing not in (Packing.TOKENS, Packing.LEFT_OUT)
     }
