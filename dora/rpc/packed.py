@@ -4,12 +4,10 @@ A packed group is a TrajectoryGroup as any other. Its tokens stay what came, or 
 for them: the service joins the book's bytes into a message, and the client reads them out of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice, repeat
 from operator import attrgetter
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +22,14 @@ from dora.data.trajectory import (
     Trajectory,
     TrajectoryGroup,
 )
-from dora.data.trajectory_fields import Declared, Kind, Packing
-from dora.data.types import SamplingParams, Segment
 from dora.errors import InvalidValue
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES, PACKED_BYTES
+from dora.rpc.packed_columns import COLUMNS, FOLLOWING, LENGTHS, equal, packed_message
 
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])  # as the book holds it, and TrajectoryBatch.tokens
 Content = bytes | bytearray | memoryview
-_Convert = Callable[[Any], Any]
 
 _ARRAYS: Final = {"response_token_ids": "token_id", "logprobs": "logprob"}  # in TOKEN
 _ENVELOPE_BYTES: Final = 64  # of a batch, around what is in it
@@ -48,7 +44,7 @@ class PackedGroup(TrajectoryGroup):
     def __init__(self, message: pb.PackedGroup, tokens: Sequence[Content], decoder: Decoder | None = None) -> None:
         """``tokens``: of each response a TOKEN each; they must not change. Raises InvalidValue for a misshapen one."""
         responses = len(message.trajectory_ids)
-        for name, is_rare in _LENGTHS:
+        for name, is_rare in LENGTHS:
             given = len(getattr(message, name))
             if given != responses and (given or not is_rare):
                 raise InvalidValue(f"group {message.group_id}: {name}", given, f"one of each of {responses} responses")
@@ -117,12 +113,12 @@ class PackedGroup(TrajectoryGroup):
         return np.frombuffer(self.contents[index], TOKEN)[_ARRAYS[name]]
 
     def _trajectories(self) -> Iterator[Trajectory]:
-        columns = {name: column.read(self.message) for name, column in _COLUMNS.items()}
+        columns = {name: column.read(self.message) for name, column in COLUMNS.items()}
         rows = zip(*columns.values(), strict=False) if columns else ()  # some repeat one value for ever
         for index, row in zip(range(len(self)), rows, strict=False):
             values = dict(zip(columns, row, strict=True))
             values.update((name, self._column(index, name)) for name in _ARRAYS)
-            for name, follows in _FOLLOWING.items():
+            for name, follows in FOLLOWING.items():
                 values[name] = follows(values)
             yield Trajectory(**values, decoder=self._decoder)
 
@@ -132,8 +128,8 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
     members = group.trajectories
     if not members or not all(map(_follows, members)):
         return None
-    columns = {name: [getattr(each, name) for each in members] for name in _COLUMNS}
-    if not all(column.fits(columns[name]) for name, column in _COLUMNS.items()):
+    columns = {name: [getattr(each, name) for each in members] for name in COLUMNS}
+    if not all(column.fits(columns[name]) for name, column in COLUMNS.items()):
         return None
     contents = []
     for each in members:
@@ -144,167 +140,10 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
     return PackedGroup(packed_message(members, attrgetter), contents)
 
 
-def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
-    """The columns of a group. ``read``: by the name of a trajectory's field, the function that reads it of a member."""
-    written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
-    for name, column in _EACH_UNCHANGED.items():
-        written[column] = list(map(read(name), members))
-    for name, converted in _CONVERTED.items():
-        written.update(converted.write(list(map(read(name), members[: converted.reads]))))
-    return pb.PackedGroup(**written)
-
-
 def _follows(trajectory: Trajectory) -> bool:
     """Whether the fields that columns leave out are as they follow from the others."""
     values = {name: getattr(trajectory, name) for name in DECLARED}
-    return all(_equal(values[name], follows(values)) for name, follows in _FOLLOWING.items())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
-
-
-# ------------------------------------------------------------------------------------------------------------- columns
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """How ``pb.PackedGroup`` holds one field of all responses.
-
-    ``write`` takes the values, one a response, and gives the message's fields. ``read`` gives the values. ``lengths``:
-    fields of the message that must have a value for each response; if the column is rare, or none.
-    """
-
-    write: Callable[[Sequence[Any]], dict[str, Any]]
-    read: Callable[[pb.PackedGroup], Iterable[Any]]
-    fits: Callable[[Sequence[Any]], bool] = lambda _: True
-    lengths: tuple[str, ...] = ()
-    reads: int | None = None  # members that it is written from; None: all
-    is_rare: bool = False
-
-
-def _column_of(name: str, declared: Declared) -> _Column:
-    """Raises KeyError for a kind whose values no column holds yet."""
-    if declared.packing is Packing.SAME:
-        return _same(name, declared.kind)
-    if declared.kind in _OWN_COLUMNS:
-        return _OWN_COLUMNS[declared.kind]
-    column = declared.column or name
-    to_wire, from_wire = _VALUES[declared.kind]
-    if declared.packing is Packing.RARE:
-        return _rare(column, to_wire, from_wire, declared.empty or str)
-    return _Column(
-        write=lambda values: {column: values if to_wire is None else list(map(to_wire, values))},
-        read=lambda message: (
-            getattr(message, column) if from_wire is None else map(from_wire, getattr(message, column))
-        ),
-        lengths=(column,),
-    )
-
-
-def _same(name: str, kind: Kind) -> _Column:
-    """One value for all responses."""
-    to_wire, from_wire = _VALUES[kind]
-
-    def read(message: pb.PackedGroup) -> Iterator[Any]:
-        value = getattr(message, name)
-        return repeat(value if from_wire is None else from_wire(value))
-
-    return _Column(
-        write=lambda values: {name: values[0] if to_wire is None else to_wire(values[0])},
-        read=read,
-        fits=lambda values: all(_equal(value, values[0]) for value in values),
-        reads=1,
-    )
-
-
-def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> _Column:
-    """A value for each response, or no values if all are the empty one."""
-    nothing = empty()
-
-    def write(values: Sequence[Any]) -> dict[str, Any]:
-        if all(value == nothing for value in values):
-            return {}
-        return {column: values if to_wire is None else list(map(to_wire, values))}
-
-    def read(message: pb.PackedGroup) -> Iterable[Any]:
-        values = getattr(message, column)
-        if not values:
-            return iter(empty, _NEVER)
-        return values if from_wire is None else map(from_wire, values)
-
-    return _Column(write, read, lengths=(column,), is_rare=True)
-
-
-def _seedless(sampling: SamplingParams) -> SamplingParams:
-    return replace(sampling, seed=0)
-
-
-def _read_sampling(message: pb.PackedGroup) -> Iterator[SamplingParams]:
-    sampling = convert.sampling_from_wire(message.sampling)
-    return (replace(sampling, seed=seed) for seed in message.seeds)
-
-
-def _read_segments(message: pb.PackedGroup) -> Iterator[tuple[Segment, ...]]:
-    segments = map(convert.segment_from_wire, message.worker_history)
-    return (tuple(islice(segments, count)) for count in message.segments)
-
-
-def _stop_to_wire(reason: str | int | None) -> pb.StopReason:
-    return pb.StopReason(**convert.stop_reason_to_wire(reason))
-
-
-def _stop_from_wire(message: pb.StopReason) -> str | int | None:
-    stopped_by = message.WhichOneof("stop_reason")
-    return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
-
-
-def _array_values(dtype: np.dtype[Any]) -> tuple[_Convert, _Convert]:
-    return (lambda array: np.asarray(array, dtype).tobytes()), (lambda content: np.frombuffer(content, dtype))
-
-
-_NEVER: Final = object()
-_VALUES: Final[Mapping[Kind, tuple[_Convert | None, _Convert | None]]] = {  # to the wire, and from it; None: unchanged
-    **dict.fromkeys(convert.UNCHANGED, (None, None)),
-    **{kind: _array_values(dtype) for kind, dtype in convert.ARRAY_DTYPES.items()},
-    Kind.NUMBERS: (lambda numbers: pb.RewardComponents(values=dict(numbers)), lambda message: dict(message.values)),
-    Kind.STOP: (_stop_to_wire, _stop_from_wire),
-}
-_OWN_COLUMNS: Final = {
-    Kind.SAMPLING: _Column(  # of all responses, but for their seeds
-        write=lambda values: {
-            "sampling": convert.sampling_to_wire(values[0]),
-            "seeds": [sampling.seed for sampling in values],
-        },
-        read=_read_sampling,
-        fits=lambda values: all(_seedless(sampling) == _seedless(values[0]) for sampling in values),
-        lengths=("seeds",),
-    ),
-    Kind.SEGMENTS: _Column(
-        write=lambda values: {
-            "segments": list(map(len, values)),
-            "worker_history": [convert.segment_to_wire(segment) for segments in values for segment in segments],
-        },
-        read=_read_segments,
-        lengths=("segments",),
-    ),
-}
-_COLUMNS: Final = {
-    name: _column_of(name, each)
-    for name, each in DECLARED.items()
-    if each.packing not in (Packing.TOKENS, Packing.LEFT_OUT)
-}
-# of these, the values that a message holds as they are: a service writes very many
-_UNCHANGED: Final = {name: each for name, each in DECLARED.items() if each.kind in convert.UNCHANGED}
-_SAME_UNCHANGED: Final = tuple(name for name, each in _UNCHANGED.items() if each.packing is Packing.SAME)
-_EACH_UNCHANGED: Final = {
-    name: each.column or name for name, each in _UNCHANGED.items() if each.packing is Packing.EACH
-}
-_CONVERTED: Final = {
-    name: each for name, each in _COLUMNS.items() if name not in _SAME_UNCHANGED and name not in _EACH_UNCHANGED
-}
-_LENGTHS: Final = tuple((length, each.is_rare) for each in _COLUMNS.values() for length in each.lengths)
-_FOLLOWING: Final = {name: each.follows for name, each in DECLARED.items() if each.follows is not None}
+    return all(equal(values[name], follows(values)) for name, follows in FOLLOWING.items())
 
 
 # ------------------------------------------------------------------------------------------------------------ messages

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from dora.data.trajectory import TrajectoryGroup
 from dora.orchestrator.rollout.response_state import ResponseState, readers
-from dora.rpc.packed import PackedGroup, packed_message
+from dora.rpc.packed import PackedGroup
+from dora.rpc.packed_columns import packed_message
 
 
 def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:

@@ -1,0 +1,170 @@
+"""The columns of a packed group: one for each field of a trajectory that declares one."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
+from typing import Any, Final, cast
+
+import numpy as np
+
+from dora.data.trajectory import DECLARED
+from dora.data.trajectory_fields import Declared, Kind, Packing
+from dora.data.types import SamplingParams, Segment
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+
+_Convert = Callable[[Any], Any]
+
+
+def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
+    """The columns of a group. ``read``: by the name of a trajectory's field, the function that reads it of a member."""
+    written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
+    for name, column in _EACH_UNCHANGED.items():
+        written[column] = list(map(read(name), members))
+    for name, converted in _CONVERTED.items():
+        written.update(converted.write(list(map(read(name), members[: converted.reads]))))
+    return pb.PackedGroup(**written)
+
+
+def equal(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How ``pb.PackedGroup`` holds one field of all responses.
+
+    ``write`` takes the values, one a response, and gives the message's fields. ``read`` gives the values. ``lengths``:
+    fields of the message that must have a value for each response; if the column is rare, or none.
+    """
+
+    write: Callable[[Sequence[Any]], dict[str, Any]]
+    read: Callable[[pb.PackedGroup], Iterable[Any]]
+    fits: Callable[[Sequence[Any]], bool] = lambda _: True
+    lengths: tuple[str, ...] = ()
+    reads: int | None = None  # members that it is written from; None: all
+    is_rare: bool = False
+
+
+def _column_of(name: str, declared: Declared) -> Column:
+    """Raises KeyError for a kind whose values no column holds yet."""
+    if declared.packing is Packing.SAME:
+        return _same(name, declared.kind)
+    if declared.kind in _OWN_COLUMNS:
+        return _OWN_COLUMNS[declared.kind]
+    column = declared.column or name
+    to_wire, from_wire = _VALUES[declared.kind]
+    if declared.packing is Packing.RARE:
+        return _rare(column, to_wire, from_wire, declared.empty or str)
+    return Column(
+        write=lambda values: {column: values if to_wire is None else list(map(to_wire, values))},
+        read=lambda message: (
+            getattr(message, column) if from_wire is None else map(from_wire, getattr(message, column))
+        ),
+        lengths=(column,),
+    )
+
+
+def _same(name: str, kind: Kind) -> Column:
+    """One value for all responses."""
+    to_wire, from_wire = _VALUES[kind]
+
+    def read(message: pb.PackedGroup) -> Iterator[Any]:
+        value = getattr(message, name)
+        return repeat(value if from_wire is None else from_wire(value))
+
+    return Column(
+        write=lambda values: {name: values[0] if to_wire is None else to_wire(values[0])},
+        read=read,
+        fits=lambda values: all(equal(value, values[0]) for value in values),
+        reads=1,
+    )
+
+
+def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> Column:
+    """A value for each response, or no values if all are the empty one."""
+    nothing = empty()
+
+    def write(values: Sequence[Any]) -> dict[str, Any]:
+        if all(value == nothing for value in values):
+            return {}
+        return {column: values if to_wire is None else list(map(to_wire, values))}
+
+    def read(message: pb.PackedGroup) -> Iterable[Any]:
+        values = getattr(message, column)
+        if not values:
+            return iter(empty, _NEVER)
+        return values if from_wire is None else map(from_wire, values)
+
+    return Column(write, read, lengths=(column,), is_rare=True)
+
+
+def _seedless(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, seed=0)
+
+
+def _read_sampling(message: pb.PackedGroup) -> Iterator[SamplingParams]:
+    sampling = convert.sampling_from_wire(message.sampling)
+    return (replace(sampling, seed=seed) for seed in message.seeds)
+
+
+def _read_segments(message: pb.PackedGroup) -> Iterator[tuple[Segment, ...]]:
+    segments = map(convert.segment_from_wire, message.worker_history)
+    return (tuple(islice(segments, count)) for count in message.segments)
+
+
+def _stop_to_wire(reason: str | int | None) -> pb.StopReason:
+    return pb.StopReason(**convert.stop_reason_to_wire(reason))
+
+
+def _stop_from_wire(message: pb.StopReason) -> str | int | None:
+    stopped_by = message.WhichOneof("stop_reason")
+    return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
+
+
+def _array_values(dtype: np.dtype[Any]) -> tuple[_Convert, _Convert]:
+    return (lambda array: np.asarray(array, dtype).tobytes()), (lambda content: np.frombuffer(content, dtype))
+
+
+_NEVER: Final = object()
+_VALUES: Final[Mapping[Kind, tuple[_Convert | None, _Convert | None]]] = {  # to the wire, and from it; None: unchanged
+    **dict.fromkeys(convert.UNCHANGED, (None, None)),
+    **{kind: _array_values(dtype) for kind, dtype in convert.ARRAY_DTYPES.items()},
+    Kind.NUMBERS: (lambda numbers: pb.RewardComponents(values=dict(numbers)), lambda message: dict(message.values)),
+    Kind.STOP: (_stop_to_wire, _stop_from_wire),
+}
+_OWN_COLUMNS: Final = {
+    Kind.SAMPLING: Column(  # of all responses, but for their seeds
+        write=lambda values: {
+            "sampling": convert.sampling_to_wire(values[0]),
+            "seeds": [sampling.seed for sampling in values],
+        },
+        read=_read_sampling,
+        fits=lambda values: all(_seedless(sampling) == _seedless(values[0]) for sampling in values),
+        lengths=("seeds",),
+    ),
+    Kind.SEGMENTS: Column(
+        write=lambda values: {
+            "segments": list(map(len, values)),
+            "worker_history": [convert.segment_to_wire(segment) for segments in values for segment in segments],
+        },
+        read=_read_segments,
+        lengths=("segments",),
+    ),
+}
+COLUMNS: Final = {
+    name: _column_of(name, each)
+    for name, each in DECLARED.items()
+    if each.packing not in (Packing.TOKENS, Packing.LEFT_OUT)
+}
+# of these, the values that a message holds as they are: a service writes very many
+_UNCHANGED: Final = {name: each for name, each in DECLARED.items() if each.kind in convert.UNCHANGED}
+_SAME_UNCHANGED: Final = tuple(name for name, each in _UNCHANGED.items() if each.packing is Packing.SAME)
+_EACH_UNCHANGED: Final = {
+    name: each.column or name for name, each in _UNCHANGED.items() if each.packing is Packing.EACH
+}
+_CONVERTED: Final = {
+    name: each for name, each in COLUMNS.items() if name not in _SAME_UNCHANGED and name not in _EACH_UNCHANGED
+}
+LENGTHS: Final = tuple((length, each.is_rare) for each in COLUMNS.values() for length in each.lengths)
+FOLLOWING: Final = {name: each.follows for name, each in DECLARED.items() if each.follows is not None}
