@@ -59,16 +59,20 @@ def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
 
 def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
     values = _named(trajectory, _PLAIN)
-    for name, form in _OTHERS.items():
-        values.update(form.write(name, getattr(trajectory, name)))
+    for name, form in _CONVERTED:
+        values[name] = form.write(getattr(trajectory, name))
+    for name, own in _OWN:
+        values.update(own.write(getattr(trajectory, name)))
     return pb.Trajectory(**values)
 
 
 def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
     """``decoder``: makes its texts, where it is asked for them. Raises InvalidValue where lengths differ."""
     values = _named(message, _PLAIN)
-    for name, form in _OTHERS.items():
-        values[name] = form.read(name, message)
+    for name, form in _CONVERTED:
+        values[name] = form.read(getattr(message, name), name)
+    for name, own in _OWN:
+        values[name] = own.read(message)
     return Trajectory(**values, decoder=decoder)
 
 
@@ -289,62 +293,64 @@ def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How ``pb.Trajectory`` holds the values of a kind: ``write`` gives the message's fields, ``read`` reads them."""
+    """How the values of a kind are written into the message's field of the same name, and read from it."""
 
-    write: Callable[[str, Any], dict[str, Any]]
-    read: Callable[[str, pb.Trajectory], Any]
+    write: Callable[[Any], Any]
+    read: Callable[[Any, str], Any]  # and the name, for errors
 
 
-def _form(to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]) -> Form:
-    """Of a kind whose value is one field of the message, which has the trajectory's name."""
-    return Form(
-        lambda name, value: {name: to_wire(value)},
-        lambda name, message: from_wire(getattr(message, name)),
-    )
+@dataclass(frozen=True, slots=True)
+class OwnForm:
+    """The same for a kind that ``pb.Trajectory`` holds in fields of its own. ``write`` gives these fields."""
+
+    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[pb.Trajectory], Any]
 
 
 def _array_form(dtype: np.dtype[Any]) -> Form:
-    return Form(
-        lambda name, array: {name: _bytes(array, dtype)},
-        lambda name, message: _array(getattr(message, name), dtype, name),
-    )
+    return Form(lambda array: np.asarray(array, dtype).tobytes(), lambda content, name: _array(content, dtype, name))
 
 
-def _stop_from_wire(name: str, message: pb.Trajectory) -> str | int | None:
+def _stop_from_wire(message: pb.Trajectory) -> str | int | None:
     stopped_by = message.WhichOneof("stop_reason")
     return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
 
 
-def _routing_to_wire(name: str, rows: ExpertArray | None) -> dict[str, Any]:
+def _routing_to_wire(rows: ExpertArray | None) -> dict[str, Any]:
     if rows is None:
         return {}
     _, layers, top_k = rows.shape
     raw = _bytes(rows, np.dtype(f"<u{rows.itemsize}"))
-    return {name: pb.RoutedExperts(layers=layers, top_k=top_k, id_bytes=rows.itemsize, expert_ids=raw)}
+    return {
+        "routed_experts": pb.RoutedExperts(layers=layers, top_k=top_k, id_bytes=rows.itemsize, expert_ids=raw),
+    }
 
 
-def _routing_from_wire(name: str, message: pb.Trajectory) -> ExpertArray | None:
+def _routing_from_wire(message: pb.Trajectory) -> ExpertArray | None:
     if not message.HasField("routed_experts"):
         return None
     routed = message.routed_experts
     return expert_rows(routed.expert_ids, routed.layers, routed.top_k, routed.id_bytes)
 
 
-ARRAY_DTYPES: Final[Mapping[Kind, np.dtype[Any]]] = {Kind.INT32: _INT32, Kind.FLOAT32: _FLOAT32, Kind.UINT8: _UINT8}
-FORMS: Final[Mapping[Kind, Form]] = {  # of all kinds but those that are the same on both sides
-    **{kind: _array_form(dtype) for kind, dtype in ARRAY_DTYPES.items()},
-    Kind.NUMBERS: _form(dict, dict),
-    Kind.SAMPLING: _form(sampling_to_wire, sampling_from_wire),
-    Kind.SEGMENTS: _form(
-        lambda segments: list(map(segment_to_wire, segments)),
-        lambda messages: tuple(map(segment_from_wire, messages)),
-    ),
-    Kind.EVENTS: _form(
-        lambda events: list(map(event_to_wire, events)), lambda messages: tuple(map(event_from_wire, messages))
-    ),
-    Kind.STOP: Form(lambda _, reason: stop_reason_to_wire(reason), _stop_from_wire),
-    Kind.EXPERTS: Form(_routing_to_wire, _routing_from_wire),
-}
 UNCHANGED: Final = (Kind.PLAIN, Kind.NUMBER)  # the same on both sides
+ARRAY_DTYPES: Final[Mapping[Kind, np.dtype[Any]]] = {Kind.INT32: _INT32, Kind.FLOAT32: _FLOAT32, Kind.UINT8: _UINT8}
+FORMS: Final[Mapping[Kind, Form]] = {
+    **{kind: _array_form(dtype) for kind, dtype in ARRAY_DTYPES.items()},
+    Kind.NUMBERS: Form(dict, lambda values, _: dict(values)),
+    Kind.SAMPLING: Form(sampling_to_wire, lambda message, _: sampling_from_wire(message)),
+    Kind.SEGMENTS: Form(
+        lambda segments: list(map(segment_to_wire, segments)),
+        lambda messages, _: tuple(map(segment_from_wire, messages)),
+    ),
+    Kind.EVENTS: Form(
+        lambda events: list(map(event_to_wire, events)), lambda messages, _: tuple(map(event_from_wire, messages))
+    ),
+}
+OWN_FORMS: Final[Mapping[Kind, OwnForm]] = {
+    Kind.STOP: OwnForm(stop_reason_to_wire, _stop_from_wire),
+    Kind.EXPERTS: OwnForm(_routing_to_wire, _routing_from_wire),
+}
 _PLAIN: Final = tuple(name for name, each in DECLARED.items() if each.kind in UNCHANGED)
-_OTHERS: Final = {name: FORMS[each.kind] for name, each in DECLARED.items() if each.kind not in UNCHANGED}
+_CONVERTED: Final = tuple((name, FORMS[each.kind]) for name, each in DECLARED.items() if each.kind in FORMS)
+_OWN: Final = tuple((name, OWN_FORMS[each.kind]) for name, each in DECLARED.items() if each.kind in OWN_FORMS)

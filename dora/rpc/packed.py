@@ -114,8 +114,8 @@ class PackedGroup(TrajectoryGroup):
 
     def _trajectories(self) -> Iterator[Trajectory]:
         columns = {name: column.read(self.message) for name, column in COLUMNS.items()}
-        rows = zip(*columns.values(), strict=False) if columns else ()  # some repeat one value for ever
-        for index, row in zip(range(len(self)), rows, strict=False):
+        rows = zip(range(len(self)), *columns.values(), strict=False)  # some repeat one value for ever
+        for index, *row in rows:
             values = dict(zip(columns, row, strict=True))
             values.update((name, self._column(index, name)) for name in _ARRAYS)
             for name, follows in FOLLOWING.items():

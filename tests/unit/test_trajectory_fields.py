@@ -57,7 +57,9 @@ def test_the_packed_message_has_each_column() -> None:
 
 def test_every_kind_of_value_can_be_written() -> None:
     assert set(JSON) == set(Kind), "dora/data/trajectory_fields.py: JSON"
-    assert {*convert.FORMS, *convert.UNCHANGED} == set(Kind), "dora/rpc/convert.py: FORMS"
+    assert {*convert.FORMS, *convert.OWN_FORMS, *convert.UNCHANGED} == set(Kind), "dora/rpc/convert.py: FORMS"
+    by_token = {name for name, declared in DECLARED.items() if declared.packing is Packing.TOKENS}
+    assert by_token == {"response_token_ids", "logprobs"}, "dora/rpc/packed.py: TOKEN holds no other field"
 
 
 def test_the_service_computes_each_field() -> None:
