@@ -9,9 +9,8 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
-from functools import partial
 from typing import Annotated, Any, Final, cast, get_args, get_origin
 
 import numpy as np
@@ -95,16 +94,10 @@ def declarations(kind: type) -> tuple[dict[str, Declared], dict[str, str]]:
         if get_origin(each.type) is not Annotated:
             continue
         texts[each.name], declared = cast(Any, each.type).__metadata__
-        if declared.packing is Packing.LEFT_OUT and declared.follows is None:
-            if each.default is MISSING:
-                raise TypeError(f"{kind.__name__}.{each.name} is left out of packed groups and has no default")
-            declared = replace(declared, follows=partial(_default, each.default))
+        if declared.packing is Packing.LEFT_OUT and declared.follows is None and each.default is MISSING:
+            raise TypeError(f"{kind.__name__}.{each.name} is left out of packed groups and has no default")
         found[each.name] = declared
     return found, texts
-
-
-def _default(value: Any, _: Mapping[str, Any]) -> Any:
-    return value
 
 
 def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:

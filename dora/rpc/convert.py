@@ -62,7 +62,8 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
     for name, form in _CONVERTED:
         values[name] = form.write(getattr(trajectory, name))
     for name, own in _OWN:
-        values.update(own.write(getattr(trajectory, name)))
+        if (value := getattr(trajectory, name)) is not None:
+            values.update(own.write(value))
     return pb.Trajectory(**values)
 
 
@@ -301,7 +302,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The same for a kind that ``pb.Trajectory`` holds in fields of its own. ``write`` gives these fields."""
+    """The same for a kind that ``pb.Trajectory`` holds in fields of its own. ``write`` gives these fields.
+
+    It is not asked for None: then no field is written.
+    """
 
     write: Callable[[Any], dict[str, Any]]
     read: Callable[[pb.Trajectory], Any]
@@ -316,9 +320,7 @@ def _stop_from_wire(message: pb.Trajectory) -> str | int | None:
     return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
 
 
-def _routing_to_wire(rows: ExpertArray | None) -> dict[str, Any]:
-    if rows is None:
-        return {}
+def _routing_to_wire(rows: ExpertArray) -> dict[str, Any]:
     _, layers, top_k = rows.shape
     raw = _bytes(rows, np.dtype(f"<u{rows.itemsize}"))
     return {

@@ -26,7 +26,7 @@ from dora.errors import InvalidValue
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES, PACKED_BYTES
-from dora.rpc.packed_columns import COLUMNS, FOLLOWING, LENGTHS, equal, packed_message
+from dora.rpc.packed_columns import COLUMNS, DEFAULTS, FOLLOWING, LENGTHS, equal, packed_message
 
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])  # as the book holds it, and TrajectoryBatch.tokens
 Content = bytes | bytearray | memoryview
@@ -117,7 +117,9 @@ class PackedGroup(TrajectoryGroup):
         rows = zip(range(len(self)), *columns.values(), strict=False)  # some repeat one value for ever
         for index, *row in rows:
             values = dict(zip(columns, row, strict=True))
-            values.update((name, self._column(index, name)) for name in _ARRAYS)
+            tokens = np.frombuffer(self.contents[index], TOKEN)
+            for name, column in _ARRAYS.items():
+                values[name] = tokens[column]
             for name, follows in FOLLOWING.items():
                 values[name] = follows(values)
             yield Trajectory(**values, decoder=self._decoder)
@@ -143,7 +145,9 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
 def _follows(trajectory: Trajectory) -> bool:
     """Whether the fields that columns leave out are as they follow from the others."""
     values = {name: getattr(trajectory, name) for name in DECLARED}
-    return all(equal(values[name], follows(values)) for name, follows in FOLLOWING.items())
+    return all(equal(values[name], follows(values)) for name, follows in FOLLOWING.items()) and all(
+        equal(values[name], default) for name, default in DEFAULTS.items()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ messages

@@ -1,13 +1,13 @@
 """The columns of a packed group: one for each field of a trajectory that declares one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, repeat
 from typing import Any, Final, cast
 
 import numpy as np
 
-from dora.data.trajectory import DECLARED
+from dora.data.trajectory import DECLARED, Trajectory
 from dora.data.trajectory_fields import Declared, Kind, Packing
 from dora.data.types import SamplingParams, Segment
 from dora.rpc import convert
@@ -167,4 +167,10 @@ _CONVERTED: Final = {
     name: each for name, each in COLUMNS.items() if name not in _SAME_UNCHANGED and name not in _EACH_UNCHANGED
 }
 LENGTHS: Final = tuple((length, each.is_rare) for each in COLUMNS.values() for length in each.lengths)
+# of the fields that columns leave out: how they follow from the others, and those that have their default
 FOLLOWING: Final = {name: each.follows for name, each in DECLARED.items() if each.follows is not None}
+DEFAULTS: Final = {
+    each.name: each.default
+    for each in fields(Trajectory)
+    if each.name in DECLARED and DECLARED[each.name].packing is Packing.LEFT_OUT and each.name not in FOLLOWING
+}
