@@ -80,9 +80,11 @@ def finished(book: ResponseBuffer, journal: Journal) -> None:
     """One group of two responses, of which all that the journal keeps is told to it."""
     prompt = Prompt("p0", "sums", (1, 2, 3), "text", 2)
     entries = book.admit("g0", prompt, 3, {"g0.0": 4, "g0.1": 7}, at=10.5)
-    journal.admitted(entries, (-1, 1), deadline=4)
+    values = records.prompt_values(prompt)
+    journal.note(records.Admitted(entries[0].number, "g0", values, 3, 4, 3, 10.5, [4, 7], -1, 1))
     rows, counts = np.array([4, 7]), np.array([2, 3])
-    routed_bytes = np.array([ROUTING.rows(3, count) * ROUTING.token_bytes for count in counts.tolist()])
+    row_bytes = book.routing.token_bytes if book.routing else 0
+    routed_bytes = np.array([ROUTING.rows(3, count) * row_bytes for count in counts.tolist()])
     columns = TokenColumns(
         rows,
         np.zeros(2, np.int64),
@@ -96,9 +98,7 @@ def finished(book: ResponseBuffer, journal: Journal) -> None:
         routed_bytes,
         memoryview(bytes(np.arange(int(routed_bytes.sum())) % 4)),
     )
-    held = book.column("held", rows).copy()
-    book.append("w1", columns, at=11.5)
-    journal.report(book, columns, held, 11.5)
+    journal.report(book.accept("w1", 3, columns, at=11.5))
     for entry, value in zip(entries, (0.5, 1.5), strict=True):
         entry.reward = Reward(value, {"format": value}, f"it is {value}", True)
         journal.verdict(entry, 12.0)
