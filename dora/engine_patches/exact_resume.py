@@ -1,12 +1,12 @@
-"""A request may come to the model runner with outputs that another engine sampled.
+"""Lets a request enter the model runner with outputs that another engine sampled.
 
-vLLM's runner takes every new request as a prompt without outputs. Outputs re-sent as prompt change what follows: the
-penalties of outputs, ``min_tokens`` and ``max_tokens`` count from the prompt's end, and the seeded random stream starts
-anew. Here a new request whose sampling parameters carry ``OUTPUTS_KEY`` enters with those outputs *as outputs*, and its
-random stream advanced by what they drew. The scheduler's half is ``dora.worker.vllm_scheduler``.
+vLLM's runner treats every new request as a prompt without outputs. Re-sending outputs as prompt changes later tokens:
+output penalties, ``min_tokens`` and ``max_tokens`` count from the prompt's end, and the seeded random stream restarts.
+With this patch a new request whose sampling parameters carry ``OUTPUTS_KEY`` enters with those outputs *as outputs*,
+and its random stream is advanced by their draws. The scheduler's half is ``dora.worker.vllm_scheduler``.
 
 The CPU sampler draws one ``torch.randint(0, 2**31)`` for each token of a seeded request (vllm/v1/sample/ops/
-topk_topp_sampler.py, ``forward_cpu``); other samplers draw otherwise, and ``verify`` refuses them.
+topk_topp_sampler.py, ``forward_cpu``). ``verify`` refuses samplers that draw differently.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,24 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "exact_resume"
-OUTPUTS_KEY: Final = "dora_outputs"  # in SamplingParams.extra_args: the tokens sampled so far
-PROMPT_KEY: Final = "dora_prompt"  # beside it: the prompt as an array, which takes less time to copy than a list
+OUTPUTS_KEY: Final = "dora_outputs"  # key in SamplingParams.extra_args: the tokens sampled so far
+# key in SamplingParams.extra_args: the prompt as an array, which copies faster than a list
+PROMPT_KEY: Final = "dora_prompt"
 _DRAW_LIMIT: Final = 2**31
 
 
 def resumed_outputs(extra_args: Mapping[str, Any] | None) -> list[int]:
-    """The outputs that a request already has; empty for one that starts here."""
+    """Returns the outputs that a request already has; empty for a new request."""
     return list((extra_args or {}).get(OUTPUTS_KEY, ()))
 
 
 def advance(generator: torch.Generator, draws: int) -> None:
-    """Takes what ``draws`` sampled tokens took from a request's random stream."""
+    """Advances a request's random stream by the draws of ``draws`` sampled tokens."""
     torch.randint(0, _DRAW_LIMIT, (draws,), generator=generator, dtype=torch.long)
 
 
 class ResumingModelRunner(CPUModelRunner):
-    """vLLM's CPU model runner, to which a request may come with outputs."""
+    """vLLM's CPU model runner, extended to accept requests with outputs."""
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
@@ -46,7 +47,7 @@ class ResumingModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        # vLLM's hook for a new request whose state is there already: it asks for the state to put in the batch.
+        # vLLM's hook for a new request with existing state: it returns the state to add to the batch.
         if resumed_outputs(new_req_data.sampling_params.extra_args):
             return self.requests[req_id]
         return super()._update_streaming_request(req_id, new_req_data)
@@ -71,7 +72,7 @@ class ResumingModelRunner(CPUModelRunner):
 
 
 def _apply() -> None:
-    cpu_worker.CPUModelRunner = ResumingModelRunner  # the name under which the CPU worker makes its runner
+    cpu_worker.CPUModelRunner = ResumingModelRunner  # the CPU worker creates its runner by this name
 
 
 def _verify(runner: Any) -> None:

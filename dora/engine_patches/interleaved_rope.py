@@ -1,7 +1,7 @@
-"""Rotary positions of interleaved pairs, as DeepSeek's models have them, must be those of each head.
+"""Corrects rotary positions of interleaved pairs (DeepSeek's models), which vLLM's CPU kernel applies to one head only.
 
-vLLM's CPU kernel turns the pairs of the first head alone as it should (measured: another model's logprobs, which also
-change with what else is in the batch, and no error). Here layers of that style use vLLM's own arithmetic in PyTorch.
+With vLLM's kernel the logprobs are wrong and depend on the other requests of the batch, without an error. This patch
+makes layers of that style use vLLM's own arithmetic in PyTorch.
 """
 
 from typing import Any, Final
@@ -12,7 +12,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "interleaved_rope"
-_TOLERANCE: Final = 0.05  # absolute, of values about 1; half precision stays well below, a pair left as it is does not
+# absolute, for values about 1: half precision stays well below it, an unrotated pair exceeds it
+_TOLERANCE: Final = 0.05
 
 _kernel: Final = RotaryEmbedding.forward_cpu
 
@@ -29,7 +30,7 @@ def _apply() -> None:
 
 @torch.inference_mode()
 def _verify(runner: Any) -> None:
-    """Turns two heads of a layer of that style, cut out of a wider array as the models do it."""
+    """Rotates two heads that are slices of a wider array, as the models pass them."""
     for module in runner.get_model().modules():
         if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
             wide = torch.randn(3, 2, module.head_size + 8, generator=torch.Generator().manual_seed(1))

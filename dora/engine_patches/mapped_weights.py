@@ -1,10 +1,10 @@
-"""Weights come into an engine from files in its host's memory, mapped: vLLM's weight transfer, with DORA at its end.
+"""Loads weights from memory-mapped files of the host: a backend of vLLM's weight transfer.
 
-vLLM's own backends receive from a trainer's process, by NCCL or CUDA IPC. This one is registered beside them and driven
-the same way (start, update, finish). Each tensor is a window on the mapped file until a layer's loader takes its part
-of it, so a rank of tensor, pipeline or expert parallelism touches the pages of its own part alone. Layers are loaded
-one by one and written over the running model's tensors; then what vLLM leaves behind is repaired (registry.py).
-Source: vllm/distributed/weight_transfer/base.py, nccl_engine.py.
+vLLM's own backends receive from a trainer's process, by NCCL or CUDA IPC. This backend is registered beside them and
+driven the same way (start, update, finish). Each tensor is a view of the mapped file until a layer's loader takes its
+part, so a rank of tensor, pipeline or expert parallelism reads only the pages of its own part. Layers are loaded one by
+one over the running model's tensors; then the patches repair what vLLM leaves stale (registry.py). Source:
+vllm/distributed/weight_transfer/base.py, nccl_engine.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,23 +21,25 @@ from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.engine_patches.quantised import quantised
 
 NAME: Final = "mapped_weights"
-BACKEND: Final = "dora"  # as vLLM's ``weight_transfer_config`` names it
+BACKEND: Final = "dora"  # the name in vLLM's ``weight_transfer_config``
 
 
 @dataclass
 class NothingToInit(WeightTransferInitInfo):
-    """Files need no group of processes."""
+    """Empty: files need no process group."""
 
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
-    """Paths of safetensors files, which hold the whole model and are checked."""
+    """Paths of verified safetensors files that hold the whole model."""
 
     files: Sequence[str]
 
 
 class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
-    """One rank's end of an update. An update that fails leaves the model whole in shape, with weights of no version."""
+    """One rank's half of an update. After a failed update the model keeps its shapes, and its weights belong to no
+    version.
+    """
 
     init_info_cls = NothingToInit
     update_info_cls = WeightFiles
@@ -53,7 +55,7 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            self.finish_weight_update()  # else the next update would go on where this one stopped
+            self.finish_weight_update()  # otherwise the next update would continue this one
             raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -72,7 +74,7 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
 
 
 def mapped_tensors(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, each of which shows the file's own pages; nothing is read before it is looked at."""
+    """Yields name and tensor. Each tensor is a view of the file's pages, which are read on first use."""
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - a safetensors file is no mapping

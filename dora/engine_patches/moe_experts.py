@@ -1,8 +1,7 @@
-"""Experts whose weights were replaced in place must be packed for the CPU kernel again.
+"""Packs experts for the CPU kernel again after their weights were replaced in place.
 
-vLLM packs unquantised experts when their kernel is first set up and copies later weights over the packed ones as they
-are, so the kernel reads raw weights as packed ones (measured: other tokens, no error). Here they are packed again after
-a reload.
+vLLM packs unquantised experts when their kernel is first set up and copies later weights over the packed ones, so the
+kernel reads raw weights as packed ones: tokens are wrong, without an error.
 """
 
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "moe_experts"
-_TOLERANCE: Final = 0.05  # relative; half precision stays well below, weights in the wrong order do not
+_TOLERANCE: Final = 0.05  # relative: half precision stays well below it, weights in the wrong order exceed it
 _WEIGHTS: Final = ("w13_weight", "w2_weight")
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[Any, CPUUnquantizedExperts]]:
-    """Layers of packed experts, with the kernel's owner."""
+    """Yields each layer of packed experts with the owner of its kernel."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
@@ -36,7 +35,7 @@ def _repack(model: torch.nn.Module) -> None:
 
 @torch.inference_mode()
 def _verify(runner: Any) -> None:
-    """Writes known raw weights into one layer, repairs, and compares one expert with plain PyTorch."""
+    """Writes known raw weights into one layer, repairs it, and compares one expert with plain PyTorch."""
     for layer, experts in _layers(runner.get_model()):
         kept = {name: getattr(layer, name).data.clone() for name in _WEIGHTS}
         intermediate = experts.moe_config.intermediate_size_per_partition
@@ -52,7 +51,7 @@ def _verify(runner: Any) -> None:
 
 
 def _one_expert(layer: Any, experts: CPUUnquantizedExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last expert's output for one token: by the kernel on re-packed weights, and by plain PyTorch."""
+    """Returns the last expert's output for one token: by the kernel on re-packed weights, and by plain PyTorch."""
     generator = torch.Generator().manual_seed(1)
     for name in _WEIGHTS:
         weight = getattr(layer, name).data

@@ -1,4 +1,4 @@
-"""What a patch declares."""
+"""The declaration of a patch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ class PatchFailed(DoraError):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One change to vLLM, in each rank's process. ``runner`` below is its model runner, ``model`` its torch module."""
+    """One change to vLLM in each rank's process. ``runner`` is the rank's model runner, ``model`` its torch module."""
 
     name: str
-    vllm_range: str  # PEP 440 specifiers of the versions it is written for
+    vllm_range: str  # PEP 440 specifiers of the supported versions
     reason: str
-    apply: Callable[[], None]  # before the engine is made; may be repeated
-    verify: Callable[[Any], None]  # on the engine that was made; raises PatchFailed
+    apply: Callable[[], None]  # before the engine is created; may be repeated
+    verify: Callable[[Any], None]  # on the created engine; raises PatchFailed
     after_reload: Callable[[Any], None]  # on the model, after its weights were replaced in place
 
     def check_version(self, vllm_version: str) -> None:
-        """Raises InvalidValue unless the patch is written for this vLLM."""
-        release = Version(vllm_version).public  # a local part, such as +cpu, says how it was built
+        """Raises InvalidValue unless the patch supports this vLLM."""
+        release = Version(vllm_version).public  # a local part, such as +cpu, names the build
         if not SpecifierSet(self.vllm_range).contains(release, prereleases=True):
             raise InvalidValue("vLLM version", vllm_version, f"{self.vllm_range}, which patch {self.name!r} is for")
 
 
 def nothing(*_: Any) -> None:
-    """For a patch that has nothing to do at one of its moments."""
+    """Does nothing. For a patch without an action at this moment."""

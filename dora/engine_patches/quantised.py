@@ -1,10 +1,10 @@
-"""Projections quantised to int8 while a version is loaded, each with scales of its own: one for each output channel.
+"""Quantises projections to int8 while a version is loaded, with one scale for each output channel.
 
-The engine is made for the form that compressed-tensors calls W8A8: int8 weights, symmetric; activations quantised token
-by token. A trainer publishes in floating point, so the worker quantises as the tensors come (round to nearest, the
-largest of a channel becomes 127); the logprobs that it reports are the quantised model's own. Experts, embeddings,
-heads, norms and routers stay as they are.
-Source: vllm/model_executor/layers/quantization/compressed_tensors, compressed_tensors_w8a8_int8.py.
+The engine expects the form that compressed-tensors calls W8A8: symmetric int8 weights, and activations quantised token
+by token. A trainer publishes in floating point, so the worker quantises the tensors during the load (round to nearest;
+the largest value of a channel becomes 127). The reported logprobs are the quantised model's own. Experts, embeddings,
+heads, norms and routers are not quantised. Source: vllm/model_executor/layers/quantization/compressed_tensors,
+compressed_tensors_w8a8_int8.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.models.int8 import int8_of, is_quantised
 
 NAME: Final = "quantised"
-# Of modules, by vLLM's names: what is not quantised. MLA takes kv_b_proj apart, so it has to be plain.
+# Modules that are not quantised, by vLLM's names. MLA splits kv_b_proj, so it must be plain.
 _PLAIN: Final = ("lm_head", "re:.*embed.*", "re:.*experts.*", "re:.*gate$", "re:.*kv_b_proj.*", "re:.*_mqa.*")
 
 
 def settings(quantisation: str) -> dict[str, Any] | None:
-    """What an engine's config.json would say; None: nothing is quantised."""
+    """Returns the quantisation settings of the engine's config.json; None if nothing is quantised."""
     if not quantisation:
         return None
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -39,7 +39,7 @@ def settings(quantisation: str) -> dict[str, Any] | None:
 
 
 def quantised(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each projection as int8, followed by its scales; all else as it comes."""
+    """Yields each projection as int8, followed by its scales, and every other tensor unchanged."""
     for name, tensor in tensors:
         if not is_quantised(name):
             yield name, tensor
@@ -50,10 +50,10 @@ def quantised(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 
 def _apply() -> None:
-    """Keeps a layer's scales as long as its kernel, which has their address and not them.
+    """Keeps a layer's scales alive as long as its kernel, which holds only their address.
 
-    After a reload vLLM copies the scales to where the old ones lay, and lets those go that the kernel was made with:
-    what it reads then is anything (measured: NaN, or another model's logprobs).
+    After a reload vLLM copies the scales to their old address and frees the tensors with which the kernel was created.
+    The kernel would then read freed memory: NaN, or wrong logprobs.
     """
     process = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
     if getattr(process, "keeps_scales", False):

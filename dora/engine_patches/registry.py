@@ -19,7 +19,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
 
 
 def apply(patches: Sequence[Patch] = PATCHES) -> None:
-    """Applies all patches; before the engine is made. Raises InvalidValue for a vLLM that one is not written for."""
+    """Applies all patches before the engine is created. Raises InvalidValue if a patch does not support this vLLM."""
     for patch in patches:
         patch.check_version(vllm.__version__)
     for patch in patches:
@@ -27,12 +27,14 @@ def apply(patches: Sequence[Patch] = PATCHES) -> None:
 
 
 def verify(runner: Any, patches: Sequence[Patch] = PATCHES) -> None:
-    """Proves on one rank of a fresh engine that every patch took. Raises PatchFailed, naming the first that did not."""
+    """Verifies all patches on one rank of a fresh engine. Raises PatchFailed, naming the first that did not take
+    effect.
+    """
     for patch in patches:
         patch.verify(runner)
 
 
 def after_reload(model: Any, patches: Sequence[Patch] = PATCHES) -> None:
-    """Repairs what vLLM leaves behind when a model's weights were replaced in place."""
+    """Repairs the state that vLLM leaves stale after a model's weights were replaced in place."""
     for patch in patches:
         patch.after_reload(model)

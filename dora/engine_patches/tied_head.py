@@ -1,8 +1,8 @@
-"""A head that is tied to the embedding must see weights that were replaced in place.
+"""Makes a head that is tied to the embedding use weights that were replaced in place.
 
-On CPU vLLM packs a linear layer's weights into a kernel when they are loaded. A reload re-packs each layer that its
-own weights arrive for; a tied head has none of its own, so it goes on with the version before (measured: logprobs of
-the old weights, no error). Here every vocabulary layer is packed again after a reload.
+On CPU vLLM packs a linear layer's weights into a kernel when they are loaded. A reload re-packs a layer only if weights
+of its own arrive. A tied head has none, so it would keep the previous version: wrong logprobs, without an error. This
+patch packs every vocabulary layer again after a reload.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "tied_head"
-_TOLERANCE: Final = 0.05  # relative; half precision stays well below, a stale row is off by 1
+_TOLERANCE: Final = 0.05  # relative: half precision stays well below it, a stale row is off by 1
 
 
 def _packed_layers(model: torch.nn.Module) -> Iterator[Any]:
@@ -31,7 +31,7 @@ def _repack(model: torch.nn.Module) -> None:
 
 @torch.inference_mode()
 def _verify(runner: Any) -> None:
-    """Changes one row of each layer, repairs, and compares what the layer computes with what it should."""
+    """Changes one row of each layer, repairs the layer, and compares its result with the expected one."""
     model = runner.get_model()
     for layer in _packed_layers(model):
         row = layer.weight.data[0]

@@ -1,1 +1,1 @@
-"""The host tier: a process that keeps parked requests in its host's memory, and behind it on a disk."""
+"""The host tier: a process that keeps parked requests in its host's memory, and on a disk behind it."""

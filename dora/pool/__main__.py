@@ -1,4 +1,4 @@
-"""``python -m dora.pool``: host memory for parked requests. Started by the service, or by hand on its host."""
+"""``python -m dora.pool``: the process of a pool. The service starts it, or an operator does on the pool's host."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ MEGABYTE = 10**6
 
 
 class PoolMember(LinkedMember):
-    """Its arena, and the store over it, go on from each session to the next."""
+    """A pool as a member of the service. Its arena and store survive a lost connection."""
 
     def __init__(self, address: Address, memory_bytes: int, spill: SpillFolder | None, stop: threading.Event) -> None:
         capability = PoolCapability(memory_bytes, spill.most_bytes if spill is not None else 0)
@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.ExitStack) -> None:
-    """Serves until told to stop, or until the service is away and not to be outlived. What it holds ends with it."""
+    """Serves until it is stopped, or until the service is away for longer than the orphan timeout. Its snapshots end
+    with it.
+    """
     token = os.environ.get("DORA_TOKEN", "")
     if not token:
         raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")

@@ -1,7 +1,7 @@
-"""What a pool has on disk: a thread of its own writes snapshots there, reads them back, and checks what it has read.
+"""Writes snapshots to disk, reads them back and checks them, in a thread of its own.
 
-A snapshot is read back into memory of its own, which is bounded. One whose file is not what was written, or cannot be
-read, is lost. The files themselves are those of ``spill``.
+Snapshots are read back into separate, bounded memory. A snapshot is lost if its file differs from what was written or
+cannot be read. ``spill`` owns the files.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from dora.kvtransfer.memory import Pool
 from dora.pool.parked import Bodies, Parked
 from dora.pool.spill import SpillFolder
 
-Written = Callable[[Path | None, str], None]  # its file, or why it could not be written; neither: it was not wanted
+# snapshot file, or the reason why it was not written; neither if the snapshot was not wanted
+Written = Callable[[Path | None, str], None]
 NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another time
 
 
 class Disk:
-    """Any thread may use it. What it is given to call is called in the disk's own thread."""
+    """Thread-safe. Callbacks are called in the disk's thread."""
 
     def __init__(self, spill: SpillFolder, secret: bytes, read_bytes: int) -> None:
-        """``secret``: of the run, for keyed checksums; ``read_bytes``: memory for what is read back at once."""
+        """``secret``: the run's, for keyed checksums. ``read_bytes``: memory for snapshots that are being read back."""
         self.most_bytes = spill.most_bytes
         self._spill = spill
         self._secret = secret
@@ -30,19 +31,20 @@ class Disk:
         self._thread = ThreadPoolExecutor(1, "pool-disk")
 
     def write(self, parked: Parked, is_wanted: Callable[[], bool], written: Written) -> None:
-        """Writes a snapshot, where it is still wanted once it is its turn."""
+        """Queues a snapshot. It is written if it is still wanted at its turn."""
         self._thread.submit(self._write, parked, is_wanted, written)
 
     def read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
-        """Ends ``opened`` with the bodies; with NotMovable where they are lost, TransferFailed where just now no more
-        can be read."""
+        """Completes ``opened`` with the bodies. Fails it with NotMovable if they are lost, or with TransferFailed if
+        the read memory is full.
+        """
         self._thread.submit(self._read, parked, opened, not_read)
 
     def remove(self, file: Path) -> None:
         self._spill.remove(file)
 
     def close(self) -> None:
-        """What is being written or read breaks off."""
+        """Cancels reads and writes in progress."""
         self._spill.end()
         self._thread.shutdown(cancel_futures=True)
 
@@ -70,7 +72,7 @@ class Disk:
             opened.set_result(bodies)
 
     def _read_back(self, parked: Parked) -> tuple[Bodies, str]:
-        """The bodies, and what is wrong with them; empty: nothing."""
+        """Returns the bodies and a description of their damage; empty if they are sound."""
         file = parked.file
         if file is None:
             raise NotMovable(f"{parked.request_id} was forgotten meanwhile")

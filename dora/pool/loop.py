@@ -1,6 +1,6 @@
-"""The pool's one loop: it obeys the commands of handoffs, and reports what it holds.
+"""The pool's loop: it executes the commands of handoffs and reports what the pool holds.
 
-It decodes nothing: what it was told to keep lies there until it is sent on, or until its request needs it no more.
+A pool decodes nothing. It keeps a snapshot until it is sent on or its request no longer needs it.
 """
 
 import logging
@@ -32,13 +32,13 @@ class PoolLoop(CommandLoop[Voice]):
         self._reported_s = -REPORT_S
 
     def come_back(self, orders: Orders, plane: DataPlane) -> None:
-        """A service is there again; it says by RemoveRequest what it no longer needs."""
+        """Reconnects to a service, which releases unneeded snapshots by RemoveRequest."""
         self._orders, self._voice = orders, Voice(orders)
         self.endpoint.come_back(plane)
         self._report()
 
     def turn(self) -> None:
-        """All commands that wait, one of them awaited; then a report where due."""
+        """Waits for a command and executes all that are queued, then reports if a report is due."""
         if not self.obey_waiting(TICK_S):
             return
         self._store.look()

@@ -1,4 +1,4 @@
-"""One parked snapshot: what is known of it, where its bytes are, and whether they are still those that came."""
+"""One parked snapshot: its metadata, the place of its bytes, and the check of their integrity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 from dora.kvtransfer.arena import STEP_BYTES
 from dora.kvtransfer.checksum import Seal
 
-Bodies = Sequence[np.ndarray]  # of a snapshot's rounds, uint8
+Bodies = Sequence[np.ndarray]  # the rounds of a snapshot, uint8
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is known of a round beside its bytes."""
+    """The metadata of a round."""
 
     seal: Seal
     size_bytes: int
@@ -25,7 +25,7 @@ class Parked:
     """The snapshot of one request, as it arrived."""
 
     request_id: str
-    tokens: int  # of the response
+    tokens: int  # tokens of the response
     head: bytes
     rounds: tuple[Round, ...]
     bodies: Bodies  # empty: only the file has them
@@ -39,16 +39,18 @@ class Parked:
 
     @property
     def memory_bytes(self) -> int:
-        """Of its places in the arena."""
+        """Returns the bytes that it occupies in the arena."""
         return sum(-(-each.size_bytes // STEP_BYTES) * STEP_BYTES for each in self.rounds) if self.bodies else 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether it lies in memory and nobody is at it."""
+        """Returns whether it is in memory and neither read nor written."""
         return bool(self.bodies) and not self.is_writing and self.file is None and not self.readers
 
     def damage(self, bodies: Bodies, secret: bytes) -> str:
-        """What is wrong with bytes that were kept of it; empty: nothing. ``secret``: of the run, for keyed sums."""
+        """Returns a description of the damage to its bytes; empty if they are sound. ``secret``: the run's, for keyed
+        checksums.
+        """
         for number, (each, body) in enumerate(zip(self.rounds, bodies, strict=True), 1):
             chunk = each.seal.damaged(body.data, secret)
             if chunk:

@@ -1,6 +1,6 @@
-"""One parked snapshot on its way out of the pool: the rounds in which it came, each under the sums it came with.
+"""Sends one parked snapshot out of the pool, in the rounds and under the checksums with which it came.
 
-The bytes are sent from where they lie. If they do not arrive they are checked: what has changed meanwhile is lost.
+The bytes are sent in place. If they do not arrive, they are checked, and the snapshot is lost if they have changed.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,12 @@ from dora.pool.parked import Bodies, Parked
 
 
 class ParkedRounds:
-    """Any thread may ask for rounds, one after the other."""
+    """Thread-safe, for one caller at a time."""
 
     def __init__(self, parked: Parked, opened: "Future[Bodies]", secret: bytes, closed: Callable[[str], None]) -> None:
-        """``closed`` is told why the bytes are lost; empty: they are not. It is not called if they were not opened."""
+        """``closed`` gets the reason if the bytes are lost, otherwise an empty text. It is not called if they were not
+        opened.
+        """
         self._parked = parked
         self._secret = secret
         self._closed = closed

@@ -1,10 +1,10 @@
-"""Files of snapshots that have no more room in memory.
+"""Files of snapshots that do not fit into memory.
 
-    <folder>/dora-pool-<16 hex>/pool.lock     held by the pool's process as long as it lives
+    <folder>/dora-pool-<16 hex>/pool.lock     locked by the pool's process during its life
     <folder>/dora-pool-<16 hex>/<n>.kv        the body of one snapshot: its rounds in a row
 
-A body's head and checksums stay in memory, a small part of it, so a file is nothing that could be taken for a snapshot:
-it is checked against them when it is read. Nothing is synced: a file is of use to the process that wrote it alone.
+The header and checksums of a body stay in memory, so a file alone cannot pass for a snapshot; it is checked against
+them when it is read. Files are not synced, because only the process that wrote them uses them.
 """
 
 import os
@@ -20,14 +20,14 @@ from dora.system.ownership import hold_new, is_abandoned
 
 PREFIX: Final = "dora-pool-"
 LOCK_FILE: Final = "pool.lock"
-PIECE_BYTES: Final = 8 << 20  # of one write: how soon a thread that writes sees that it is to end
+PIECE_BYTES: Final = 8 << 20  # of one write: a writing thread notices the end after at most this much
 
 
 class SpillFolder:
-    """The files of one pool. One thread writes and reads; ``remove`` is for any."""
+    """The files of one pool. One thread reads and writes; any thread may call ``remove``."""
 
     def __init__(self, parent: Path, most_bytes: int) -> None:
-        """Removes what dead pools of this user left there. Raises InvalidValue where nothing can be written."""
+        """Removes files of this user's dead pools. Raises InvalidValue if the folder is not writable."""
         self.most_bytes = most_bytes
         for left in parent.glob(f"{PREFIX}*"):
             if is_abandoned(left / LOCK_FILE):
@@ -45,7 +45,7 @@ class SpillFolder:
         self._ends = False
 
     def write(self, bodies: Sequence[memoryview]) -> Path:
-        """A new file. Raises OSError where it cannot be written whole; nothing is left of it then."""
+        """Writes a new file. Raises OSError if it cannot be written whole; nothing of it remains."""
         self._written += 1
         file = self.folder / f"{self._written}.kv"
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -64,7 +64,7 @@ class SpillFolder:
         return file
 
     def read_into(self, file: Path, bodies: Sequence[memoryview]) -> bool:
-        """Fills ``bodies`` in a row. False: the file ends before. Raises OSError."""
+        """Fills ``bodies`` in a row. Returns False if the file is shorter. Raises OSError."""
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             for body in bodies:
@@ -81,14 +81,14 @@ class SpillFolder:
         return True
 
     def remove(self, file: Path) -> None:
-        with suppress(OSError):  # it goes with its folder
+        with suppress(OSError):  # removed with its folder
             file.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """What is being written or read ends at its next piece."""
+        """Stops reads and writes at their next piece."""
         self._ends = True
 
     def close(self) -> None:
-        """Removes everything."""
+        """Removes all files."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)

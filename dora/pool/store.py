@@ -1,12 +1,12 @@
-"""What a pool keeps, and what it does when it is full.
+"""The snapshots of a pool, and its behaviour when it is full.
 
-- Bodies lie in the arena, where they arrived. A request is let in only if its KV fits: what lies there and what was let
-  in before count.
-- Where memory is full and the disk has room, the snapshots that have lain longest are written to disk, by a thread of
-  their own, and who wants in is answered once there is room. Where both are full it is refused.
-- A snapshot that cannot be written is dropped, and so is the oldest one where the disk keeps somebody waiting for more
-  than ``WAIT_S``. What was dropped is told; its requests are re-prefilled.
-- A snapshot on disk is read back when it is sent on (``disk``); one that cannot be is gone.
+- Bodies stay in the arena, where they arrived. A request is admitted only if its KV fits beside the stored snapshots
+  and the earlier admissions.
+- If memory is full and the disk has room, the oldest snapshots are written to disk by a thread, and a new request is
+  admitted once there is room. If both are full, it is refused.
+- A snapshot that cannot be written is dropped. The oldest is also dropped if a request waits for the disk longer than
+  ``WAIT_S``. Drops are reported, and their requests are re-prefilled.
+- A snapshot on disk is read back when it is sent on (``disk``). If it cannot be read, it is lost.
 """
 
 import logging
@@ -45,7 +45,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a pool holds."""
+    """The contents of a pool."""
 
     parked: int
     memory_bytes: int
@@ -54,7 +54,7 @@ class Held:
 
 
 class Store:
-    """Any thread may use it."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Store:
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``secret``: of the run, for keyed checksums."""
+        """``secret``: the run's, for keyed checksums."""
         self._arena = arena
         self._disk = disk
         self._secret = secret
@@ -76,10 +76,10 @@ class Store:
         self._lock = threading.RLock()
 
     def reserve(self, order: ReserveOrder) -> Room:
-        """Keeps room for a request that is to come. The room is granted once there is some.
+        """Reserves room for a request. The room is granted once there is enough.
 
-        Raises Conflict where there will be none, or where the request is here; SnapshotRefused, as which the grant may
-        end too: the system has no memory for it.
+        Raises Conflict if there can be no room or the request is already here. Raises SnapshotRefused if the system has
+        no memory; a grant may fail with it too.
         """
         request_id = order.request_id
         with self._lock:
@@ -94,7 +94,7 @@ class Store:
             return Room(order.most_bytes, granted=waiting.done)
 
     def release(self, request_id: str) -> None:
-        """The request does not come."""
+        """Cancels a reservation."""
         with self._lock:
             self._let_in.pop(request_id, None)
             for waiting in [each for each in self._waiting if each.request_id == request_id]:
@@ -103,12 +103,12 @@ class Store:
             self._make_room()
 
     def parked(self) -> dict[str, int]:
-        """The requests that are parked, with the tokens of each."""
+        """Returns the parked requests with their token counts."""
         with self._lock:
             return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
     def accept(self, arrived: Arrived, row: int) -> None:
-        """A request has come."""
+        """Enters a request that has arrived."""
         request, rounds = arrived.snapshot.request, arrived.rounds
         known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
         bodies = [each.body for each in rounds]
@@ -118,7 +118,7 @@ class Store:
             self._parked[request.request_id] = parked
 
     def remove(self, request_id: str) -> None:
-        """Its KV is wanted no more. Unknown ids are ignored."""
+        """Removes a request's KV. Unknown ids are ignored."""
         with self._lock:
             parked = self._parked.get(request_id)
             if parked is not None:
@@ -126,12 +126,14 @@ class Store:
             self.release(request_id)
 
     def thaw(self, request_id: str) -> None:
-        """Nothing decodes here."""
+        """Does nothing: a pool does not decode."""
 
     def rounds_of(self, request_id: str, peer: Peer) -> ParkedRounds:
-        """A snapshot as it came, read back if it is on disk; in memory until the rounds are closed.
+        """Returns a snapshot's rounds as they came. It is read back from disk if needed and kept in memory until they
+        are closed.
 
-        Raises NotMovable where it is not here. To open it may fail as that too, or as TransferFailed: not just now.
+        Raises NotMovable if it is not here. Opening may raise NotMovable too, or TransferFailed if it may succeed
+        later.
         """
         opened: Future[Bodies] = Future()
         with self._lock:
@@ -147,7 +149,7 @@ class Store:
         return ParkedRounds(parked, opened, self._secret, partial(self._read, parked))
 
     def drop(self, parked: Parked, reason: str) -> None:
-        """Its KV is lost, which is to be told."""
+        """Drops a snapshot. The loss is reported."""
         with self._lock:
             if self._parked.get(parked.request_id) is parked:
                 self._forget(parked)
@@ -156,13 +158,13 @@ class Store:
             self._make_room()
 
     def dropped(self) -> list[tuple[str, str]]:
-        """Requests that were dropped since the last call, each with the reason."""
+        """Returns the requests dropped since the last call, with their reasons."""
         with self._lock:
             found, self._dropped = self._dropped, []
             return found
 
     def look(self) -> None:
-        """Time passes: a disk that keeps somebody waiting is too slow."""
+        """Drops the oldest snapshot if a request has waited too long for the disk."""
         with self._lock:
             while self._waiting and self._clock() - self._waiting[0].since_s > WAIT_S:
                 oldest = next((each for each in self._parked.values() if each.is_idle), None)
@@ -176,7 +178,7 @@ class Store:
             return Held(len(self._parked), self._arena.lent_bytes(), self._spill_bytes(), self._spilled)
 
     def close(self) -> None:
-        """Forgets everything. What is being written or read breaks off."""
+        """Removes everything and cancels reads and writes."""
         if self._disk is not None:
             self._disk.close()
         with self._lock:
@@ -185,16 +187,16 @@ class Store:
     # -------------------------------------------------------------------------------------------------- under the lock
 
     def _room_bytes(self) -> int:
-        """Of the arena: what nothing lies in, and nobody was let in for."""
+        """Returns the free arena bytes: neither occupied nor reserved."""
         used = sum(parked.memory_bytes for parked in self._parked.values()) + sum(self._let_in.values())
         return self._arena.most_bytes - used
 
     def _spill_bytes(self) -> int:
-        """Of files, with those that are being written."""
+        """Returns the bytes of files on disk, including those being written."""
         return sum(each.size_bytes for each in self._parked.values() if each.file is not None or each.is_writing)
 
     def _make_room(self) -> None:
-        """Lets in who waits, in the order in which they came, as far as there is room; begins to make more."""
+        """Grants reservations in their order while there is room, and starts to make more room."""
         while self._waiting and self._waiting[0].kv_bytes <= self._room_bytes():
             first = self._waiting.popleft()
             try:
@@ -212,7 +214,7 @@ class Store:
             self._refuse(self._waiting.pop())
 
     def _begin_writing(self, lacking_bytes: int) -> bool:
-        """Begins to write the oldest ones to disk; False, and none is, where that would not be enough."""
+        """Starts to write the oldest snapshots to disk. Returns False, and starts none, if that would not free enough."""
         if self._disk is None:
             return False
         chosen: list[Parked] = []
@@ -241,7 +243,7 @@ class Store:
         )
 
     def _settle(self, parked: Parked) -> None:
-        """Memory of what is on disk, or was forgotten, is free unless somebody reads there."""
+        """Frees the memory of a snapshot that is on disk or was removed, unless a reader uses it."""
         is_kept = self._parked.get(parked.request_id) is parked
         if not parked.readers and (parked.file is not None or not is_kept):
             parked.bodies = ()
@@ -277,7 +279,7 @@ class Store:
                 self._settle(parked)
 
     def _read(self, parked: Parked, lost: str) -> None:
-        """Nobody reads it any longer; ``lost``: why its bytes are of no use."""
+        """Ends a read. ``lost``: the reason why the bytes are unusable."""
         if lost:
             self.drop(parked, lost)
         with self._lock:

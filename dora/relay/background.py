@@ -1,6 +1,6 @@
-"""Relays stand back: their threads take the time that others leave, and their bytes a rate that leaves room.
+"""Lowers the priority of relays: their threads use spare CPU time, and their rate leaves bandwidth to others.
 
-A worker that decodes has its own process; what a relay could take from it is time on a core, and the host's link.
+A worker that decodes has its own process; a relay could only take core time and the host's link from it.
 """
 
 import contextlib
@@ -8,10 +8,10 @@ import os
 import threading
 from typing import Final
 
-NICE: Final = 15  # of 19: on a core that others want too it gets 3% of the time, which still brings a version across
+NICE: Final = 15  # of 19: on a busy core a thread gets about 3% of the time, which is enough to bring a version
 
 
 def stand_back() -> None:
-    """From here on the calling thread has a low priority. A system that has none for threads is left as it is."""
+    """Gives the calling thread a low priority, if the system has priorities for threads."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

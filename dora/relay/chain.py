@@ -1,14 +1,14 @@
-"""Who takes a version from whom: planning without clock or I/O.
+"""Plans from which host each host takes a version, without clock or I/O.
 
-Hosts form a chain behind the version's holder, its *head*, in which each takes pieces from the one before it and passes
-them on while the rest is still coming (Laminar, section 4.2). Slow links come last, so that nothing waits behind them.
-Between places (datacentres, say) one stream crosses: the fastest host of a place takes from a host elsewhere, and the
-rest of the place forms a chain behind that one (StreamRL, section 6).
+Hosts form a chain behind the version's holder, its *head*. Each takes pieces from its predecessor and passes them on
+while the rest is still coming (Laminar, section 4.2). Slow links come last, so that no host waits behind them. One
+stream crosses between zones (datacentres, for instance): the fastest host of a zone takes from a host of another zone,
+and the rest of its zone forms a chain behind it (StreamRL, section 6).
 
     head ─▶ a ─▶ b ─▶ c ─▶ d (slow)
-                      └─────────────▶ e ─▶ f ─▶ g     of another place
+                      └─────────────▶ e ─▶ f ─▶ g     of another zone
 
-A host that is lost is cut out in constant time: its followers take from the one before it, and ask for what they lack.
+A lost host is removed in constant time: its followers take from its predecessor and ask for the missing chunks.
 """
 
 import math
@@ -18,32 +18,32 @@ from typing import Final
 
 from dora.errors import Conflict, NotFound
 
-UPSTREAMS_MAX: Final = 4  # hosts that a follower is told of: the nearest first, the head among them
+UPSTREAMS_MAX: Final = 4  # hosts named to a follower: the nearest first, the head included
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A host as planning sees it."""
+    """A host, as planning needs it."""
 
     host: str
-    zone: str = ""  # hosts of one place reach each other well
-    bytes_per_s: float = 0.0  # of the link on which it receives, as measured; 0: not measured, taken to be fast
+    zone: str = ""  # hosts of one zone reach each other well
+    bytes_per_s: float = 0.0  # measured bandwidth of its receiving link; 0: not measured, assumed fast
 
     @property
     def order(self) -> tuple[float, str]:
-        """The fastest first; names decide between equals."""
+        """The sort key: fastest first, then by name."""
         return (-(self.bytes_per_s or math.inf), self.host)
 
 
 class Chain:
-    """One version's way over the hosts. ``planned`` makes one; what changes it returns whose upstream has changed."""
+    """The distribution tree of one version. ``planned`` creates it; changes return the hosts whose upstream changed."""
 
     def __init__(self, head: Site) -> None:
         self.head = head.host
         self._sites: dict[str, Site] = {head.host: head}
         self._upstream: dict[str, str] = {}
         self._followers: dict[str, list[str]] = {head.host: []}
-        self._last: dict[str, str] = {head.zone: head.host}  # the end of each place's own chain
+        self._last: dict[str, str] = {head.zone: head.host}  # the end of each zone's own chain
 
     def __contains__(self, host: str) -> bool:
         return host in self._sites
@@ -53,19 +53,19 @@ class Chain:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The head first, each after its upstream."""
+        """All hosts: the head first, each after its upstream."""
         found = [self.head]
         for host in found:
             found.extend(self._followers[host])
         return tuple(found)
 
     def upstream(self, host: str) -> str:
-        """From whom a host takes; empty for the head. Raises NotFound."""
+        """Returns a host's upstream; empty for the head. Raises NotFound."""
         self._site(host)
         return self._upstream.get(host, "")
 
     def upstreams(self, host: str, most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
-        """Whom a host is to ask, one after the other: its upstream, those before that one, and at last the head."""
+        """Returns the hosts to ask, in order: the upstream, its predecessors, and the head last."""
         found: list[str] = []
         at = self.upstream(host)
         while at and len(found) < most - 1:
@@ -76,9 +76,9 @@ class Chain:
         return tuple(found)
 
     def add(self, site: Site) -> str:
-        """A host that comes late, or once more, goes to the end of its place's chain. Returns its upstream.
+        """Appends a late or returning host to its zone's chain. Returns its upstream.
 
-        Raises Conflict where it is in the chain already.
+        Raises Conflict if it is already in the chain.
         """
         if site.host in self._sites:
             raise Conflict("host", site.host, "a host that is not in the chain", why="is in the chain already")
@@ -90,10 +90,11 @@ class Chain:
         return upstream
 
     def cut(self, host: str) -> tuple[str, ...]:
-        """Takes a lost host out: a follower in its own place steps into its place, others take from that one, or from
-        the host before. Returns whose upstream has changed. Constant in the chain's length.
+        """Removes a lost host in time that does not depend on the chain's length. A follower of the same zone takes its
+        place, and the other followers take from that follower or from the predecessor. Returns the hosts whose upstream
+        changed.
 
-        Raises NotFound, and Conflict for the head, which has to be replaced.
+        Raises NotFound, and Conflict for the head, which must be replaced.
         """
         site = self._site(host)
         if host == self.head:
@@ -106,9 +107,9 @@ class Chain:
         return tuple(followers)
 
     def replace_head(self, host: str) -> tuple[str, ...]:
-        """Another holder, ``host``, becomes the head; the old one is out. Returns whose upstream has changed.
+        """Makes ``host`` the head and removes the old head. Returns the hosts whose upstream changed.
 
-        ``host`` may be in the chain already. Raises NotFound where it is not: ``add`` it first.
+        Raises NotFound if ``host`` is not in the chain: ``add`` it first.
         """
         site = self._site(host)
         if host == self.head:
@@ -127,8 +128,9 @@ class Chain:
         return tuple(dict.fromkeys([*followers, *(each for each in changed if each not in followers)]))
 
     def _exit(self, site: Site) -> str:
-        """The host from which a stream leaves for a new place: the last in the head's place that is no slower, and
-        from which none leaves yet, so that it neither waits for slower hosts nor loads the head."""
+        """Returns the host that feeds a new zone: the last in the head's zone that is no slower and feeds no other
+        zone, so that the stream neither waits for slow hosts nor loads the head.
+        """
         zone = self._sites[self.head].zone
         at = self._last.get(zone, self.head)
         fit = [at]
@@ -160,17 +162,17 @@ class Chain:
 
 
 def planned(head: Site, others: Iterable[Site]) -> Chain:
-    """The chain of a version that ``head`` holds over ``others``: fast hosts before slow ones, place by place."""
+    """Plans a version's chain from ``head`` over ``others``: fast hosts before slow ones, zone by zone."""
     chain = Chain(head)
     zones: dict[str, list[Site]] = {head.zone: []}
     for site in sorted(others, key=lambda each: each.order):
         zones.setdefault(site.zone, []).append(site)
-    for sites in zones.values():  # the head's place, then the others by their fastest host
+    for sites in zones.values():  # the head's zone, then the others by their fastest host
         for site in sites:
             chain.add(site)
     return chain
 
 
 def ranked(upstreams: Sequence[str], holders: Iterable[str], most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
-    """``upstreams`` and after them other hosts that hold the version whole, each once; at most ``most``."""
+    """Returns ``upstreams`` followed by other complete holders, each once; at most ``most``."""
     return tuple(dict.fromkeys([*upstreams, *sorted(holders)]))[:most]

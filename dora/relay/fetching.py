@@ -1,7 +1,7 @@
-"""The follower half: brings one version into the store of its host, chunk by chunk, from one upstream after the other.
+"""The receiving half: brings one version into its host's store, chunk by chunk, from one upstream after another.
 
-Whatever has come stays when an upstream fails: the next one is asked for what is lacking. Each chunk is checked where
-it lies, and only then counted as here; bytes that are not the version's end the connection, and name who sent them.
+Received chunks are kept when an upstream fails, and the next upstream is asked for the missing ones. Each chunk is
+checked in place before it counts as received. Wrong bytes end the connection and name their sender.
 """
 
 import logging
@@ -36,12 +36,12 @@ Hold = Callable[[Manifest], Holding]
 
 
 class WrongBytes(TransferFailed):
-    """What came is not of the version, or not from who said so."""
+    """The received bytes do not belong to the version, or not to the claimed sender."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """What one connection showed of its link."""
+    """The measured performance of one connection's link."""
 
     start_s: float = 0.0
     pieces: int = 0
@@ -49,7 +49,7 @@ class Measured:
     busy_s: float = 0.0
 
     def add(self, piece_bytes: int, took_s: float) -> None:
-        """A piece that was ready when the one before it had come."""
+        """Enters a piece that was already waiting when its predecessor had arrived."""
         self.pieces += 1
         self.piece_bytes += piece_bytes
         self.busy_s += took_s
@@ -62,12 +62,12 @@ class Measured:
 
 @dataclass(slots=True)
 class Fetch:
-    """One version on its way in. ``run`` in a thread of its own; ``replace`` and ``stop`` from any."""
+    """One incoming version. ``run`` has a thread of its own; any thread may call ``replace`` and ``stop``."""
 
     order: Order
     own: Identity
     secret: bytes
-    hold: Hold  # begins to take a version in, or goes on with it
+    hold: Hold  # starts or resumes the reception of a version
     receivers: Mapping[str, MakeReceiver]  # transports beside TCP, by name, in order of preference
     helpers: Executor
     timeout_s: float
@@ -85,7 +85,7 @@ class Fetch:
     _only_tcp: set[str] = field(default_factory=set)  # hosts with which another transport has failed
 
     def replace(self, order: Order) -> None:
-        """The same version from others: an upstream that is no longer named is left at once."""
+        """Replaces the upstreams. A connection to one that is no longer named is closed at once."""
         with self._lock:
             self.order, self._changed = order, self._changed + 1
             if self._stream is not None and self._asked not in order.upstreams:
@@ -97,22 +97,22 @@ class Fetch:
 
     @property
     def is_to_go_on(self) -> bool:
-        """Whether it was replaced since it failed, and not stopped."""
+        """Returns whether it was replaced after its failure and not stopped."""
         with self._lock:
             return not self._stopped and self._changed != self._failed
 
     def stop(self, reason: str) -> None:
-        """Ends it; ``run`` raises TransferFailed."""
+        """Stops it; ``run`` raises TransferFailed."""
         with self._lock:
             self._stopped = reason
             if self._stream is not None:
                 self._stream.stop()
 
     def run(self) -> Holding:
-        """Returns the version, sealed. Raises TransferFailed where no upstream could give it, or it was stopped, and
-        OSError where the store's folder cannot be used.
+        """Returns the sealed version. Raises TransferFailed if no upstream could deliver it or it was stopped, and
+        OSError if the store's folder is unusable.
 
-        All upstreams are asked once more after a round in which something came, or the order was replaced.
+        All upstreams are asked again after a round that received something, or if the order was replaced.
         """
         while True:
             with self._lock:
@@ -126,14 +126,14 @@ class Fetch:
                 return holding
 
     def _round(self, order: Order, changed: int) -> Holding | None:
-        """Asks each upstream once. Returns the version, or None where another round is worth while; raises as ``run``.
+        """Asks each upstream once. Returns the version, or None if another round is worthwhile; raises as ``run`` does.
 
-        ``changed``: how many orders had replaced the first when this one was taken.
+        ``changed``: the number of replacements when ``order`` was taken.
         """
         before = self.came_bytes
         reasons: list[str] = []
         if self._holding is not None and self._holding.is_ended:
-            self._holding = None  # the store has refused it: all comes anew
+            self._holding = None  # the store refused it: all chunks must come again
         for upstream in order.upstreams:
             holding = self._tried(upstream, reasons)
             if holding is not None:
@@ -147,7 +147,7 @@ class Fetch:
         return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
-        """The version, or a reason more; by TCP once more where another transport has failed."""
+        """Returns the version, or adds a reason. Falls back to TCP once if another transport failed."""
         while True:
             by_tcp = upstream.host in self._only_tcp
             try:
@@ -165,7 +165,7 @@ class Fetch:
             self.culprits.add(upstream.host)
 
     def _take(self, upstream: Upstream) -> Holding:
-        """All that is lacking, from one upstream, and the seal."""
+        """Receives all missing chunks from one upstream and seals the version."""
         measured = Measured()
         stream = self._connect(upstream)
         receivers: dict[str, Receiver] = {}
@@ -222,7 +222,7 @@ class Fetch:
         return stream
 
     def _open(self, stream: Stream, upstream: Upstream, receivers: dict[str, Receiver]) -> str:
-        """Asks for the version, and takes its manifest. Returns the transport."""
+        """Requests the version and receives its manifest. Returns the transport's name."""
         names = [*([] if upstream.host in self._only_tcp else self.receivers), TCP]
         fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes, "transports": " ".join(names)}
         stream.send(Kind.FETCH, {**fetch, "manifest": self._holding is None})
@@ -264,7 +264,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class _Arriving:
-    """Pieces on their way in, over one connection."""
+    """The incoming pieces of one connection."""
 
     stream: Stream
     holding: Holding
@@ -277,7 +277,7 @@ class _Arriving:
     _checking: "deque[Future[int]]" = field(default_factory=deque)
 
     def run(self, helpers: Executor, secret: bytes) -> None:
-        """Until the other end says that all has been sent. Raises TransferFailed."""
+        """Receives until the upstream reports the end. Raises TransferFailed."""
         try:
             self._hear(helpers, secret)
         except TransferFailed as error:
@@ -328,7 +328,7 @@ class _Arriving:
         return size
 
     def _check(self, number: int, content: memoryview, tag: bytes, secret: bytes) -> int:
-        """Whether a chunk that lies in its place is the version's. Only then it may be passed on."""
+        """Checks that a chunk in its place belongs to the version. Only then may it be passed on."""
         file, index = self.holding.numbering.place(number)
         receiving = self.holding.receiving
         assert receiving is not None
@@ -348,7 +348,7 @@ class _Arriving:
         return content.nbytes
 
     def _settled(self, most: int) -> TransferFailed | None:
-        """Waits until at most so many checks are under way. Returns what one has found, wrong bytes before all else."""
+        """Waits until at most ``most`` checks are in progress. Returns a failure, wrong bytes first."""
         found: TransferFailed | None = None
         while len(self._checking) > most:
             try:
@@ -361,7 +361,7 @@ class _Arriving:
 
 
 def _heard(stream: Stream) -> Frame:
-    """The next frame. Raises TransferFailed where it is a refusal."""
+    """Returns the next frame. Raises TransferFailed if it is a refusal."""
     frame = stream.receive()
     if frame.kind is Kind.REFUSED:
         raise TransferFailed(f"refused: {frame.head.get('reason')}")

@@ -1,4 +1,4 @@
-"""What a relay has of one version: all of it, or the chunks that have come so far, in the order in which they came."""
+"""A relay's copy of one version: complete, or the chunks received so far in their order of arrival."""
 
 import mmap
 import threading
@@ -17,14 +17,14 @@ from dora.weights.host_store import HostStore
 from dora.weights.manifest import Manifest
 from dora.weights.receiving import Receiving
 
-TAG_BYTES: Final = 16  # of a chunk between hosts: BLAKE3 under the secret of the run
+TAG_BYTES: Final = 16  # of a chunk between hosts: BLAKE3 keyed with the run's secret
 
 
 class Holding:
-    """One thread adds what comes; others wait for it, and pass it on."""
+    """One thread adds chunks; other threads wait for them and pass them on."""
 
     def __init__(self, store: HostStore, manifest: Manifest, receiving: Receiving | None = None) -> None:
-        """Without ``receiving`` the store has the version whole. What a ``receiving`` has by now counts as come."""
+        """Without ``receiving`` the store has the whole version. Chunks already in ``receiving`` count as received."""
         self.manifest = manifest
         self.numbering = Numbering(manifest)
         self.receiving = receiving
@@ -41,7 +41,7 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store has sealed it."""
+        """Returns whether the store has sealed it."""
         return self.receiving is None
 
     @property
@@ -49,13 +49,13 @@ class Holding:
         return bool(self._ended)
 
     def lacked(self) -> list[int]:
-        """The chunks that have not come, ascending."""
+        """Returns the missing chunks, ascending."""
         if self.receiving is None:
             return []
         return [self.numbering.number(file, index) for file, index in self.receiving.missing()]
 
     def add(self, number: int, tag: bytes = b"") -> None:
-        """A chunk has come and was checked. ``tag``: what it came with, to be passed on."""
+        """Enters a received and checked chunk. ``tag``: the tag with which it came, to be passed on."""
         with self._changed:
             if tag:
                 self._tags[number] = tag
@@ -63,9 +63,9 @@ class Holding:
             self._changed.notify_all()
 
     def seal(self) -> None:
-        """Makes the version visible in the store: all chunks have come.
+        """Makes the version visible in the store once all chunks have come.
 
-        Raises as ``Receiving.seal``, and the holding is ended then: what has come is thrown away.
+        Raises as ``Receiving.seal`` does; the holding is then ended and its chunks are discarded.
         """
         if self.receiving is not None:
             try:
@@ -76,7 +76,7 @@ class Holding:
             self.receiving = None
 
     def end(self, reason: str) -> None:
-        """It is given up: who waits for more of it is told why. What has come is thrown away unless it is sealed."""
+        """Abandons the version. Waiting threads get the reason. The chunks are discarded unless the version is sealed."""
         with self._changed:
             self._ended = reason
             self._changed.notify_all()
@@ -84,30 +84,30 @@ class Holding:
             self.receiving.close()
 
     def wait(self, after: int, timeout_s: float) -> Sequence[int]:
-        """What has come beyond the first ``after`` chunks, in order; nothing where the time is over before more comes.
+        """Returns the chunks that came after the first ``after``, in order; empty after the timeout.
 
-        Raises TransferFailed where the version is given up.
+        Raises TransferFailed if the version was abandoned.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._arrived) > after, timeout_s)
             if self._ended:
                 raise TransferFailed(self._ended)
-            return self._arrived[after:]  # of its own: ``add`` goes on
+            return self._arrived[after:]  # a copy: ``add`` continues
 
     def tag(self, number: int, content: memoryview, secret: bytes) -> bytes:
-        """The tag of a chunk: as it came, or made now and kept."""
+        """Returns a chunk's tag: as received, or computed now and kept."""
         found = self._tags.get(number)
         if found is None:
             found = self._tags[number] = tag_of(content, secret)
         return found
 
     def reader(self) -> "Reader":
-        """Shows chunks, and keeps the version's files until its end."""
+        """Returns a reader, which keeps the version's files until it ends."""
         return Reader(self, self._store)
 
 
 class Reader:
-    """The chunks of a holding, for one thread; a context, within which the store keeps them."""
+    """The chunks of a holding, for one thread. The store keeps them while this context is open."""
 
     def __init__(self, holding: Holding, store: HostStore) -> None:
         self._holding = holding
@@ -126,7 +126,7 @@ class Reader:
         self._stack.close()
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk that has come. Raises TransferFailed where the version is gone."""
+        """Returns the bytes of a received chunk. Raises TransferFailed if the version was removed."""
         file, index = self._holding.numbering.place(number)
         receiving = self._holding.receiving
         if receiving is not None:

@@ -1,4 +1,4 @@
-"""The chunks of a version by number, file after file as its manifest lists them: what relays say to each other."""
+"""Numbers the chunks of a version, file after file in the order of its manifest, for messages between relays."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,11 +10,11 @@ from dora.errors import TransferFailed
 from dora.weights.manifest import Manifest
 
 _RUN: Final = Struct("<II")
-RUNS_MAX: Final = 1 << 20  # of a list of chunks; 8 MiB
+RUNS_MAX: Final = 1 << 20  # of a list of chunks: 8 MiB
 
 
 class Numbering:
-    """Chunk ``number`` of the version is chunk ``index`` of ``file``."""
+    """Maps chunk ``number`` of the version to chunk ``index`` of ``file``."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.files
@@ -26,7 +26,7 @@ class Numbering:
         return self._firsts[-1]
 
     def place(self, number: int) -> tuple[str, int]:
-        """File and index."""
+        """Returns file and index."""
         at = bisect_right(self._firsts, number) - 1
         return self._files[at].name, number - self._firsts[at]
 
@@ -39,7 +39,7 @@ class Numbering:
 
 
 def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as runs without a gap: the first, and how many."""
+    """Yields ascending numbers as runs without a gap: the first number and the count."""
     first = count = 0
     for number in numbers:
         if count and number == first + count:
@@ -53,12 +53,14 @@ def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """Ascending chunk numbers as bytes; ``unpacked`` reads them."""
+    """Encodes ascending chunk numbers; ``unpacked`` decodes them."""
     return b"".join(_RUN.pack(first, count) for first, count in runs_of(numbers))
 
 
 def unpacked(body: bytes, chunks: int) -> Sequence[tuple[int, int]]:
-    """Runs of a version of so many chunks. Raises TransferFailed for what ``packed`` does not write."""
+    """Decodes the runs of a version of ``chunks`` chunks. Raises TransferFailed for anything that ``packed`` does not
+    write.
+    """
     if len(body) % _RUN.size or len(body) > RUNS_MAX * _RUN.size:
         raise TransferFailed(f"a list of chunks in {len(body)} bytes")
     found = list(_RUN.iter_unpack(body))

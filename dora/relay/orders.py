@@ -1,4 +1,4 @@
-"""What a relay is told, and what it tells."""
+"""Orders to a relay and their outcomes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dora.relay.link import Link
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A host that has a version, or is taking it in. ``address``: of its relay, host:port."""
+    """A host that has a version or is receiving it. ``address``: its relay's, host:port."""
 
     host: str
     epoch: int
@@ -16,21 +16,21 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Bring the version of this name here, from the first of ``upstreams`` that can give it.
+    """Brings the named version to this host from the first of ``upstreams`` that can deliver it.
 
-    An order for a version that is on its way in replaces whom it is taken from; what has come stays.
+    An order for a version in reception replaces its upstreams; received chunks are kept.
     """
 
-    name: str  # of its manifest
+    name: str  # the name in its manifest
     upstreams: tuple[Upstream, ...]
     piece_bytes: int = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The version is in this host's store, whole and checked.
+    """The version is in this host's store, complete and checked.
 
-    ``link``: measured on the way, from ``upstream``; None where too little came to tell.
+    ``link``: measured to ``upstream``; None if too few bytes came for a measurement.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No upstream could give it. ``culprits``: hosts that sent bytes which are not the version's."""
+    """No upstream could deliver the version. ``culprits``: hosts that sent wrong bytes."""
 
     name: str
     reason: str

@@ -1,11 +1,11 @@
-"""The relay of a host: brings versions into the host's store, and gives them on while they still come.
+"""The relay of a host: brings versions into the host's store and passes them on during reception.
 
     order: fetch ──▶ Fetch, one a version ──▶ store.receive … seal ──▶ outcome: Arrived or Failed
                           │ each chunk, as soon as it is checked
                           ▼
     followers ◀── Serving, one a follower
 
-A relay decides nothing: who takes what from whom comes with its orders (dora/orchestrator/hosts/broadcast.py).
+A relay decides nothing: its orders name the upstreams (dora/orchestrator/hosts/broadcast.py).
 """
 
 import logging
@@ -43,17 +43,17 @@ TORCH: Final = ("gloo", "nccl")
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
-    """What a whole run has alike."""
+    """The settings that all relays of a run share."""
 
     secret: bytes  # 32 random bytes
     transports: tuple[str, ...] = (TCP,)  # in order of preference; TCP is tried last in any case
-    bandwidth_bytes_per_s: float = 0.0  # of all that the relay sends; 0: no cap
-    timeout_s: float = 30.0  # a peer that is silent for so long has failed; one on a busy host has little time to talk
-    wait_s: float = 60.0  # an upstream that gets nothing more for so long is left for the next
+    bandwidth_bytes_per_s: float = 0.0  # limit of all that the relay sends; 0: none
+    timeout_s: float = 30.0  # a peer that is silent for this long has failed; a busy host may answer late
+    wait_s: float = 60.0  # an upstream that delivers nothing new for this long is left for the next one
 
 
 class Relay:
-    """Any thread may use it."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Relay:
         settings: RelaySettings,
         tell: Callable[[Outcome], None],
     ) -> None:
-        """Opens ``door``, and closes it in the end. ``own``: as peers know this host and its epoch.
+        """Opens ``door``, and closes it in the end. ``own``: the host's name and epoch for its peers.
 
-        ``tell`` gets one outcome for each order, or for several of one version, in a thread of the relay.
+        ``tell`` gets one outcome for each order, or for several orders of one version, in a thread of the relay.
         """
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("relay secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
@@ -75,8 +75,8 @@ class Relay:
         self._own = own
         self._settings = settings
         self._tell = tell
-        self._lock = threading.RLock()  # of the next three; nothing that may take long is done under it
-        self._begun = threading.Condition(self._lock)  # something of a version is here now
+        self._lock = threading.RLock()  # guards the next three; nothing slow is done under it
+        self._begun = threading.Condition(self._lock)  # notified when a version gets its first chunk
         self._fetches: dict[str, Fetch] = {}
         self._holdings: dict[str, Holding] = {}
         self._threads = ThreadPoolExecutor(FETCHES_MAX, "relay-in", stand_back)
@@ -87,9 +87,9 @@ class Relay:
         listener.open(serving.serve, settings.timeout_s)
 
     def fetch(self, order: Order) -> None:
-        """Begins to bring a version here, or takes it from others from now on. Its outcome comes by ``tell``.
+        """Starts to bring a version here, or changes its upstreams. ``tell`` gets the outcome.
 
-        Raises InvalidValue for a name that is none.
+        Raises InvalidValue for a malformed name.
         """
         version, _ = parsed_name(order.name)
         with self._lock:
@@ -110,7 +110,7 @@ class Relay:
             self._tell(Failed(order.name, refused) if refused else Arrived(order.name, "", 0, 0.0, None))
 
     def drop(self, name: str) -> None:
-        """The version is needed no more: nobody takes it from here, and the store retires it. May be repeated."""
+        """Stops serving a version that is no longer needed; the store retires it. May be repeated."""
         version, _ = parsed_name(name)
         with self._lock:
             fetch = self._fetches.get(name)
@@ -119,12 +119,12 @@ class Relay:
         self._forget(name)
         if self._is_held(version, name):
             self._store.retire(version)
-            self._forget(name)  # until then a follower may have asked for it anew
+            self._forget(name)  # a follower may have asked for it meanwhile
 
     def find(self, name: str, wait_s: float = 0.0) -> Holding | None:
-        """What is here of a version: in the store, or on its way into it; once there is something, or the time is over.
+        """Returns the local copy of a version, complete or in reception. Waits up to ``wait_s`` for its first chunk.
 
-        Raises InvalidValue for a name that is none.
+        Raises InvalidValue for a malformed name.
         """
         version, _ = parsed_name(name)
         with self._begun:
@@ -133,7 +133,7 @@ class Relay:
         return holding or self._whole(version, name)
 
     def close(self) -> None:
-        """Breaks off what is under way; what came of it is thrown away. May be repeated."""
+        """Cancels receptions and discards their chunks. May be repeated."""
         with self._lock:
             self._is_closed = True
             fetches, holdings = list(self._fetches.values()), list(self._holdings.values())
@@ -146,7 +146,7 @@ class Relay:
         self._helpers.shutdown()
 
     def _whole(self, version: int, name: str) -> Holding | None:
-        """A version that the store has, unless it is retired meanwhile."""
+        """Returns a version that the store has, unless it was retired meanwhile."""
         if not self._is_held(version, name):
             return None
         try:
@@ -184,7 +184,7 @@ class Relay:
         self._tell(outcome)
 
     def _clean(self, fetch: Fetch) -> None:
-        """What has come of a version stays for the next order, unless nobody wants it, or the store refuses it."""
+        """Keeps a failed version's chunks for the next order, unless it was dropped or the store refuses them."""
         name = fetch.order.name
         with self._lock:
             holding = self._holdings.get(name)
@@ -205,9 +205,9 @@ class Relay:
         return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
 
     def _hold(self, manifest: Manifest) -> Holding:
-        """Begins to take a version in, with what an earlier one has alike; or goes on with what has come of it.
+        """Starts the reception of a version with the chunks that an earlier version shares, or resumes it.
 
-        Raises as ``HostStore.receive``.
+        Raises as ``HostStore.receive`` does.
         """
         with self._lock:
             known = self._holdings.get(manifest.name)
@@ -217,7 +217,7 @@ class Relay:
         try:
             self._take_alike(manifest, receiving.take_from)
         except BaseException:
-            receiving.close()  # else the version could never come, and its room would stay taken
+            receiving.close()  # otherwise the version could never come, and its room would stay reserved
             raise
         with self._begun:
             holding = self._holdings[manifest.name] = Holding(self._store, manifest, receiving)
@@ -225,9 +225,9 @@ class Relay:
         return holding
 
     def _take_alike(self, manifest: Manifest, take: Callable[..., int]) -> None:
-        """Copies the chunks that do not differ from the version it is based on, or from the newest before it.
+        """Copies the chunks that equal those of the base version, or of the newest earlier version.
 
-        Where that one cannot be read, what was not copied has to travel.
+        If that version cannot be read, the remaining chunks must travel.
         """
         earlier = [version for version in self._store.versions() if 0 < version < manifest.version]
         base = parsed_name(manifest.base)[0] if manifest.base else max(earlier, default=0)

@@ -1,13 +1,13 @@
-"""The upstream half: sends the versions that a relay has, whole or still coming, on a thread for each follower.
+"""The sending half: sends a relay's versions, complete or in reception, on one thread for each follower.
 
 follower                               upstream
 FETCH    name, transports      ──────▶
-                               ◀────── ATTACH      of a transport that both have; ATTACHED or REFUSED answers it
+                               ◀────── ATTACH      of a common transport; ATTACHED or REFUSED answers it
                                ◀────── HELD        the manifest
 LACKED   chunks                ──────▶
-                               ◀────── CHUNK       a piece: some chunks in a row, as soon as they are here
+                               ◀────── CHUNK       a piece: consecutive chunks, as soon as they are here
                                ◀────── AWAITED     nothing new for a while, but more is to come
-                               ◀────── COMPLETE    all that was lacked
+                               ◀────── COMPLETE    all missing chunks were sent
                                ◀────── REFUSED     instead of any of these
 """
 
@@ -35,13 +35,13 @@ log = logging.getLogger("dora.relay")
 
 TCP: Final = "tcp"
 FOLLOWERS_MAX: Final = 32  # at once; more are refused, and ask elsewhere
-AWAITED_S: Final = 1.0  # how often a follower that waits is told that its upstream lives
+AWAITED_S: Final = 1.0  # interval at which a waiting follower hears that its upstream lives
 Find = Callable[[str, float], Holding | None]
 MakeSender = Callable[[Stream], Sender]
 
 
 class Serving:
-    """``serve`` runs on the thread of each connection. ``find``: what is here of the version of a name."""
+    """``serve`` runs on each connection's thread. ``find`` returns the local copy of a named version."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Serving:
         throttle: Throttle,
         wait_s: float,
     ) -> None:
-        """``find`` waits for so many seconds. ``senders``: transports beside TCP, by name.
+        """``find`` waits up to its second argument in seconds. ``senders``: transports beside TCP, by name.
 
-        ``wait_s``: how long a follower is kept without more.
+        ``wait_s``: how long a follower waits for new chunks before it is refused.
         """
         self._own = own
         self._secret = secret
@@ -109,7 +109,7 @@ class Serving:
         stream.send(Kind.COMPLETE, {})
 
     def _awaited(self, name: str, follower: "_Follower") -> Holding:
-        """The version, once something of it is here: a follower may ask before its upstream has begun."""
+        """Waits for the version's first chunk: a follower may ask before its upstream has started."""
         ends_s = time.monotonic() + self._wait_s
         while (holding := self._find(name, TICK_S)) is None:
             if time.monotonic() > ends_s:
@@ -118,7 +118,7 @@ class Serving:
         return holding
 
     def _attached(self, stream: Stream, wanted: Sequence[str]) -> Sender | None:
-        """The first transport that works of those that both ends have; None: TCP, on the stream itself."""
+        """Returns the first common transport that works; None: TCP, on the stream itself."""
         for name in wanted:
             if name == TCP:
                 return None
@@ -143,7 +143,7 @@ class Serving:
         return None
 
     def _send(self, way: "_Way", follower: "_Follower", lacked: Sequence[tuple[int, int]]) -> None:
-        """Everything that is lacked, in the order in which it comes here."""
+        """Sends all missing chunks in their order of arrival."""
         holding, left = way.holding, {first + more for first, count in lacked for more in range(count)}
         seen, heard_s, told_s = 0, time.monotonic(), time.monotonic()
         while left:
@@ -185,19 +185,19 @@ class Serving:
 
 
 class _NotAttached(TransferFailed):
-    """The other end has refused a transport."""
+    """The follower refused a transport."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """Who takes, on a thread of its own."""
+    """A receiving relay, on a thread of its own."""
 
     stream: Stream
     peer: Identity
     stopping: threading.Event
 
     def check(self) -> None:
-        """Raises TransferFailed where it has gone, or speaks out of turn."""
+        """Raises TransferFailed if the follower has left or sends an unexpected frame."""
         if self.stopping.is_set():
             raise TransferFailed("this relay ends")
         if self.stream.is_readable(0):
@@ -208,7 +208,7 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How one version gets to one follower."""
+    """The transfer of one version to one follower."""
 
     holding: Holding
     reader: Reader
@@ -217,7 +217,9 @@ class _Way:
     is_far: bool  # another host
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Runs of chunks in the order given, of one file each and at most ``piece_bytes``, but at least one chunk."""
+        """Yields runs of chunks in the given order, each within one file and at most ``piece_bytes``, at least one
+        chunk.
+        """
         numbering = self.holding.numbering
         most_bytes = self.piece_bytes if self.sender is None else 0
         first, count, size, file = 0, 0, 0, ""
@@ -234,7 +236,9 @@ class _Way:
 
 
 def unsummed(parts: Iterable[Buffer]) -> bytes:
-    """For transports that make sums as they copy; a version has its own. What is given is gone through all the same."""
+    """An empty checksum for transports that compute one while they copy; versions have their own. Still consumes
+    ``parts``.
+    """
     deque(parts, maxlen=0)
     return b""
 
