@@ -1,1 +1,1 @@
-"""A host: the agent of one machine, which runs its worker processes, and what it holds for them."""
+"""The agent of one machine, its worker processes and its copies of model and weights."""

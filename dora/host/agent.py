@@ -1,13 +1,13 @@
-"""The agent of a machine that has joined a service: ``dora host --join``. One stream is one epoch of the host.
+"""The agent of a machine that joins a service: ``dora host --join``. One stream is one epoch of the host.
 
-    join ──▶ welcome ──▶ the model is brought ──▶ orders: start, stop, hold a version, retire it ──▶ leave
+    join ──▶ welcome ──▶ the model is fetched ──▶ orders: start, stop, hold a version, retire it ──▶ leave
       ▲                                                  │
-      └───── the stream broke: all processes end ◀───────┘
-             or go on, for as long as the welcome said
+      └──── the stream broke: all processes end ◀────────┘
+            or continue for the time that the welcome states
 
-Of one epoch nothing is left in the next: workers end before the host joins again, and get new tokens then. What the
-folder holds is kept, and is checked before it counts. Only a service that keeps its state lets processes go on without
-it, and only its next life takes them over; whoever else says welcome does not, and they end.
+Nothing of an epoch remains in the next: workers end before the host joins again and then get new tokens. The folder's
+content is kept, and is verified before it is used. Processes continue without a service only if the service keeps its
+state, and only its next incarnation takes them over. Under any other service they end.
 """
 
 import asyncio
@@ -44,16 +44,17 @@ JOIN_PAUSE_S: Final = 0.5  # doubled at each attempt, up to
 JOIN_PAUSE_MAX_S: Final = 2.0
 JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is being started does later
 WELCOME_S: Final = 120.0  # the service may hash the model first
-LEAVE_S: Final = 60.0  # workers have so long to be emptied, where the machine is to be shut down
-NAME_S: Final = 90.0  # the service may not know yet that this machine's earlier agent is gone
+LEAVE_S: Final = 60.0  # time for emptying workers before the machine shuts down
+NAME_S: Final = 90.0  # the service may not have noticed yet that this machine's earlier agent ended
 MESSAGES_MAX: Final = 1024
 AS_THE_SERVICE: Final = -1  # workers
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Of ``dora host``. ``kv_host``: at which the other hosts reach this one; empty: it finds out. ``place``: its name;
-    empty: it is where the service is."""
+    """The options of ``dora host``. ``kv_host``: address for the other hosts; empty: detected. ``zone``: the host's
+    zone; empty: the service's.
+    """
 
     address: str
     token: str
@@ -64,15 +65,15 @@ class AgentOptions:
     folder: str = ""
     kv_host: str = ""
     zone: str = ""
-    rejoin_s: float = 600.0  # it tries to join again for so long
+    rejoin_s: float = 600.0  # how long it tries to join again
 
 
 async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[str], None]) -> str:
-    """Joins and stays until the service lets the host go; returns the reason. ``stop``: leave as soon as may be.
+    """Joins and serves until the service releases the host; returns the reason. ``stop``: leave as soon as possible.
 
-    Raises InvalidValue, Conflict and LimitExceeded as the service refuses the host, and ServiceUnavailable once it
-    could not be reached for ``rejoin_s``; before it had ever joined, for ``JOIN_S``, or for ``NAME_S`` where its name
-    is in use. One that had joined tries for ``rejoin_s`` after a Conflict or a LimitExceeded, too.
+    Raises InvalidValue, Conflict and LimitExceeded if the service refuses the host, and ServiceUnavailable if the
+    service was unreachable for ``rejoin_s``, or for ``JOIN_S`` before the first join (``NAME_S`` if the host's name is
+    in use). After the first join, Conflict and LimitExceeded are also retried for ``rejoin_s``.
     """
     check_host_name(options.name)
     check_zone(options.zone)
@@ -90,7 +91,7 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
 
 
 def _first_join_s(error: DoraError) -> float:
-    """For how long a host that has never joined tries to, after this."""
+    """Returns how long a host that has never joined retries after this error."""
     if isinstance(error, ServiceUnavailable):
         return JOIN_S
     return NAME_S if isinstance(error, Conflict) and error.field == "name" else 0.0
@@ -151,7 +152,7 @@ class _Agent(Member):
                 call.cancel()
 
     async def close(self) -> None:
-        """Ends what is kept, if anything is."""
+        """Ends the kept processes, if any."""
         await self._keeping.end()
 
     async def _stayed(
@@ -166,7 +167,7 @@ class _Agent(Member):
             await asyncio.wait({working, stopping, reporting}, return_when=asyncio.FIRST_COMPLETED)
             if reporting.done():
                 reporting.result()
-            if not working.done():  # told to stop, and not let go in time
+            if not working.done():  # it was told to stop, and the service did not release it in time
                 return TOLD_TO_END
             is_lost = (reason := working.result()) is None
             return reason
@@ -188,10 +189,12 @@ class _Agent(Member):
     async def _taken_up(
         self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> tuple[HostRuntime, Coroutine[None, None, str | None]]:
-        """What was kept, if it is to go on, else a new stay once that has ended; each with what it is to do now."""
+        """Returns the kept runtime if it may continue, otherwise a new one after the kept one has ended, with its first
+        work.
+        """
         if welcome.goes_on:
             kept = self._keeping.take()
-            if kept is None:  # the service takes it that it goes on, until this stream ends
+            if kept is None:  # the service assumes that it continues, until this stream ends
                 raise ServiceUnavailable("what had been kept has ended meanwhile")
             return kept, kept.go_on(welcome, call)
         await self._keeping.end()
@@ -202,7 +205,7 @@ class _Agent(Member):
         return runtime, runtime.run(welcome, call, Files(stub, options.token))
 
     async def _leave(self) -> None:
-        """Once told to stop: asks the service to empty the host, which then lets it go."""
+        """Asks the service to empty and release the host, once the agent was told to stop."""
         await self._stop.wait()
         self._said("leaving: the workers are being emptied")
         self._send(pb.HostMessage(leaving=pb.HostLeaving()))

@@ -1,6 +1,6 @@
-"""``python -m dora.host.bound PARENT ARGUMENT...``: becomes the Python that the arguments say, and ends with PARENT.
+"""``python -m dora.host.bound PARENT ARGUMENT...``: becomes the Python process of the arguments and ends with PARENT.
 
-The system kills it once the process PARENT has ended, however that ends (prctl(2), PR_SET_PDEATHSIG).
+The system kills it when the process PARENT ends for any reason (prctl(2), PR_SET_PDEATHSIG).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What this machine has, and which of its GPUs each worker gets."""
+"""The capacity of this machine, and the assignment of its GPUs to workers."""
 
 import os
 import re
@@ -20,8 +20,9 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one machine. ``store_free_bytes``: what versions may take: free in their folder, and not above what is free of
-    the memory; ``gpus``: the model of each."""
+    """The capacity of one machine. ``store_free_bytes``: for versions, the lesser of the free bytes of their folder and
+    of the memory. ``gpus``: the model of each.
+    """
 
     cores: int
     memory_bytes: int
@@ -31,8 +32,9 @@ class Capacity:
 
 
 def capacity_of(folder: Path) -> Capacity:
-    """``folder``: where versions are kept. Its file system may be the memory itself. Nothing is free in one that
-    is gone."""
+    """Measures the capacity. ``folder``: the store of versions, whose file system may be in memory. A missing folder
+    has no free bytes.
+    """
     memory = psutil.virtual_memory()
     try:
         room = os.statvfs(folder)
@@ -49,7 +51,7 @@ def capacity_of(folder: Path) -> Capacity:
 
 
 def gpus() -> tuple[str, ...]:
-    """The NVIDIA GPUs that the driver knows, in its order."""
+    """Returns the NVIDIA GPUs in the driver's order."""
     try:
         folders = sorted(_GPUS.iterdir())
         texts = [(folder / "information").read_text(encoding="utf-8", errors="replace") for folder in folders]
@@ -60,8 +62,9 @@ def gpus() -> tuple[str, ...]:
 
 
 def chosen_device(device: str, found: Sequence[str]) -> str:
-    """``device`` as it was given: ``cpu``, ``cuda`` (all GPUs), ``cuda:0,2``; empty: what there is. Raises InvalidValue
-    for another text, and for GPUs that are not there."""
+    """Resolves ``device``: ``cpu``, ``cuda`` (all GPUs), ``cuda:0,2``; empty: what the machine has. Raises InvalidValue
+    for other texts and for missing GPUs.
+    """
     if not device:
         return "cuda" if found else "cpu"
     numbers = [int(number) for number in device.partition(":")[2].split(",") if number.isdigit()]
@@ -74,8 +77,9 @@ def chosen_device(device: str, found: Sequence[str]) -> str:
 
 
 def visible_gpus(device: str, count: int, prefix: str, worker_id: str, ranks: int) -> dict[str, str]:
-    """The environment that gives a worker its GPUs, as many as it has ranks; workers take them in the order of their
-    numbers, and begin anew where there are no more."""
+    """Returns the environment that gives a worker one GPU for each rank. GPUs are assigned in the order of worker
+    numbers, starting again at the first when all are used.
+    """
     if device == "cpu":
         return {VISIBLE: ""}
     given = device.partition(":")[2]
@@ -85,7 +89,7 @@ def visible_gpus(device: str, count: int, prefix: str, worker_id: str, ranks: in
 
 
 def capacity_to_wire(folder: Path) -> pb.HostCapacity:
-    """What ``capacity_of`` finds, as a host reports it."""
+    """Returns the result of ``capacity_of`` as a message."""
     found = capacity_of(folder)
     return pb.HostCapacity(
         cores=found.cores,

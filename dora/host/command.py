@@ -1,4 +1,4 @@
-"""How the processes of a host are started: their arguments and their environment."""
+"""The arguments and environment of a host's processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dora.host.launcher import LOCAL, prefix_of
 
 WORKER_MODULE: Final = "dora.worker"
 POOL_MODULE: Final = "dora.pool"
-WAIT_OPTION: Final = "--wait"  # of a worker: its arguments come on stdin, once its engine is imported
+WAIT_OPTION: Final = "--wait"  # of a worker: its arguments come on stdin after its engine is imported
 
 
 def pool_id_of(host: str) -> str:
@@ -19,10 +19,10 @@ def pool_id_of(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
-    """Where a host's processes find what they need. ``folder``: the host's own run folder; empty: the service's.
+    """Addresses and folders that a host's processes need. ``folder``: the host's own run folder; empty: the service's.
 
-    ``kv_host``: the address at which others reach them; empty: they find out. ``kv_tier``: where the shared tier of
-    KV listens; empty: there is none.
+    ``kv_host``: their address for other hosts; empty: detected. ``kv_tier``: the address of the shared KV tier; empty:
+    there is none.
     """
 
     address: str  # the service's
@@ -34,7 +34,7 @@ class LaunchContext:
 
 
 def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -> list[str]:
-    """The arguments of the Python that runs one worker."""
+    """Returns the arguments of the Python process of one worker."""
     options = {
         "--orchestrator": context.address,
         "--worker-id": worker_id,
@@ -58,7 +58,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
 
 
 def pool_argv(config: KvConfig, pool_id: str, context: LaunchContext) -> list[str]:
-    """The same of a pool."""
+    """Returns the arguments of the Python process of one pool."""
     options = {
         "--orchestrator": context.address,
         "--pool-id": pool_id,
@@ -73,7 +73,7 @@ def pool_argv(config: KvConfig, pool_id: str, context: LaunchContext) -> list[st
 
 
 def is_started_so(name: str, argv: Sequence[str]) -> bool:
-    """Whether a process with these arguments is the worker or pool of this name, as a host starts it."""
+    """Returns whether these are the arguments with which a host starts the worker or pool of this name."""
     modules = {WORKER_MODULE: "--worker-id", POOL_MODULE: "--pool-id"}
     option = next((modules[part] for part in argv if part in modules), None)
     if option is None or WAIT_OPTION in argv:  # that one's arguments are not seen
@@ -82,7 +82,9 @@ def is_started_so(name: str, argv: Sequence[str]) -> bool:
 
 
 def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
-    """Threads are fixed before numpy and torch load. The token travels here, where other users cannot read it."""
+    """Fixes the number of threads before numpy and torch load, and carries the token, which other users cannot read
+    here.
+    """
     threads = str(config.threads)
     return {
         "DORA_TOKEN": token,

@@ -1,4 +1,4 @@
-"""The files of the model, as a host fetches them from the service: which, and whether what came is what was meant."""
+"""The model's files, which a host fetches from the service and verifies."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ Fetch = Callable[[str], AsyncIterator[bytes]]  # the content of a file, by its n
 
 
 def model_files(reference: Reference) -> tuple[WeightFile, ...]:
-    """What a host needs of the model: its weights, and everything that is no weights. Reads every byte of them."""
+    """Returns the model's files that a host needs, weights included. Reads every byte of them."""
     weights = {*reference.files, INDEX_FILE}
     names = sorted(
         file.name
@@ -34,7 +34,7 @@ def model_files(reference: Reference) -> tuple[WeightFile, ...]:
 
 
 def digest_of(files: Iterable[WeightFile]) -> str:
-    """Of the names and checksums: alike where two models are, byte for byte."""
+    """Returns a digest of names and checksums: equal for models that are equal byte for byte."""
     found = blake3(b"dora-files")
     for file in sorted(files, key=lambda file: file.name):
         found.update(f"\n{len(file.name)} {file.name} {file.file_bytes}\n".encode() + file.blake3)
@@ -42,7 +42,7 @@ def digest_of(files: Iterable[WeightFile]) -> str:
 
 
 def check_plain(name: str) -> str:
-    """``name`` itself. Raises InvalidValue for one that would be elsewhere than in its folder."""
+    """Returns ``name``. Raises InvalidValue if its path would leave the folder."""
     plain = name.isprintable() and 0 < len(name.encode()) <= _NAME_MAX and not name.startswith(".")
     if not plain or "/" in name or "\\" in name:
         raise InvalidValue("file name", name, "a plain name, without a folder")
@@ -50,7 +50,7 @@ def check_plain(name: str) -> str:
 
 
 def keep_only(folder: Path, files: Iterable[WeightFile]) -> None:
-    """Removes from ``folder`` what is none of ``files``: another model's, or half a file. Raises OSError."""
+    """Removes all other files from ``folder``: another model's, or incomplete ones. Raises OSError."""
     names = {file.name for file in files}
     for entry in folder.iterdir():
         if entry.name not in names:
@@ -60,13 +60,14 @@ def keep_only(folder: Path, files: Iterable[WeightFile]) -> None:
 def _is_whole(target: Path, file: WeightFile) -> bool:
     try:
         return target.is_file() and hash_file(target) == file
-    except InvalidValue:  # it cannot be read
+    except InvalidValue:  # unreadable
         return False
 
 
 async def bring(folder: Path, files: Iterable[WeightFile], fetch: Fetch) -> None:
-    """Fetches ``files`` into ``folder``. Raises InvalidValue where one is not what was announced, OSError where it
-    cannot be written. What is there already, whole, does not travel again."""
+    """Fetches ``files`` into ``folder``, except those that are already complete there. Raises InvalidValue if one
+    differs from its announcement, OSError if one cannot be written.
+    """
     for file in files:
         target = folder / check_plain(file.name)
         if await asyncio.to_thread(_is_whole, target, file):

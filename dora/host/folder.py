@@ -1,9 +1,8 @@
 """The folder of a host, in shared memory: the model, live versions, shared memory for KV, logs.
 
-FOLDER/model/        the model that the service has; FOLDER/model.digest once it is whole
-FOLDER/weights/      the store of live versions (weights/store.py)
-FOLDER/kv/           shared memory of the host's workers (kvtransfer/segments.py)
-FOLDER/logs/         what its processes say
+FOLDER/model/        the service's model; FOLDER/model.digest once it is complete FOLDER/weights/      the store of live
+versions (weights/store.py) FOLDER/kv/           shared memory of the host's workers (kvtransfer/segments.py)
+FOLDER/logs/         logs of its processes
 """
 
 import contextlib
@@ -33,9 +32,10 @@ _NAMED_LOCK: Final = "dora-host.lock"
 
 
 def kept_bytes(folder: Path, *, has_model: bool) -> int:
-    """Of what an agent's folder holds from an earlier epoch, and needs no more room for: versions, and the model.
+    """Returns the bytes that an earlier epoch left in an agent's folder and that need no new room: versions, and the
+    model.
 
-    ``has_model``: the machine has the model elsewhere, so that one in the folder is none that is used.
+    ``has_model``: the machine has the model elsewhere, so a model in the folder is unused.
     """
     used = [WEIGHTS] if has_model else [WEIGHTS, MODEL]
     found = (Path(path, name) for each in used for path, _, names in os.walk(folder / each) for name in names)
@@ -44,8 +44,9 @@ def kept_bytes(folder: Path, *, has_model: bool) -> int:
 
 @contextlib.contextmanager
 def host_folder(named: str) -> Iterator[Path]:
-    """The folder while this process has it: ``named``, whose content is kept, or one of its own that is removed at the
-    end. What agents left that were killed is removed. Raises InvalidValue where a folder cannot be had."""
+    """Opens the folder for this process: ``named``, whose content is kept, or a temporary one that is removed at the
+    end. Folders of killed agents are removed. Raises InvalidValue if no folder can be had.
+    """
     if named:
         with _kept(Path(named)) as folder:
             yield folder

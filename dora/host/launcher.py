@@ -1,7 +1,7 @@
-"""Who runs the worker processes of one host: the seam between a service and whatever starts processes somewhere.
+"""The protocol of launchers, which run the worker processes of a host.
 
-Two launchers exist: ``processes.Processes``, on the machine that it is on, and the service's end of an agent elsewhere
-(``dora/orchestrator/hosts/remote.py``). One for Ray, Kubernetes or Slurm would have the same four words.
+Two exist: ``processes.Processes`` runs processes on its own machine, and the service's end of an agent runs them on
+another host (``dora/orchestrator/hosts/remote.py``). A launcher for Ray, Kubernetes or Slurm has the same four methods.
 """
 
 import asyncio
@@ -19,47 +19,48 @@ LOCAL: Final = "local"  # the service's own host
 
 
 class WorkerStartError(DoraError):
-    """A worker process ended before it ever answered."""
+    """A worker process ended before its first message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What ``Launcher.scale`` began. ``surplus`` are still there: whoever asked empties each, then stops it."""
+    """The changes that ``Launcher.scale`` started. The caller empties each ``surplus`` worker, then stops it."""
 
     started: tuple[str, ...]
     surplus: tuple[str, ...]
 
 
 class Launcher(Protocol):
-    """The workers of one host, by id. No method waits; what follows shows when workers join the service, or do not.
+    """The workers of one host, by id. No method waits: results show when workers join the service or do not.
 
-    A worker that ends is started again, as often as ``workers.restarts`` allows.
+    A worker that ends is restarted as often as ``workers.restarts`` allows.
     """
 
     @property
     def workers(self) -> Collection[str]:
-        """Those that are to be there, whether or not their processes run just now."""
+        """The wanted workers, whether or not their processes run at the moment."""
 
     @property
     def failed(self) -> "asyncio.Future[None]":
-        """Fails with WorkerStartError once no worker is left that may be started again."""
+        """Fails with WorkerStartError once no worker may be restarted."""
 
     def start(self, worker_id: str) -> None:
-        """A worker is to be there from now on. Nothing happens where it is."""
+        """Adds a worker. No effect if it exists."""
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """Ends a worker, which is not started again. ``again``: it is not to be trusted, so it is killed and started
-        again. An id that this launcher did not start is ignored."""
+        """Ends a worker without a restart. ``again``: the worker cannot be trusted, so it is killed and restarted. An
+        id that this launcher did not start is ignored.
+        """
 
     def scale(self, workers: int) -> Scaled:
-        """So many workers are to be there. Raises InvalidValue for more than a host may have."""
+        """Sets the number of workers. Raises InvalidValue above the limit of a host."""
 
 
 class OwnLauncher(Launcher, Protocol):
     """The launcher of the service's own workers (``launchers.py``). It also starts and ends with the service."""
 
     def names(self, workers: int) -> Set[str]:
-        """Ids of its pools, and of so many workers."""
+        """Returns the ids of its pools and of ``workers`` workers."""
 
     def adopt(self, living: Mapping[str, Any], workers: int) -> None:
         """Continues processes of an earlier incarnation, by name. Called before ``begin``."""
@@ -78,7 +79,7 @@ class OwnLauncher(Launcher, Protocol):
 
 
 def scaled(prefix: str, present: Collection[str], workers: int) -> Scaled:
-    """What takes a host with the workers ``present`` to so many: the lowest free numbers begin, the highest leave."""
+    """Returns the changes from ``present`` to ``workers`` workers: the lowest free numbers start, the highest leave."""
     if not 0 <= workers <= WORKERS_MAX:
         raise InvalidValue("workers", workers, f"0 to {WORKERS_MAX} on one host")
     ordered = sorted(present, key=lambda name: number_of(prefix, name))
@@ -89,7 +90,7 @@ def scaled(prefix: str, present: Collection[str], workers: int) -> Scaled:
 
 
 def prefix_of(host: str) -> str:
-    """With what the ids of a host's workers begin. The service's own are called as they always were: w0, w1, ..."""
+    """Returns the prefix of a host's worker ids. The service's own workers have none: w0, w1, ..."""
     return "" if host == LOCAL else f"{host}-"
 
 
@@ -103,7 +104,7 @@ def number_of(prefix: str, worker_id: str) -> int:
 
 
 def check_host_name(name: str) -> str:
-    """``name`` itself. Raises InvalidValue for one that no id could begin with, or that the service has for itself."""
+    """Returns ``name``. Raises InvalidValue if no id can start with it or the service reserves it."""
     if not HOST_NAME.fullmatch(name) or name == LOCAL:
         allowed = f"1 to 32 letters, digits, '.', '_' or '-', and not {LOCAL!r}, which is the service's own"
         raise InvalidValue("name", name, allowed)
@@ -111,7 +112,7 @@ def check_host_name(name: str) -> str:
 
 
 def check_zone(zone: str) -> str:
-    """``place`` itself: where a host is; empty: where the service is. Raises InvalidValue for what is no name."""
+    """Returns ``zone``, a host's zone; empty: the service's. Raises InvalidValue for a malformed name."""
     if not ZONE.fullmatch(zone):
-        raise InvalidValue("place", zone[:80], "at most 64 letters, digits, '.', '_', '/' or '-'")
+        raise InvalidValue("zone", zone[:80], "at most 64 letters, digits, '.', '_', '/' or '-'")
     return zone

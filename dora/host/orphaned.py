@@ -1,4 +1,4 @@
-"""What a host keeps while no service is there: its processes go on for a stated time, then they end."""
+"""Keeps a host's processes for a stated time without a service, then ends them."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dora.rpc import dora_pb2 as pb
 
 
 class Orphaned:
-    """Of at most one stay. ``said`` is told when it is over."""
+    """Keeps at most one runtime. ``said`` is called when the time is over."""
 
     def __init__(self, said: Callable[[str], None]) -> None:
         self._said = said
@@ -16,29 +16,29 @@ class Orphaned:
         self._ending: asyncio.Task[None] | None = None
 
     def keep(self, runtime: HostRuntime, orphan_timeout_s: float) -> None:
-        """Ends it after so long, unless it is taken before."""
+        """Keeps a runtime and ends it after the timeout unless it is taken before."""
         assert self._runtime is None
         self._runtime = runtime
         self._ending = asyncio.create_task(self._end_after(orphan_timeout_s))
 
     def kept(self) -> pb.KeptHost | None:
-        """What a service is told of it; None: there is nothing."""
+        """Returns the kept host for a service's join; None: nothing is kept."""
         return None if self._runtime is None else self._runtime.kept()
 
     @property
     def model_digest(self) -> str:
-        """Of the model that it uses; empty where there is nothing."""
+        """Returns the digest of the kept runtime's model; empty if nothing is kept."""
         return "" if self._runtime is None else self._runtime.model_digest
 
     def take(self) -> HostRuntime | None:
-        """It goes on, under a service. None: it has ended meanwhile."""
+        """Hands the runtime to a service. None: it has ended."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None and self._ending is not None:
             self._ending.cancel()
         return runtime
 
     async def end(self) -> None:
-        """Ends what is kept; returns once nothing of it is left."""
+        """Ends the kept runtime completely."""
         runtime = self.take()
         if runtime is not None:
             await runtime.close()

@@ -1,6 +1,6 @@
-"""The worker processes of this machine, and its pool's: started, started again when they die, stopped at the end.
+"""Starts, restarts and stops the worker processes and pools of this machine.
 
-It is a launcher (``launcher.py``): that of the service's own host, and within an agent that of another one.
+It is a launcher (``launcher.py``) of the service's own host, and within an agent that of a joined host.
 """
 
 import asyncio
@@ -25,47 +25,47 @@ log = logging.getLogger("dora.service")
 
 RESTART_PAUSE_S = 0.5  # doubled at each early death, up to
 RESTART_PAUSE_MAX_S = 15.0
-HEALTHY_S = 30.0  # a process that lived so long has earned a quick restart
-DEATHS_WITHIN_S = 600.0  # deaths count for so long: ``workers.restarts`` is a rate, not a whole life's sum
+HEALTHY_S = 30.0  # a process that lived this long is restarted quickly
+DEATHS_WITHIN_S = 600.0  # ``workers.restarts`` counts deaths within this time
 LOG_TAIL_BYTES = 2000
 STOP_GRACE_S = 10.0
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker id, or pool id, and its process at present."""
+    """One worker or pool id and its present process."""
 
     worker_id: str
     is_pool: bool = False
     process: asyncio.subprocess.Process | Adopted | None = None
-    waiting: bool = False  # its process has yet to be told what it is for
-    adopted: bool = False  # its process is of an earlier life of the service
+    waiting: bool = False  # its process waits for its arguments
+    adopted: bool = False  # its process comes from an earlier incarnation of the service
     leaving: bool = False
-    excluded: bool = False  # it died too often: it is not started again
-    not_started: str = ""  # why its last process could not be: empty where it could
+    excluded: bool = False  # it died too often and is not restarted
+    not_started: str = ""  # the reason why its last process could not start; empty if it could
     restarts: int = 0
     died_s: deque[float] = field(default_factory=deque)  # within the last DEATHS_WITHIN_S
 
     def dies(self, now_s: float) -> int:
-        """Counts a death. Returns how many there were lately."""
+        """Counts a death. Returns the number of recent deaths."""
         self.died_s.append(now_s)
         while now_s - self.died_s[0] > DEATHS_WITHIN_S:
             self.died_s.popleft()
         return len(self.died_s)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, where one runs."""
+        """Sends a signal to the process if one runs."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
 
 
 class Processes:
-    """``command(worker_id)`` is the argv after the interpreter; ``environment(worker_id)``, asked for at each start, is
-    added to this process's. ``prefix`` begins each worker's id; ``pool_ids`` are started by ``open``.
+    """``command(worker_id)`` returns the argv after the interpreter. ``environment(worker_id)``, called at each start,
+    is added to this process's environment. ``prefix`` starts each worker's id; ``open`` starts ``pool_ids``.
 
-    A worker that dies more often than ``workers.restarts`` times in ten minutes is not started again. The others go on;
-    ``failed`` is set once none is left. They go on without their pools. ``unwritable`` hears why a log could not be
-    made; ``bound``: processes end with this one, however it ends.
+    A worker that dies more often than ``workers.restarts`` times in ten minutes is not restarted; the others continue.
+    ``failed`` is set once none is left. Workers continue without their pools. ``unwritable`` is called if a log file
+    cannot be created. ``bound``: processes end when this process ends for any reason.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Processes:
         bound: bool = False,
         living: Survivors | None = None,
     ) -> None:
-        """``living``: where the processes are written down, for a later life of the service; None: nowhere."""
+        """``living``: the file of processes for a later incarnation of the service; None: none."""
         self._config = config
         self._command = command
         self._environment = environment
@@ -93,7 +93,7 @@ class Processes:
         self._pools = {name: _Worker(name, is_pool=True) for name in pool_ids}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun: list[_Worker] = []  # with processes already, of workers that were not started yet
-        self._starts = asyncio.Event()  # else nothing is started again just now
+        self._starts = asyncio.Event()  # clear: nothing is restarted at the moment
         self._starts.set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -102,13 +102,14 @@ class Processes:
         return tuple(name for name, worker in self._workers.items() if not (worker.leaving or worker.excluded))
 
     def names(self, workers: int) -> Set[str]:
-        """Ids of its pools, and of its workers where there are so many."""
+        """Returns the ids of its pools and of ``workers`` workers."""
         return {*self._pools, *(worker_name(self._prefix, index) for index in range(workers))}
 
     def adopt(self, living: Mapping[str, Adopted], workers: int) -> None:
-        """These processes of an earlier life, by their names, go on; none is started in their place. Before ``begin``.
+        """Continues processes of an earlier incarnation, by name, instead of starting new ones. Called before
+        ``begin``.
 
-        One whose name none of so many workers and no pool has any more is told to end.
+        A process whose name no longer belongs to a wanted worker or pool is told to end.
         """
         for name, process in living.items():
             if name in self._pools:
@@ -119,10 +120,10 @@ class Processes:
                 process.send_signal(signal.SIGTERM)
 
     async def begin(self, workers: int) -> None:
-        """Starts processes that import their engine, before ``command`` can be asked: it takes them some seconds.
+        """Starts processes that import their engine, which takes seconds, before ``command`` can be called.
 
-        They wait for ``start``, which tells them the rest; so the model can be prepared meanwhile. More than there are
-        cores would only wait for each other.
+        They wait for ``start``, which sends their arguments; the model can be prepared meanwhile. At most one for each
+        core is started, since more would delay each other.
         """
         if self._config.engine != "vllm":
             return
@@ -149,7 +150,7 @@ class Processes:
         self._tasks[worker_id] = asyncio.create_task(self._keep(worker, before), name=worker_id)
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """Of a pool only with ``again``."""
+        """A pool can only be stopped with ``again``."""
         worker = self._workers.get(worker_id) or (self._pools.get(worker_id) if again else None)
         if worker is not None:
             worker.leaving |= not again
@@ -164,14 +165,14 @@ class Processes:
         return change
 
     def stand_still(self) -> None:
-        """What runs goes on, and what ends is not started again until ``go_on``: there is no service to join."""
+        """Suspends restarts until ``go_on``, while there is no service to join. Running processes continue."""
         self._starts.clear()
 
     def go_on(self) -> None:
         self._starts.set()
 
     def statuses(self) -> dict[str, str]:
-        """Each worker of those that do not run as they should, with the reason."""
+        """Returns the workers that do not run properly, with the reason."""
         found = {}
         for worker in self._workers.values():
             if worker.excluded:
@@ -185,7 +186,7 @@ class Processes:
         return [*self._begun, *self._pools.values(), *self._workers.values()]
 
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Asks every process to end, then makes it. May be called again."""
+        """Asks every process to end, then kills it. May be called again."""
         self._starts.set()
         for worker in self._all:
             worker.leaving = True
@@ -203,7 +204,7 @@ class Processes:
             self.failed.cancel()
 
     async def _keep(self, worker: _Worker, before: asyncio.Task[None] | None = None) -> None:
-        """``before``: what kept the process that had this id last, and may not have ended yet."""
+        """``before``: the task of the id's previous process, which may not have ended yet."""
         if before is not None:
             await before
         loop = asyncio.get_running_loop()
@@ -213,7 +214,7 @@ class Processes:
             worker.not_started, code = "", 0
             try:
                 process = await self._told(worker)
-                if worker.leaving:  # it was stopped before it was there
+                if worker.leaving:  # it was stopped before its process existed
                     worker.send(signal.SIGTERM)
                 code = await process.wait()
             except OSError as error:  # no memory, or too many processes or files: it passes, or it is a death
@@ -232,7 +233,7 @@ class Processes:
             await self._starts.wait()
 
     async def _told(self, worker: _Worker) -> asyncio.subprocess.Process | Adopted:
-        """A process that knows what it is for: the one that lives, or waits, else a new one."""
+        """Returns a process that has its arguments: the living one, a waiting one, or a new one."""
         if worker.adopted and worker.process is not None:
             worker.adopted = False
             return worker.process
@@ -267,7 +268,7 @@ class Processes:
         return self._log_folder / f"{worker.worker_id}.log"
 
     def _sink(self, log_file: Path) -> BinaryIO:
-        """Where a worker's words go: to its log; nowhere where that cannot be made."""
+        """Opens a worker's log file; the null device if it cannot be created."""
         try:
             self._log_folder.mkdir(parents=True, exist_ok=True)
             return log_file.open("ab")
@@ -276,18 +277,18 @@ class Processes:
         return open(os.devnull, "ab")
 
     def early_death(self) -> str | None:
-        """Why a worker that never answered has died already twice; None while all is well."""
+        """Returns why a worker that never answered died twice; None otherwise."""
         for worker in self._workers.values():
             if worker.restarts >= 2:
                 return f"worker {worker.worker_id} ends at start: {self._last_words(worker)}"
         return None
 
     def _last_words(self, worker: _Worker) -> str:
-        """Why a worker has ended, as far as it could say."""
+        """Returns why a worker ended, from its log."""
         return worker.not_started or _tail(self._log_file(worker))
 
     def _exclude(self, worker: _Worker, reason: str) -> None:
-        """The worker is not started again; the others go on."""
+        """Stops restarting the worker; the others continue."""
         worker.excluded = True
         log.error("%s is not started again: it %s", worker.worker_id, reason)
         if not self.workers and not worker.is_pool:
@@ -299,7 +300,7 @@ class Processes:
 
 
 def _tail(log: Path) -> str:
-    """The last lines that a dead worker wrote."""
+    """Returns the last lines of a dead worker's log."""
     try:
         text = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a host runs and holds for a service, as its agent lives it: orders in, processes started and versions brought.
+"""A host's work for a service, within its agent: executes orders, runs processes and brings versions.
 
-It lasts for one epoch of the host; or for several, where the processes outlive a service that keeps its state: between
-two of them nobody gives orders, what runs goes on, and what ends is not started again.
+It lasts for one epoch of the host, or for several if the processes survive a service that keeps its state. Between two
+epochs there are no orders: running processes continue, and ended ones are not restarted.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ HEADER_BYTES: Final = 16 << 20  # of a version's files, beside the tensors
 
 
 class Files:
-    """The model's files, as the service gives them out."""
+    """The service's methods for the model's files."""
 
     def __init__(self, stub: stubs.HostStub, token: str) -> None:
         self._stub = stub
@@ -58,7 +58,7 @@ class Files:
             raise from_rpc_error(error) from error
 
     async def content(self, name: str) -> AsyncIterator[bytes]:
-        """Of one file, from its beginning."""
+        """Yields one file's content from its beginning."""
         request = pb.FetchFileRequest(name=name)
         try:
             async for chunk in self._stub.FetchFile(request, metadata=self._metadata):
@@ -68,15 +68,16 @@ class Files:
 
 
 class HostRuntime:
-    """``run`` once; then any number of ``stand_still`` and ``go_on``; at last ``close``. ``send``: to the service.
+    """Call ``run`` once, then ``stand_still`` and ``go_on`` any number of times, then ``close``. ``send``: to the
+    service.
 
-    Orders of one kind are obeyed in their order.
+    Orders of one kind are executed in order.
     """
 
     def __init__(
         self, context: LaunchContext, device: str, send: Callable[[pb.HostMessage], None], has_model: bool = False
     ) -> None:
-        """``has_model``: the machine has it already, as the service has found out; else it is fetched."""
+        """``has_model``: the service found that the machine already has the model; otherwise it is fetched."""
         self._context = context
         self._folder = Path(context.folder)
         self._device = device
@@ -89,11 +90,11 @@ class HostRuntime:
         self._is_closed = threading.Event()
         self._relay: Relay | None = None
         self._is_alone = False
-        self.model_digest = ""  # of the model that is used
+        self.model_digest = ""  # of the model in use
         self.epoch = 0  # the latest
 
     async def run(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder], service: Files) -> str | None:
-        """Obeys until the service lets the host go; returns its reason, None where the stream just ends."""
+        """Executes orders until the service releases the host; returns its reason, or None if the stream just ends."""
         self.epoch = welcome.epoch
         self._workers, self._kv = _settings(welcome.settings_json)
         if not self._has_model:
@@ -106,7 +107,7 @@ class HostRuntime:
         return await self._obey(orders, self._processes, self._relay)
 
     def stand_still(self) -> bool:
-        """The service is lost. False: nothing was begun yet that could go on without it."""
+        """Suspends without a service. Returns False if nothing was started that could continue."""
         self._is_alone = True
         if self._processes is None or self._relay is None:
             return False
@@ -114,12 +115,12 @@ class HostRuntime:
         return True
 
     def kept(self) -> pb.KeptHost:
-        """What goes on, as the next service is told."""
+        """Returns what continues, for the next service."""
         assert self._processes is not None
         return pb.KeptHost(epoch=self.epoch, worker_ids=self._processes.workers)
 
     async def go_on(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder]) -> str | None:
-        """As ``run``, under a service that has taken over what goes on. Its relay has another epoch and secret."""
+        """Continues as ``run`` does under a service that took over. Its relay has another epoch and secret."""
         assert self._processes is not None and self._relay is not None and self._store is not None
         self.epoch = welcome.epoch
         self._workers, self._kv = _settings(welcome.settings_json)
@@ -130,7 +131,7 @@ class HostRuntime:
         return await self._obey(orders, self._processes, self._relay)
 
     async def close(self) -> None:
-        """Ends all processes, at once: their epoch is over. Afterwards nothing of it is at work in the folder."""
+        """Ends all processes at once, since their epoch is over. Afterwards nothing uses the folder."""
         self._is_closed.set()
         if self._opening is not None:
             await asyncio.wait([self._opening])
@@ -141,7 +142,7 @@ class HostRuntime:
             await asyncio.to_thread(self._relay.close)
 
     def report(self) -> pb.HostReport:
-        """The heartbeat. Also tidies up after processes that are gone."""
+        """Returns the heartbeat. Also cleans up after ended processes."""
         processes = self._processes
         report = pb.HostReport(capacity=capacity_to_wire(self._folder))
         if processes is not None:
@@ -175,7 +176,7 @@ class HostRuntime:
         return None
 
     def _launch(self, pool_token: str) -> Processes:
-        """What is started later is started by the settings of then."""
+        """Returns a launcher with the present settings for later starts."""
         pool_id, prefix, count = pool_id_of(self._context.host), prefix_of(self._context.host), len(gpus())
         self._tokens[pool_id] = pool_token
 
@@ -208,11 +209,11 @@ class HostRuntime:
     # -------------------------------------------------------------------------------------------------------- weights
 
     async def _bring_model(self, digest: str, service: Files) -> None:
-        """The model's own files, of which those do not travel that are here already and whole."""
+        """Fetches the model's own files, except those already present and sound."""
         folder, whole = self._folder / MODEL, self._folder / DIGEST
         if not whole.is_file() or whole.read_text() != digest:
             whole.unlink(missing_ok=True)
-            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)  # of another model
+            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)  # they belong to another model
         folder.mkdir(exist_ok=True)
         reply = await service.list()
         files = [WeightFile(each.name, each.file_bytes, each.blake3) for each in reply.files]
@@ -226,7 +227,7 @@ class HostRuntime:
         whole.write_text(digest)
 
     def _checked_store(self) -> HostStore:
-        """The host's store. Of what an earlier agent has left there, no damaged version is told to be here."""
+        """Opens the host's store. Damaged versions of an earlier agent are not reported as present."""
         store = HostStore(self._folder / WEIGHTS, self._context.model)
         for version in store.versions():
             if self._is_closed.is_set():
@@ -237,7 +238,7 @@ class HostRuntime:
         return store
 
     def _open_relay(self, welcome: pb.HostWelcome, store: HostStore) -> Relay:
-        """The host's relay, which brings versions into its store and gives them on."""
+        """Opens the host's relay, which brings versions into the store and passes them on."""
         context = self._context
         store.bound_bytes = welcome.versions_most * (store.reference.content_bytes + HEADER_BYTES)
         loop = asyncio.get_running_loop()
@@ -254,7 +255,7 @@ class HostRuntime:
         return relay
 
     def _tell(self, outcome: Outcome) -> None:
-        """What has come of an order to fetch a version. Without a service it is among what the next one is told of."""
+        """Reports the outcome of an order to fetch a version, or keeps it for the next service."""
         if self._is_alone:
             return
         if isinstance(outcome, Failed):

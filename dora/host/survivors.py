@@ -1,8 +1,8 @@
-"""The processes that a service has started and that live on without it: written down, found again, adopted.
+"""Processes that outlive the service that started them: recorded, found again, adopted.
 
-A process is known by its id, the time at which it began (so that another one with the same id is not taken for it) and
-the boot of the system that is from. It is no child of the service that adopts it: a pidfd says when it ends, and takes
-its signals, whatever has become of the id.
+A process is identified by its id, its start time (another process may get the same id) and the boot of the system. It
+is not a child of the service that adopts it, so a pidfd reports its end and takes its signals, even if the id is
+reused.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ log = logging.getLogger("dora.service")
 
 _PROC: Final = Path("/proc")
 _BOOT_ID: Final = _PROC / "sys/kernel/random/boot_id"
-_STARTED_FIELD: Final = 19  # of /proc/PID/stat, behind the name: when it began, in ticks since the boot
+_STARTED_FIELD: Final = 19  # of /proc/PID/stat, behind the name: the start time in ticks since the boot
 
 
 class Adopted:
-    """A living process that this one has not started: as ``asyncio.subprocess.Process``, with its exit code not known.
+    """A living process that another process started: like ``asyncio.subprocess.Process``, with an unknown exit code.
 
-    Raises ProcessLookupError where it has ended, or is not the one that ``began`` then.
+    Raises ProcessLookupError if it has ended or did not start at ``began``.
     """
 
     def __init__(self, pid: int, began: int) -> None:
@@ -35,7 +35,7 @@ class Adopted:
         self.returncode: int | None = None
         self.stdin = None
         self._descriptor = os.pidfd_open(pid)
-        if began_of(pid) != began:  # read once the descriptor holds it, so it is of this process
+        if began_of(pid) != began:  # read while the descriptor holds the process, so it belongs to this one
             os.close(self._descriptor)
             raise ProcessLookupError(pid)
         self._ended = asyncio.Event()
@@ -43,7 +43,7 @@ class Adopted:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # it has ended
                 signal.pidfd_send_signal(self._descriptor, number)
 
     async def wait(self) -> int:
@@ -60,7 +60,7 @@ class Adopted:
 
 
 class Survivors:
-    """The file in which processes are written down, each with what ``mark_of`` says of it: a digest of its token."""
+    """The file of recorded processes, each with the mark from ``mark_of``: a digest of its token."""
 
     def __init__(self, file: Path, mark_of: Callable[[str], str]) -> None:
         self._file = file
@@ -68,9 +68,9 @@ class Survivors:
         self._known: dict[str, dict[str, int | str]] = {}
 
     def find(self, belongs: Callable[[str, list[str]], bool]) -> Mapping[str, tuple[Adopted, str]]:
-        """The processes of an earlier life that live, with their marks, by name. The rest is forgotten.
+        """Returns the living processes of an earlier incarnation with their marks, by name, and forgets the others.
 
-        ``belongs(name, argv)``: whether this is how the process of that name was started.
+        ``belongs(name, argv)``: whether the process of that name is started with these arguments.
         """
         found = {}
         for name, told in self._read().items():
@@ -79,16 +79,16 @@ class Survivors:
                 if told["boot"] != _boot() or not belongs(name, _argv(pid)):
                     continue
                 found[name] = Adopted(pid, began), mark
-            except (OSError, KeyError, ValueError):  # it has ended, or the file is not as it was left
+            except (OSError, KeyError, ValueError):  # it has ended, or the file was damaged
                 continue
             self._known[name] = told
         return found
 
     def note(self, name: str, pid: int) -> None:
-        """The process of this name is another one from now on."""
+        """Records the new process of this name."""
         try:
             began = began_of(pid)
-        except OSError:  # it has ended already
+        except OSError:  # it has ended
             return
         self._known[name] = {"pid": pid, "began": began, "boot": _boot(), "mark": self._mark_of(name)}
         unfinished = self._file.with_name(f".{self._file.name}")
@@ -109,7 +109,7 @@ class Survivors:
 
 
 def began_of(pid: int) -> int:
-    """When a process began, in ticks since the boot. Raises OSError where there is none."""
+    """Returns a process's start time in ticks since the boot. Raises OSError if there is no such process."""
     stat = (_PROC / str(pid) / "stat").read_bytes()
     return int(stat.rpartition(b")")[2].split()[_STARTED_FIELD])  # the name before it may contain anything
 

@@ -1,8 +1,8 @@
-"""The journal: what a service must not lose, on disk.
+"""The journal: the durable state of a service.
 
-``log``    one log of facts, in segments, appended by a thread of its own (group commit)
-``ledger`` what is small and asked for, in SQLite; the same facts, applied in order after they are on disk
-``finding`` what an earlier life of the service has left: ledger, end of the log, tokens
+``log``    one log of records in segments, which a thread appends (group commit) ``ledger`` the small part that is
+queried, in SQLite; the same records, applied in order once they are durable ``finding`` opens what an earlier
+incarnation left: ledger, end of the log, tokens
 
-The log is the truth. What a service carries on with is always what a beginning of the log says.
+The log is the truth. A service always continues from a state that some prefix of the log describes.
 """

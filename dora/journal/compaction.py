@@ -1,12 +1,11 @@
-"""Which segments of the log can go: those of which nothing is alive, and those of which little is, once that was
-written anew.
+"""Chooses log segments to delete. A segment with little live data is first copied forward.
 
-Alive is what belongs to a group that was neither trained on nor cancelled, or to a prompt that is queued. Whatever else
-a log says, the first record of each later segment says too (facts.Standing). All segments together have at most
-twice the bytes that are alive, and two segments more.
+Data is live if it belongs to a group that was neither trained on nor cancelled, or to a queued prompt. Everything else
+in the log is repeated by the first record of each later segment (records.Standing). All segments together have at most
+twice the live bytes, plus two segments.
 
-Of who is alive the log says what was asked for, under the number that it has now. Where only the ledger does, as of a
-group that was renumbered, it is written anew before any segment goes.
+The log holds the prompt of each live group under its present number. If only the ledger does, as after a group was
+renumbered, the prompt is written to the log again before any segment is deleted.
 """
 
 import errno
@@ -22,20 +21,20 @@ import numpy as np
 from dora.journal import frames, records
 from dora.journal.records import Column, LogRecord
 
-PART_BYTES: Final = 4 << 20  # of what is alive, written anew at once
+PART_BYTES: Final = 4 << 20  # live data copied at once
 TOKEN_BYTES: Final = 8
 SPAN_BYTES: Final = 16  # about
 
 
 @dataclass(slots=True)
 class Share:
-    """A segment, and whose its bytes are. Owners are numbers of requests, and below 0 arrivals of prompts."""
+    """The bytes of a segment by owner. An owner is a request's number, or below 0 a prompt's arrival."""
 
     path: Path
     base: int
     end: int = -1  # position; -1: it is being written
     size_bytes: int = frames.HEADER_BYTES
-    holes: int = 0  # that a start has found in it, and told of
+    holes: int = 0  # found at a start, and reported
     missing: int = 0  # bytes at its end; the same
     owners: list[Column] = field(default_factory=list)
     owned_bytes: list[Column] = field(default_factory=list)
@@ -49,7 +48,7 @@ class Share:
             self.gather()
 
     def gather(self) -> None:
-        """One cell an owner."""
+        """Merges the cells of each owner."""
         if len(self.owners) > 1:
             owners, positions = np.unique(np.concatenate(self.owners), return_inverse=True)
             owned = np.bincount(positions, np.concatenate(self.owned_bytes)).astype(np.int64)
@@ -61,7 +60,7 @@ class Share:
 
 
 class Live:
-    """Who is alive: requests by their numbers, queued prompts by their arrivals."""
+    """The live owners: requests by number, queued prompts by arrival."""
 
     def __init__(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
         self._firsts = np.array(numbers, np.int64)
@@ -69,7 +68,7 @@ class Live:
         self._arrivals = np.array(arrivals, np.int64)
 
     def has(self, owners: Column) -> Column:
-        """bool, one an owner."""
+        """Returns which owners are live: bool, one for each."""
         alive = np.isin(-owners, self._arrivals)
         if len(self._firsts):
             positions = np.searchsorted(self._firsts, owners, "right") - 1
@@ -78,10 +77,10 @@ class Live:
 
 
 class Compaction:
-    """Of one log; for its thread alone."""
+    """The compaction of one log; used by its thread only."""
 
     def __init__(self, segment_bytes: int, shares: dict[int, Share] | None = None) -> None:
-        """``shares``: of the segments that are there already, by their numbers."""
+        """``shares``: of the existing segments, by number."""
         self._segment_bytes = segment_bytes
         self._shares = shares or {}
         self._live = Live([], [], [])
@@ -89,21 +88,21 @@ class Compaction:
         self._chosen: int | None = None  # the segment that is to go next
         self._parts: Iterator[list[LogRecord]] | None = None
         self._writing = -1
-        self._damaged: set[int] = set()  # segments that stay while something is alive: a start tells what is lost
+        self._damaged: set[int] = set()  # kept while any data is live, because a start reports the losses from them
 
     @property
     def works(self) -> bool:
-        """Whether there is something to do."""
+        """Returns whether there is work."""
         return self._chosen is not None
 
     @property
     def size_bytes(self) -> int:
-        """Of all segments."""
+        """Returns the bytes of all segments."""
         return sum(share.size_bytes for share in self._shares.values())
 
     @property
     def live_bytes(self) -> int:
-        """Of these, what belongs to somebody who is alive."""
+        """Returns the live bytes."""
         return sum(share.live_bytes(self._live) for share in self._shares.values())
 
     @property
@@ -111,24 +110,24 @@ class Compaction:
         return len(self._shares)
 
     def ends(self, position: int) -> list[list[int]]:
-        """Of each segment its number and the position behind it; ``position``: behind that which was written last."""
+        """Returns each segment's number and end. ``position``: the end of the last write."""
         known = [(number, share) for number, share in self._shares.items() if share.base >= 0]
         return [[number, position if number == self._writing else share.end] for number, share in known]
 
     def begun(self, number: int, path: Path, base: int) -> None:
-        """A new segment is written from now on."""
+        """Enters a new segment, which gets all further records."""
         if self._writing in self._shares:
             self._shares[self._writing].end = base
         self._shares[number] = Share(path, base)
         self._writing = number
 
     def count(self, record: LogRecord, size_bytes: int) -> None:
-        """A fact has been written, into the segment that is written now."""
+        """Counts a record written to the current segment."""
         count(self._shares[self._writing], record, size_bytes)
         self.unasked -= asked_by(record)
 
     def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
-        """Who is alive has changed, as ``Ledger.live_numbers`` says."""
+        """Updates the set of live owners with the result of ``Ledger.live_numbers``."""
         self._live = Live(numbers, sizes, arrivals)
         alive = {*numbers, *(-arrival for arrival in arrivals)}
         for share in self._shares.values():
@@ -138,7 +137,7 @@ class Compaction:
             self._choose()
 
     def _choose(self) -> None:
-        """The segment that is to go next, if one is."""
+        """Chooses the next segment to delete, if any."""
         alive = {number: share.live_bytes(self._live) for number, share in self._shares.items()}
         over = self.size_bytes > 2 * sum(alive.values()) + 2 * self._segment_bytes
         staying = {self._writing} | {number for number in self._damaged if alive.get(number)}
@@ -149,9 +148,9 @@ class Compaction:
             self._parts = self._moved(least) if alive[least] else iter(())
 
     def next_part(self) -> list[LogRecord]:
-        """What is to be written anew of the chosen segment before it may go; empty: nothing more is.
+        """Returns the next records to copy from the chosen segment; empty: it can be deleted.
 
-        Raises OSError where it cannot be read: it stays, and is read from the beginning another time.
+        Raises OSError if the segment is unreadable: it is kept, and a later attempt reads it from the beginning.
         """
         assert self._parts is not None
         try:
@@ -161,7 +160,7 @@ class Compaction:
             raise
 
     def remove(self) -> None:
-        """All that was alive in the chosen segment is on disk elsewhere: it goes. Raises OSError."""
+        """Deletes the chosen segment, whose live data is durable elsewhere. Raises OSError."""
         assert self._chosen is not None
         with suppress(FileNotFoundError):
             os.unlink(self._shares[self._chosen].path)
@@ -170,11 +169,11 @@ class Compaction:
         self._choose()
 
     def give_up(self) -> None:
-        """What was to be written anew could not be: from the beginning, another time."""
+        """Abandons a failed copy. A later attempt starts at the beginning."""
         self._chosen = self._parts = None
 
     def _moved(self, number: int) -> Iterator[list[LogRecord]]:
-        """What is alive in a segment, in parts. Raises OSError where it cannot be read, or not all of it."""
+        """Yields a segment's live data in parts. Raises OSError if any of it is unreadable."""
         share = self._shares[number]
         segment = frames.opened(share.path)
         if segment is None:
@@ -206,7 +205,7 @@ class Compaction:
         return OSError(errno.EIO, why)
 
     def _alive(self, record: LogRecord) -> LogRecord | None:
-        """What of a fact belongs to somebody who is alive; None: nothing."""
+        """Returns the live part of a record; None if there is none."""
         owners = owners_of(record)
         if owners is None:
             return None
@@ -223,7 +222,7 @@ class Compaction:
 
 
 def count(share: Share, record: LogRecord, size_bytes: int) -> None:
-    """A fact of so many bytes is in this segment."""
+    """Counts a record of ``size_bytes`` to the segment's owners."""
     owners = owners_of(record)
     if owners is None:
         share.size_bytes += size_bytes
@@ -233,7 +232,7 @@ def count(share: Share, record: LogRecord, size_bytes: int) -> None:
 
 
 def asked_by(record: LogRecord) -> set[int]:
-    """The owners of which a fact says what was asked for."""
+    """Returns the owners whose prompt the record holds."""
     if isinstance(record, records.Admitted):
         return {record.number}
     if isinstance(record, records.Submitted):
@@ -242,7 +241,7 @@ def asked_by(record: LogRecord) -> set[int]:
 
 
 def owners_of(record: LogRecord) -> tuple[Column, Column] | None:
-    """To whom a fact belongs, and how many bytes of it to each; None: to nobody."""
+    """Returns the owners of a record's bytes and the bytes of each; None if it has none."""
     if isinstance(record, records.Tokens):
         owned = record.counts.astype(np.int64) * TOKEN_BYTES + SPAN_BYTES
         return record.numbers, owned + record.routed_bytes if len(record.routed_bytes) else owned
@@ -256,7 +255,7 @@ def owners_of(record: LogRecord) -> tuple[Column, Column] | None:
 
 
 def _prompt_bytes(prompt: list[object]) -> int:
-    """About what a prompt takes in the log."""
+    """Returns the approximate size of a prompt in the log."""
     return 64 + sum(len(part) for part in prompt if isinstance(part, str | bytes))
 
 

@@ -1,4 +1,4 @@
-"""The tokens and verdicts of live requests, gathered from the log. Nothing here is done token by token."""
+"""Collects the tokens and verdicts of live requests from the log, without per-token work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from dora.journal.compaction import Live
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.journal.records import Column, Tokens, Verdict
 
-SIFT_BYTES: Final = 64 << 20  # of what is kept, once it has grown by so much and doubled, the dead are left out
+SIFT_BYTES: Final = 64 << 20  # dead data is dropped once the kept data has doubled and grown by this much
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
 
 
 @dataclass(slots=True)
 class Requests:
-    """The requests of the live groups, group by group, each in the order of its samples; columns by request."""
+    """The requests of the live groups, group by group in the order of samples; columns by request."""
 
     begins: Column  # request i has the tokens from there on
     counts: Column
-    tokens: Column  # of all, TOKEN
+    tokens: Column  # all tokens, TOKEN
     ends: Column  # indexes of FINISH_REASONS: 0, not finished
     heard_at: Column  # when its last tokens came; 0: none did
     stops: dict[int, str]
@@ -35,7 +35,7 @@ class Requests:
 
 
 class Kept:
-    """What a reader of the log keeps of it: the tokens and verdicts of those that are alive where he is."""
+    """The tokens and verdicts that a reader of the log keeps: those live at its position."""
 
     def __init__(self) -> None:
         self.tokens: list[Tokens] = []
@@ -43,7 +43,7 @@ class Kept:
         self._sifted_bytes = 0
 
     def add(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict], live: Live) -> None:
-        """What comes next in the log, and who is alive behind it."""
+        """Adds the next records of the log. ``live``: the live owners after them."""
         self.tokens += _of_live(tokens, live)
         self.verdicts += _said_of_live(verdicts, live)
         if self._held_bytes() > 2 * self._sifted_bytes + SIFT_BYTES:
@@ -56,20 +56,20 @@ class Kept:
 
 
 class Content:
-    """What a reader of the log has come across so far."""
+    """The contents of the log up to a reader's position."""
 
     def __init__(self, groups: Sequence[LiveGroup]) -> None:
-        """``groups`` by their numbers, ascending."""
+        """``groups``: ascending by number."""
         self._groups = groups
         self._firsts = np.array([group.number for group in groups], np.int64)
         self._sizes = np.array([len(group.rows) for group in groups], np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def of(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict]) -> Requests:
-        """``tokens`` in any order, ``verdicts`` in that of the log.
+        """Collects the requests. ``tokens`` may have any order, ``verdicts`` have the log's.
 
-        A stretch that is there twice, as one that compaction has written anew before a crash, or before a write that
-        failed, counts once: what is written anew keeps the bounds of its stretches.
+        A token span that occurs twice counts once. Compaction copies spans with their bounds, and may be cut short by a
+        crash or a failed write.
         """
         total = int(self._sizes.sum())
         numbers = _joined([each.numbers for each in tokens], np.int64)
@@ -107,14 +107,14 @@ class Content:
         )
         np.maximum.at(requests.ends, position, ends[order])
         np.maximum.at(requests.heard_at, position, ats[order])
-        targets = np.full(len(numbers), -1, np.int64)  # of each stretch, where its tokens go
+        targets = np.full(len(numbers), -1, np.int64)  # where the tokens of each span go
         targets[order] = reached - count
         _spread(requests, tokens, positions, targets)
         self._check(requests, position[broken])
         return requests
 
     def _positions(self, numbers: Column) -> Column:
-        """Of these requests; -1: it is not alive."""
+        """Returns the requests' positions; -1 if not live."""
         if not len(self._firsts):
             return np.full(len(numbers), -1, np.int64)
         groups = np.searchsorted(self._firsts, numbers, "right") - 1
@@ -123,7 +123,7 @@ class Content:
         return positions
 
     def _check(self, requests: Requests, broken: Column) -> None:
-        """Finds the groups that something is lost of. A verdict on what is not finished, the end being lost, goes."""
+        """Finds groups with lost data. The verdict on a request whose end is lost is dropped."""
         for position in [each for each in requests.verdicts if not requests.ends[each]]:
             del requests.verdicts[position]
         scored = np.zeros(len(requests), np.bool_)
@@ -137,7 +137,7 @@ class Content:
 
 
 def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, targets: Column) -> None:
-    """Brings the tokens of each stretch, and what else comes with it, to its request."""
+    """Copies each span's tokens, and the data that comes with them, to its request."""
     begin = 0
     routed: dict[int, list[tuple[int, bytes]]] = {}
     for each in tokens:
@@ -173,7 +173,7 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
 
 
 def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
-    """What of these is alive shares no memory with what is not."""
+    """Copies the live part, which shares no memory with the rest."""
     alive = live.has(_joined([each.numbers for each in tokens], np.int64))
     ends = np.cumsum([len(each.numbers) for each in tokens], dtype=np.int64)[:-1]
     kept: list[Tokens] = []
@@ -191,7 +191,7 @@ def _said_of_live(verdicts: Sequence[Verdict], live: Live) -> list[Verdict]:
 
 
 def _repeated(*columns: Column) -> Column:
-    """bool, one a row: whether it is as the row before it."""
+    """Returns which rows equal their predecessor: bool, one for each row."""
     repeated = np.zeros(len(columns[0]), np.bool_)
     if len(repeated):
         repeated[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])

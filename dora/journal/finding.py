@@ -1,11 +1,11 @@
-"""What an earlier life of a service has left in its state folder, and what of it cannot be read any more.
+"""Opens the state folder of an earlier incarnation and finds its damage.
 
     FOLDER/log/NNNNNNNN.seg   the log (frames.py)
     FOLDER/ledger.db          the ledger (ledger.py)
 
-What a crash cut short, at the end of the log, was never acknowledged: it is cut off, and said. Damage elsewhere is
-said by its file and place. Where the ledger has what the damaged facts said, tokens alone are lost, and the groups that
-they were of are generated anew. Where it has not, the start is refused.
+Data cut short by a crash, at the end of the log, was never acknowledged: it is removed and reported. Other damage is
+reported by file and offset. If the ledger has what the damaged records held, only tokens are lost, and their groups are
+generated again. Otherwise the start is refused.
 """
 
 import logging
@@ -32,7 +32,7 @@ LEDGER_FILE: Final = "ledger.db"
 
 @dataclass(slots=True)
 class Found:
-    """What there is. ``said``: each thing that was cut off, damaged or made anew, for people."""
+    """The content of a state folder. ``said``: a message for each thing that was cut off, damaged or rebuilt."""
 
     ledger: Ledger
     groups: list[LiveGroup]  # by their numbers
@@ -44,28 +44,28 @@ class Found:
 
     @property
     def is_new(self) -> bool:
-        """Whether no service was here before."""
+        """Returns whether no service has used the folder."""
         return bool(self.ledger.values["life"] < 0)
 
 
 @dataclass(slots=True)
 class _Read:
-    """What the segments say that the ledger does not, of those that are alive."""
+    """The live data of the segments that the ledger does not have."""
 
     kept: Kept = field(default_factory=Kept)
     shares: dict[int, Share] = field(default_factory=dict)
-    ends: dict[int, int] = field(default_factory=dict)  # of segments by their numbers, as later ones say
+    ends: dict[int, int] = field(default_factory=dict)  # of segments by number, as later segments record them
     end: int = 0
 
     def says_end(self, number: int, end: int) -> None:
-        """A later segment says where one ended."""
+        """Enters the end of a segment that a later segment records."""
         self.ends[number] = max(end, self.ends.get(number, end))
 
 
 def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
-    """Opens what is in ``folder``, which is made where it is absent, and brings it to where a service can go on.
+    """Opens ``folder``, which is created if absent, and prepares it for a service to continue.
 
-    Raises InvalidValue where that cannot be done without losing what was acknowledged; OSError.
+    Raises InvalidValue if that would lose acknowledged data; OSError.
     """
     try:
         return _found(folder, sizes)
@@ -99,7 +99,7 @@ def _found(folder: Path, sizes: Sizes) -> Found:
 
 
 def _segments(folder: Path, said: list[str]) -> list[Segment]:
-    """By their numbers. A last one of which no record was written goes."""
+    """Returns the segments by number. A last segment without a record is removed."""
     found = []
     paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
     for index, path in enumerate(paths):
@@ -116,12 +116,12 @@ def _segments(folder: Path, said: list[str]) -> list[Segment]:
 
 
 def _has_records(path: Path) -> bool:
-    """Whether there is a whole record in a segment of which the header is damaged: then it was written, once."""
+    """Returns whether a segment with a damaged header has a whole record, so that it had been written."""
     return next(frames.records(Segment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
 
 
 def _ledger(path: Path, said: list[str]) -> Ledger:
-    """The ledger, or a new one where it is damaged or of an older DORA: the log has all that was in it."""
+    """Opens the ledger, or creates a new one if it is damaged or of an older DORA: the log has all of its content."""
     if not path.exists():
         return Ledger(path)
     ledger: Ledger | None = None
@@ -146,7 +146,7 @@ def _ledger(path: Path, said: list[str]) -> Ledger:
 
 
 def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
-    """Brings the ledger up to the log, too: segment by segment, so that no more is held than is alive."""
+    """Reads the segments and updates the ledger from them. Works segment by segment, so only live data is held."""
     known = ledger.values["position"]
     read = _Read()
     for index, segment in enumerate(segments):
@@ -180,9 +180,9 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
 
 
 def _end_of(segments: list[Segment], index: int) -> int | None:
-    """The position behind the last segment, as the one before it says; None: nobody can tell.
+    """Returns the end of the last segment, as the one before it records; None: unknown.
 
-    A ledger that has all of it is just as far. One that is further may be so since the log has lost something before.
+    A complete ledger has the same end. A ledger may be ahead if the log lost data earlier.
     """
     segment, before = segments[index], segments[index - 1] if index else None
     if before is None or before.base < 0 or before.number != segment.number - 1:
@@ -191,7 +191,7 @@ def _end_of(segments: list[Segment], index: int) -> int | None:
 
 
 def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
-    """A segment that was cut between two raw_records looks whole; where it ended, later ones say."""
+    """A segment cut between two records looks whole; later segments record where it ended."""
     if share.base >= 0 and share.end < end:
         share.missing = end - share.end
         said.append(f"{share.path}: {share.missing} bytes at its end are missing")
@@ -201,7 +201,7 @@ def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
 def _take(
     read: _Read, share: Share, segment: Segment, raw_records: list[tuple[int, memoryview]], ledger: Ledger, known: int
 ) -> None:
-    """All that a segment says."""
+    """Collects all records of a segment."""
     tokens: list[records.Tokens] = []
     verdicts: list[records.Verdict] = []
     following: list[LogRecord] = []
@@ -231,7 +231,7 @@ def _take(
 
 
 def _torn_at(segment: Segment) -> int | None:
-    """The byte from which on the last segment's last write did not come whole to disk; None: it did."""
+    """Returns the offset from which the last write of the last segment is incomplete; None if it is complete."""
     return next((hole.offset for hole in segment.holes if hole.offset >= segment.last_write), None)
 
 
@@ -246,7 +246,7 @@ def _cut(segment: Segment, offset: int) -> None:
 
 
 def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:
-    """Bytes that were on disk are not what was written. A later segment begins with what stood then."""
+    """Handles bytes on disk that differ from what was written. The next segment starts with the state at its beginning."""
     said.append(f"{hole}, are damaged")
     if segment.position(hole.offset + hole.size_bytes) > known and not is_followed:
         raise _lost(segment.path.parent.parent, "and the ledger does not have what they said", said)

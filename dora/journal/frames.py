@@ -1,15 +1,15 @@
-"""A segment: one file of the log. Whole records, each behind a head with checksums.
+"""A segment: one file of the log. It has whole records, each with a header of checksums.
 
     b"DORA-SEG", schema version (u16), 0 (u16), number (u64), position of its first byte behind the header (u64),
     CRC-32 of all that (u32)
 
-    record:  mark (4 bytes), body_bytes (u32), bytes since the write that it came in began (u32), CRC-32 of the body
-             (u32), CRC-32 of these sixteen bytes (u32), body
+    record:  mark (4 bytes), body_bytes (u32), bytes from the beginning of its write (u32), CRC-32 of the body (u32),
+             CRC-32 of these sixteen bytes (u32), body
 
-All little-endian. A position counts the bytes of records since the log began, over all segments. One write brings
-several records, and the next one begins once it is on disk. So a record that is damaged was acknowledged unless it is
-of the last write: what a crash cut short is told from what a disk has lost. The mark lets a reader find the next record
-behind a damaged one.
+All integers are little-endian. A position counts the bytes of records since the log began, over all segments. One write
+carries several records, and the next write starts once it is durable. A damaged record was therefore acknowledged
+unless it belongs to the last write, which distinguishes a crash from a disk fault. The mark lets a reader find the next
+record after a damaged one.
 """
 
 import os
@@ -22,7 +22,7 @@ from zlib import crc32
 
 from dora.errors import InvalidValue
 
-SCHEMA_VERSION: Final = 3  # of the facts in the records (facts.py, upgrades.py)
+SCHEMA_VERSION: Final = 3  # of the records' fields (records.py, upgrades.py)
 SUFFIX: Final = ".seg"
 
 _MAGIC: Final = b"DORA-SEG"
@@ -37,7 +37,7 @@ HEAD_BYTES: Final = _HEAD.size + _HEAD_SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Bytes of a segment that no longer say what was written."""
+    """Bytes of a segment that differ from what was written."""
 
     path: Path
     offset: int
@@ -57,10 +57,10 @@ class Segment:
     schema: int
     size_bytes: int = 0
     holes: list[Hole] = field(default_factory=list)  # known once its records were read
-    last_write: int = HEADER_BYTES  # where the last write that can be seen began; the same
+    last_write: int = HEADER_BYTES  # offset of the last visible write
 
     def position(self, offset: int) -> int:
-        """Of a byte of the file, in the log."""
+        """Returns the log position of a byte of the file."""
         return self.base + offset - HEADER_BYTES
 
     @property
@@ -74,21 +74,21 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def header(number: int, base: int) -> bytes:
-    """Of a new segment."""
+    """Returns the header of a new segment."""
     body = _HEADER.pack(_MAGIC, SCHEMA_VERSION, 0, number, base)
     return body + _HEADER_SUM.pack(crc32(body))
 
 
 def framed(body: bytes, since_write: int) -> bytes:
-    """The head of a record, which goes before its body."""
+    """Returns the header of a record."""
     head = _HEAD.pack(_MARK, len(body), since_write, crc32(body))
     return head + _HEAD_SUM.pack(crc32(head))
 
 
 def opened(path: Path) -> Segment | None:
-    """A segment by its header; None where the header is damaged.
+    """Opens a segment by its header; None if the header is damaged.
 
-    Raises InvalidValue for a file that is no segment, or one that a newer DORA has written; OSError.
+    Raises InvalidValue for a file that is not a segment or was written by a newer DORA; OSError.
     """
     with path.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
@@ -104,9 +104,9 @@ def opened(path: Path) -> Segment | None:
 
 
 def records(segment: Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
-    """The offset and the body of each record that is whole, in order; ``segment.holes`` has what lies between.
+    """Yields offset and body of each whole record in order; ``segment.holes`` has the gaps.
 
-    ``end``: the position where the next segment begins; what is left behind it is of a write that was given up.
+    ``end``: the position of the next segment; bytes behind it belong to an abandoned write.
     """
     content = segment.path.read_bytes()
     size = len(content) if end is None else min(len(content), HEADER_BYTES + max(0, end - segment.base))
@@ -128,7 +128,7 @@ def records(segment: Segment, end: int | None = None) -> Iterator[tuple[int, mem
 
 
 def _record_at(view: memoryview, offset: int, size: int) -> tuple[int, int] | None:
-    """A record's body bytes, and the bytes since its write began; None where there is no whole one."""
+    """Returns a record's body size and the bytes since its write began; None if there is no whole record."""
     body_at = offset + HEAD_BYTES
     if body_at > size:
         return None
@@ -143,7 +143,7 @@ def _record_at(view: memoryview, offset: int, size: int) -> tuple[int, int] | No
 
 
 def _next_record(content: bytes, view: memoryview, offset: int, size: int) -> int:
-    """Where the next whole record begins; the end where there is none."""
+    """Returns the offset of the next whole record, or the end."""
     while (offset := content.find(_MARK, offset, size)) >= 0:
         if _record_at(view, offset, size) is not None:
             return offset

@@ -1,8 +1,7 @@
-"""The ledger: what the log comes to, as far as it is small and asked for, in SQLite (WAL).
+"""The ledger: the small, queried part of the log's content, in SQLite (WAL).
 
-It is derived. Facts are applied in the order of the log, after they are on disk; each transaction also notes the
-position up to which it has come, so a ledger is what a beginning of the log says, whenever it is looked at. Tokens and
-verdicts stay in the log alone.
+It is derived. Records are applied in the log's order once they are durable, and each transaction stores its position,
+so a ledger always describes a prefix of the log. Tokens and verdicts are only in the log.
 """
 
 import errno
@@ -50,7 +49,7 @@ CREATE TABLE commits (step INTEGER PRIMARY KEY, at REAL NOT NULL, digest BLOB NO
 CREATE TABLE dropped (number INTEGER PRIMARY KEY, line TEXT NOT NULL);
 CREATE TABLE cancelled (name TEXT PRIMARY KEY);
 """
-# what a service that has just begun stands at; each by its name in the table ``standing``
+# values of a new service, by their names in the table ``standing``
 _VALUES: Final[dict[str, Any]] = {
     "life": -1,
     "config": "",
@@ -68,7 +67,7 @@ _VALUES: Final[dict[str, Any]] = {
     "next_arrival": 1,
     "groups_named": 0,
     "taken": 0,  # groups, by steps
-    "place": 0,  # in the source: all before were admitted, or let go
+    "place": 0,  # in the source: all prompts before it were admitted or cancelled
     "prompts_ended": False,
     "commit_step": -1,
     "commit_digest": b"",
@@ -77,14 +76,14 @@ _VALUES: Final[dict[str, Any]] = {
     "counters": {},
     "learnt": "",
     "position": 0,
-    "schema": 1,  # of the facts that are kept as they came; the ledgers that do not say it are of 1
+    "schema": 1,  # of the stored records; ledgers without it have 1
 }
-_OWN: Final = ("position", "schema")  # of these, what is the ledger's and of no other
+_OWN: Final = ("position", "schema")  # the ledger's own values, which the log does not hold
 
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """A group that was neither trained on nor cancelled. ``step``: that has taken it, or OPEN."""
+    """A group that was neither trained on nor cancelled. ``step``: the step that took it, or OPEN."""
 
     number: int
     group_id: str
@@ -101,10 +100,10 @@ class LiveGroup:
 
 
 class Ledger:
-    """Of one thread. Raises sqlite3.Error where it cannot be read or written."""
+    """Used by one thread. Raises sqlite3.Error if it cannot be read or written."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens or makes it. ``path`` None: in memory. Raises InvalidValue for one of a newer DORA."""
+        """Opens or creates it. ``path`` None: in memory. Raises InvalidValue for a newer DORA's."""
         self._database = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         self.version = version or LEDGER_VERSION
@@ -124,15 +123,15 @@ class Ledger:
             self._note_schema()
 
     def check(self) -> None:
-        """Raises sqlite3.DatabaseError for a file that is damaged."""
+        """Raises sqlite3.DatabaseError for a damaged file."""
         found = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != ("ok",):
             raise sqlite3.DatabaseError(f"the ledger is damaged: {found}")
 
     def upgrade(self) -> None:
-        """Brings the facts that are kept to today's schema, where an older DORA has kept them.
+        """Upgrades stored records of an older DORA to the present schema.
 
-        Raises InvalidValue where there is no way, or a newer DORA has kept them.
+        Raises InvalidValue if there is no upgrade, or a newer DORA wrote them.
         """
         schema = self.values["schema"]
         if schema > SCHEMA_VERSION:
@@ -156,7 +155,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------------- writing
 
     def apply(self, following: Iterable[LogRecord], position: int) -> None:
-        """Applies facts in order; ``position`` is behind the last. All or none: where it raises it is as before."""
+        """Applies records in order; ``position`` is behind the last. If it raises, nothing was applied."""
         values, positions = dict(self.values), set(self._positions)
         database = self._database
         database.execute("BEGIN IMMEDIATE")
@@ -183,7 +182,7 @@ class Ledger:
         )
 
     def _pass(self, position: int) -> None:
-        """The source's prompt at this place need not be drawn again."""
+        """Marks the source's prompt at this position as drawn."""
         if position >= self.values["place"]:
             self._positions.add(position)
             while self.values["place"] in self._positions:
@@ -295,7 +294,7 @@ class Ledger:
         }
 
     def _renumbered(self, record: records.Renumbered) -> None:
-        """The group is open again, under the new number, with nothing generated."""
+        """Opens the group again under the new number, without tokens."""
         read = "SELECT size, fact FROM groups WHERE number = ?"
         size, body = self._database.execute(read, (record.number,)).fetchone() or (0, None)
         if body is not None:
@@ -307,7 +306,7 @@ class Ledger:
         self.values["next_number"] = max(self.values["next_number"], record.new_number + size)
 
     def _standing(self, record: records.Standing) -> None:
-        """A later segment's beginning: what it does not name has ended in a segment that is gone."""
+        """Applies a later segment's beginning: groups that it does not name ended in a deleted segment."""
         database = self._database
         self.values |= record.values
         self._positions = set(record.positions)
@@ -335,7 +334,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------------- reading
 
     def standing(self, ends: list[list[int]]) -> records.Standing:
-        """All that is small, as the first record of a new segment. ``ends``: of those before it."""
+        """Returns the small state as the first record of a new segment. ``ends``: of the earlier segments."""
         read = self._database.execute
         return records.Standing(
             {name: value for name, value in self.values.items() if name not in _OWN},
@@ -349,19 +348,19 @@ class Ledger:
         )
 
     def live_numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """Of the live groups their numbers and sizes, ascending; and the arrivals that are queued."""
+        """Returns the numbers and sizes of the live groups, ascending, and the queued arrivals."""
         rows = self._database.execute("SELECT number, size FROM groups ORDER BY number").fetchall()
         queued = [arrival for (arrival,) in self._database.execute("SELECT arrival FROM queued ORDER BY arrival")]
         return [number for number, _ in rows], [size for _, size in rows], queued
 
     def lacking(self) -> tuple[list[str], list[int]]:
-        """Groups, by their ids, and arrivals of which the prompt is not known: what told it is lost."""
+        """Returns group ids and arrivals whose prompt is unknown, because the record with it is lost."""
         groups = self._database.execute("SELECT group_id FROM groups WHERE fact IS NULL ORDER BY number")
         queued = self._database.execute("SELECT arrival FROM queued WHERE prompt IS NULL ORDER BY arrival")
         return [name for (name,) in groups], [arrival for (arrival,) in queued]
 
     def asked(self, owners: Iterable[int]) -> list[LogRecord]:
-        """What was asked for, of these groups by their numbers, and below 0 of queued prompts by their arrivals."""
+        """Returns the records with the prompts of these owners: groups by number, below 0 queued prompts by arrival."""
         found: list[LogRecord] = []
         for owner in sorted(owners):
             if owner >= 0:
@@ -373,7 +372,7 @@ class Ledger:
         return found
 
     def groups(self) -> list[LiveGroup]:
-        """The live groups, by their numbers."""
+        """Returns the live groups by number."""
         found = []
         read = self._database.execute("SELECT number, step, taken, fact FROM groups ORDER BY number")
         for number, step, taken, body in read:
@@ -398,12 +397,12 @@ class Ledger:
         return found
 
     def queued(self) -> list[tuple[int, Prompt]]:
-        """The prompts that are queued, each with its arrival."""
+        """Returns the queued prompts with their arrivals."""
         rows = self._database.execute("SELECT arrival, prompt FROM queued ORDER BY arrival")
         return [(arrival, records.prompt_of(_unpacked(prompt))) for arrival, prompt in rows]
 
     def positions(self) -> set[int]:
-        """Of the source, behind ``values["place"]``: those that need not be drawn again."""
+        """Returns the drawn positions of the source behind ``values["place"]``."""
         return set(self._positions)
 
     def rejected(self) -> list[records.Rejected]:
@@ -411,15 +410,15 @@ class Ledger:
         return [records.Rejected(*_unpacked(why)) for (why,) in rows]
 
     def versions(self) -> dict[int, bytes]:
-        """The versions that were published and not retired, each with the digest that it came under."""
+        """Returns the published versions that are not retired, with their digests."""
         return dict(self._database.execute("SELECT version, digest FROM versions ORDER BY version").fetchall())
 
     def dropped(self) -> list[str]:
-        """The lines of the groups that were cancelled last."""
+        """Returns the record lines of the latest cancelled groups."""
         return [line for (line,) in self._database.execute("SELECT line FROM dropped ORDER BY number")]
 
     def cancelled(self) -> list[str]:
-        """What was cancelled last, in that order."""
+        """Returns the names of the latest cancelled groups, in order."""
         return [name for (name,) in self._database.execute("SELECT name FROM cancelled ORDER BY rowid")]
 
 
@@ -445,7 +444,7 @@ _APPLY: Final[dict[type, Any]] = {
 
 
 def disk_fault(error: sqlite3.Error) -> OSError | None:
-    """What SQLite was told by the system, if it was: no room, no permission; None: the file itself is at fault."""
+    """Returns the system's error behind SQLite's, such as no space or no permission; None: the file itself is at fault."""
     number = _ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)  # without what SQLite adds to it
     return None if number is None else OSError(number, f"{os.strerror(number)}: the ledger, {error}")
 

@@ -1,11 +1,11 @@
-"""The log: facts are appended in the event loop and brought to disk by one thread, many at a time (group commit).
+"""The log: the event loop appends records, and one thread writes them to disk in batches (group commit).
 
     append ──▶ waiting ──▶ write, fsync ──▶ durable(position) ──▶ ledger ──▶ compaction
-                 ▲ at the latest after FLUSH_S, at FLUSH_BYTES, or at once where somebody waits
+                 ▲ at the latest after FLUSH_S, at FLUSH_BYTES, or at once if a caller waits
 
-What cannot be written waits in memory and is tried again; ``fault`` is told of it, and that it works again, which a
-write has to show. What a write left that failed is void: the next try goes into a new segment, which says where it
-begins.
+Records that cannot be written stay in memory and are written again later; ``fault`` reports the failure and, after a
+successful write, the recovery. The remains of a failed write are void: the next attempt uses a new segment, which
+records its own beginning.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ Told = Callable[[OSError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """When the log writes, and how large its segments are. ``compacts`` False: everything is kept."""
+    """When the log writes, and how large its segments are. ``compacts`` False: nothing is deleted."""
 
     flush_s: float = FLUSH_S
     flush_bytes: int = FLUSH_BYTES
@@ -57,7 +57,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the log is, and how much of it belongs to groups and prompts that are alive."""
+    """The size of the log and its live part."""
 
     log_bytes: int
     live_bytes: int
@@ -68,7 +68,9 @@ DEFAULT_SIZES: Final = Sizes()
 
 
 class Log:
-    """Appends to the log of a state folder. All but the thread's own part is for the event loop that opens it."""
+    """Appends to the log of a state folder. All methods except the thread's own belong to the event loop that opened
+    it.
+    """
 
     def __init__(
         self,
@@ -81,8 +83,9 @@ class Log:
         sizes: Sizes = DEFAULT_SIZES,
         fault: Told = lambda error: None,
     ) -> None:
-        """``number``: of the last segment that is there, ``position`` behind it. ``fault`` is told, in the event loop,
-        why the log cannot be written, and None once it can be again."""
+        """``number``: of the last existing segment, ``position`` behind it. ``fault`` is called in the event loop with
+        the reason if the log cannot be written, and with None once it can again.
+        """
         self._folder = folder
         self._ledger = ledger
         self._number = number
@@ -92,7 +95,7 @@ class Log:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()  # resolves with the bug that ends the thread
         self.appended = 0  # facts
-        self.durable = 0  # of these, on disk
+        self.durable = 0  # of these, durable
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._checkpoints: list[asyncio.Future[Size]] = []
         self._fault: OSError | None = None
@@ -100,7 +103,7 @@ class Log:
         self._changed = threading.Condition()
         self._waiting: list[tuple[bytes, LogRecord]] = []
         self._waiting_bytes = 0  # with what the thread has taken and not written yet
-        self._wanted = 0  # somebody waits for so many facts
+        self._wanted = 0  # the number of durable records for which a caller waits
         self._again = self._ending = self._checkpoint = False
         # the thread's own
         self._taken: deque[tuple[bytes, LogRecord]] = deque()
@@ -117,7 +120,7 @@ class Log:
     # ------------------------------------------------------------------------------------------------- the event loop
 
     def append(self, record: LogRecord) -> int:
-        """Returns how many facts there are now: once so many are ``durable``, this one is on disk."""
+        """Appends a record. Returns the number of records; the record is on disk once ``durable`` has reached it."""
         body = encoded(record)
         with self._changed:
             before, self._waiting_bytes = self._waiting_bytes, self._waiting_bytes + frames.HEAD_BYTES + len(body)
@@ -130,7 +133,7 @@ class Log:
         return self.appended
 
     async def settled(self, logged: int | None = None) -> None:
-        """Returns once all that was appended so far, or the first so many facts, are on disk."""
+        """Returns once all records so far, or the first ``logged``, are durable."""
         logged = self.appended if logged is None else logged
         if self.durable >= logged:
             return
@@ -142,13 +145,13 @@ class Log:
         await waiter
 
     def try_again(self) -> None:
-        """Tries once more to write where the last time failed."""
+        """Retries a failed write at once."""
         with self._changed:
             self._again = True
             self._changed.notify()
 
     async def flush(self) -> None:
-        """Tries once to bring all that was appended so far to disk, whether or not the last time failed."""
+        """Tries once to write all records so far, whether or not the last write failed."""
         tried: asyncio.Future[Size] = self._loop.create_future()
         self._checkpoints.append(tried)
         with self._changed:
@@ -158,7 +161,7 @@ class Log:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
     async def checkpoint(self) -> Size:
-        """Brings all to disk and the ledger up to it; segments that can go are gone then. Returns how large it is."""
+        """Writes all records, updates the ledger and deletes obsolete segments. Returns the size."""
         await self.settled()
         done: asyncio.Future[Size] = self._loop.create_future()
         self._checkpoints.append(done)
@@ -168,7 +171,7 @@ class Log:
         return await done
 
     async def close(self) -> None:
-        """Writes what is left, unless it cannot be written now. May be called again."""
+        """Writes the remaining records if possible. May be called again."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -234,7 +237,7 @@ class Log:
                 return
 
     def _wait(self, failed: bool) -> None:
-        """Until there is something to do, and it is time to. With the lock held."""
+        """Waits until there is work and it is due. The lock must be held."""
         while not (self._ending or self._checkpoint):
             if failed:
                 if self._again:
@@ -251,7 +254,7 @@ class Log:
                 self._changed.wait(left_s if self._logged else None)
 
     def _bring(self) -> OSError | None:
-        """Brings what was taken to disk, ``FLUSH_BYTES`` at once. Returns why it could not."""
+        """Writes the taken records, ``FLUSH_BYTES`` at once. Returns the reason if it failed."""
         while self._taken or self._is_unsure:
             chunk, chunk_bytes = [], 0
             for body, record in self._taken:
@@ -274,7 +277,7 @@ class Log:
         return None
 
     def _append(self, chunk: list[tuple[bytes, LogRecord]]) -> None:
-        """One write and its fsync; then the facts count. Raises OSError, and none does."""
+        """Writes and syncs once; then the records count as durable. If it raises OSError, none does."""
         parts: list[bytes] = []
         size_bytes = 0
         for body, _ in chunk:
@@ -291,7 +294,7 @@ class Log:
                 self._logged.append(record)
 
     def _settle(self, at_once: bool) -> OSError | None:
-        """Brings the ledger up to what is on disk where that is due, and goes on with compaction."""
+        """Applies durable records to the ledger if due, and continues compaction."""
         late = time.monotonic() - self._applied_s >= LEDGER_S or len(self._logged) >= LEDGER_RECORDS
         try:
             if self._logged and (at_once or late):
@@ -305,8 +308,8 @@ class Log:
         return None
 
     def _apply(self) -> None:
-        """Raises OSError where the ledger cannot be written."""
-        self._applied_s = -math.inf  # where it fails, the next try is due
+        """Raises OSError if the ledger cannot be written."""
+        self._applied_s = -math.inf  # after a failure the next attempt is due at once
         try:
             self._ledger.apply(self._logged, self._position)
         except sqlite3.Error as error:
@@ -316,10 +319,10 @@ class Log:
         self._compaction.changed(*self._ledger.live_numbers())
 
     def _compact(self) -> None:
-        """The next part of what is alive in a segment that is to go is written anew; or the segment goes.
+        """Copies the next part of the chosen segment's live data, or deletes the segment.
 
-        Who is alive is what the ledger says once it has all that is on disk: what is written anew comes behind that,
-        and a group that has been trained on since would be there again. What only the ledger has goes first.
+        The ledger must first have all durable records. Otherwise a group that was trained meanwhile would be copied
+        behind its commit and live again. Data that only the ledger has is written first.
         """
         if self._logged:
             self._apply()
@@ -337,7 +340,7 @@ class Log:
             raise
 
     def _begin_segment(self) -> None:
-        """A new segment; what stands now is its first record. Raises OSError."""
+        """Starts a new segment with the present state as its first record. Raises OSError."""
         if self._logged:
             self._apply()
         self._close_file()
@@ -357,7 +360,7 @@ class Log:
         self._compaction.count(standing, standing_bytes)
 
     def _void(self) -> None:
-        """What the last write left does not count: the next one goes into a new segment."""
+        """Voids the remains of the last write: the next one uses a new segment."""
         self._is_unsure = True
         if self._file >= 0:
             with suppress(OSError):
@@ -375,7 +378,7 @@ class Log:
 
 
 def _write(descriptor: int, parts: Sequence[bytes]) -> None:
-    """All of these bytes, one after the other. Raises OSError, with an unknown number of them written."""
+    """Writes all parts in order. Raises OSError after an unknown number of bytes."""
     for begin in range(0, len(parts), PARTS_MAX):
         some = parts[begin : begin + PARTS_MAX]
         written = os.writev(descriptor, some)

@@ -1,7 +1,7 @@
-"""What the log says, fact by fact. Every fact is plain data; ``encoded`` and ``decoded`` are its form on disk.
+"""The records of the log. Each is plain data; ``encoded`` and ``decoded`` convert it to and from its form on disk.
 
-A *number* is a request's in the log. It is given once and never again, while ids may be lost with what was not yet on
-disk, and rows are used again. A group has as many as it has requests, from ``number`` on.
+A *number* identifies a request in the log and is never reused, while ids of undurable requests may be lost and rows are
+reused. A group has as many numbers as requests, from ``number`` on.
 """
 
 from dataclasses import dataclass, field, fields
@@ -32,7 +32,7 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {  # of the columns of Tokens
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A life of the service begins. ``life`` counts from 0; times as events have them, and since the Unix epoch."""
+    """An incarnation of the service starts. ``life`` counts from 0; times are in the events' clock and the Unix epoch."""
 
     incarnation: int
     started_at: float
@@ -42,7 +42,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What the core was told, as its log of events has it; kept where everything is."""
+    """An event of the core, as the event log has it; written only if all events are kept."""
 
     now_s: float
     kind: str
@@ -51,7 +51,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Prompts that were queued: each with its place in the order of arrivals."""
+    """Queued prompts, each with its number of arrival."""
 
     arrivals: list[int]
     prompts: list[list[Any]]  # prompt_values
@@ -59,8 +59,9 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Prompts that are not to come any more, and have no group: submitted ones by their arrivals, the source's by
-    their places in it. ``names``: what a user has cancelled them by."""
+    """Prompts that were cancelled before they had a group: submitted ones by arrival, the source's by position.
+    ``names``: by which a user cancelled them.
+    """
 
     arrivals: list[int]
     positions: list[int]
@@ -69,12 +70,12 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class PromptsEnded:
-    """It was said that nothing more would be submitted."""
+    """``end()`` was called: nothing more is submitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A group. ``place``: of its prompt in the source, -1: it was submitted, as ``arrival`` says."""
+    """A group. ``position``: of its prompt in the source; -1: the prompt was submitted, with number ``arrival``."""
 
     number: int
     group_id: str
@@ -90,11 +91,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A worker's report, as far as it is of admitted requests: columns of stretches, and of their tokens.
+    """The part of a worker's report about admitted requests: columns of token spans, and of their tokens.
 
-    Stretches of a request never overlap. ``stays``: [stretch, worker, first token, arrival] for each that begins with
-    them. ``stops``: [stretch, stop string]. ``ends`` and ``routed_bytes`` are empty where all are 0; ``ats``, of each
-    stretch, where all came ``at`` once.
+    Spans of a request never overlap. ``segment_starts``: [span, worker, first token, arrival] for each span that begins
+    a segment. ``stops``: [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats`` (one a
+    span) if all came at ``at``.
     """
 
     at: float
@@ -113,7 +114,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of a finished request."""
+    """The reward of a finished request."""
 
     number: int
     at: float
@@ -133,7 +134,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group was cancelled. ``line``: of the run's record, as JSON; ``names``: what it may be asked for by."""
+    """A group was cancelled. ``line``: of the run's record, as JSON. ``names``: by which it may be looked up."""
 
     number: int
     names: list[str]
@@ -142,7 +143,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step was trained, so its groups are forgotten. ``learnt``: what the core knows that no count says."""
+    """A step was trained, so its groups are removed. ``learnt``: forecasts of the core that no count implies."""
 
     step: int
     digest: bytes
@@ -159,7 +160,7 @@ class Republished:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A version has to be published anew."""
+    """A version must be published again."""
 
     version: int
     reason: str
@@ -169,7 +170,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A version has left the window. ``keeps``: its weights are not let go."""
+    """A version has left the window. ``keeps``: its weights are kept."""
 
     version: int
     keeps: bool
@@ -190,7 +191,7 @@ class WorkerBegan:
 
 @dataclass(frozen=True, slots=True)
 class WindowStands:
-    """What of the window no group says."""
+    """Window state that no group implies."""
 
     size: int
     left_behind: int
@@ -199,7 +200,7 @@ class WindowStands:
 
 @dataclass(frozen=True, slots=True)
 class Renumbered:
-    """Tokens of these requests are lost: their group begins anew, under other numbers."""
+    """Tokens of these requests are lost: their group starts again under other numbers."""
 
     number: int
     new_number: int
@@ -207,11 +208,11 @@ class Renumbered:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """All that is small, as the facts up to here have made it: the first record of each segment.
+    """The small state after all records so far: the first record of each segment.
 
-    ``groups``: [number, group id, size, step or -1, place in the order of taking]. What is not named here is no more.
-    ``dropped``: [number, line] of the groups that were cancelled last, ``cancelled``: names likewise; None: an older
-    DORA did not say. ``ends``: [number, position behind it] of each earlier segment that there is.
+    ``groups``: [number, group id, size, step or -1, place in the order of taking]; other groups have ended.
+    ``dropped``: [number, line] of the latest cancelled groups, and ``cancelled`` their names; None: an older DORA did
+    not record them. ``ends``: [number, end position] of each earlier segment that exists.
     """
 
     values: dict[str, Any]
@@ -226,8 +227,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class HostStands:
-    """A joined host and the epoch that it is in. ``marks``: of the tokens of its workers and pool, by names. Where
-    these are None, the epoch is over, and nobody of it may come back."""
+    """A joined host and its epoch. ``marks``: digests of the tokens of its workers and pool, by name; None: the epoch
+    is over, and none of its processes may return.
+    """
 
     name: str
     epoch: int
@@ -278,7 +280,7 @@ def encoded(record: LogRecord) -> bytes:
 
 
 def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
-    """Raises InvalidValue for what no DORA has written so, or a newer one."""
+    """Decodes a record. Raises InvalidValue for malformed bytes or a newer DORA's."""
     try:
         code, *values = upgraded(
             msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS, use_list=True), schema
@@ -299,12 +301,12 @@ def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
 
 
 def kind_of(body: bytes | memoryview) -> type | None:
-    """Of a fact that is not decoded; None where it is none that this DORA knows."""
+    """Returns the kind of an encoded record; None if this DORA does not know it."""
     return KINDS[body[1]] if len(body) > 1 and body[1] < len(KINDS) else None
 
 
 def prompt_values(prompt: Prompt) -> list[Any]:
-    """A prompt as a fact holds it."""
+    """Returns a prompt as a record holds it."""
     sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.sampling.items()}
     token_ids = np.array(prompt.token_ids, "<i8").tobytes()
     named = (prompt.prompt_id, prompt.task_id, token_ids, prompt.text, prompt.group_size, sampling)
@@ -319,7 +321,7 @@ def prompt_of(values: list[Any]) -> Prompt:
 
 
 def only(tokens: Tokens, chosen: Column) -> Tokens:
-    """The same without all other stretches. ``chosen``: bool, one a stretch."""
+    """Returns only the chosen spans. ``chosen``: bool, one for each span."""
     counts = tokens.counts.astype(np.int64)
     of_token = np.repeat(chosen, counts)
     kept = {index: position for position, index in enumerate(np.flatnonzero(chosen).tolist())}
@@ -344,7 +346,7 @@ def only(tokens: Tokens, chosen: Column) -> Tokens:
 
 
 def joined(parts: list[Tokens]) -> Tokens:
-    """Several as one; not empty."""
+    """Joins one or more."""
 
     def filled(part: Tokens, name: str, value: float) -> Column:
         column: Column = getattr(part, name)

@@ -1,4 +1,4 @@
-"""From the facts of an older schema to those of today, one version at a time."""
+"""Upgrades records of older schemas, one version at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -12,16 +12,16 @@ _STANDING: Final = 18  # its code
 
 
 def _from_1(values: Values) -> Values:
-    """Standing says what was cancelled last, too; it did not."""
+    """Adds the latest cancelled groups to Standing."""
     return [*values, None, None] if values[0] == _STANDING else values
 
 
 def _from_2(values: Values) -> Values:
-    """Standing says where the segments before it end; it did not."""
+    """Adds the ends of earlier segments to Standing."""
     return [*values, []] if values[0] == _STANDING else values
 
 
-# version -> what makes of its facts those of the next version
+# version -> function that converts its records to the next version
 UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2}
 
 
@@ -31,7 +31,7 @@ def upgraded(
     upgrades: Mapping[int, Callable[[Values], Values]] = UPGRADES,
     to: int = SCHEMA_VERSION,
 ) -> Values:
-    """A fact that was stored under ``schema`` as it would be stored now. Raises InvalidValue where there is no way."""
+    """Upgrades a record stored under ``schema``. Raises InvalidValue if there is no upgrade."""
     while schema < to:
         if schema not in upgrades:
             raise InvalidValue("log: schema version", schema, f"{to}, or one of which this DORA knows the way there")

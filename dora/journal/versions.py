@@ -1,6 +1,6 @@
-"""The weights of published versions on disk, for a service whose store lies in memory.
+"""The weights of published versions on disk, for a service whose store is in memory.
 
-FOLDER/<version>/    as the store has it; its links to files elsewhere are links here too
+FOLDER/<version>/    as in the store; links to files elsewhere are links here too
 """
 
 import os
@@ -13,24 +13,24 @@ from typing import Final
 
 from dora.system.files import link_or_copy, sync_folder
 
-REPLACED_SUFFIX: Final = ".replaced"  # of what a version that is published anew takes the place of
+REPLACED_SUFFIX: Final = ".replaced"  # suffix of a version that is being replaced
 
 
 class KeptVersions:
-    """Synchronous; raises OSError, and leaves nothing half, where something cannot be written."""
+    """Synchronous. Raises OSError if something cannot be written, and leaves nothing incomplete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for replaced in folder.glob(f".*{REPLACED_SUFFIX}"):
             kept = folder / replaced.name[1 : -len(REPLACED_SUFFIX)]
-            if not kept.exists():  # what was to take its place had not yet done so
+            if not kept.exists():  # its replacement was not complete
                 os.rename(replaced, kept)
         for unfinished in folder.glob(".*"):
             shutil.rmtree(unfinished)
 
     def keep(self, version: int, folder: Path) -> None:
-        """Brings a version to disk, in place of what was kept under its number."""
+        """Writes a version to disk, in place of the one kept under its number."""
         kept, unfinished = self.folder / str(version), self.folder / f".{version}"
         replaced = unfinished.with_name(unfinished.name + REPLACED_SUFFIX)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -52,20 +52,20 @@ class KeptVersions:
             shutil.rmtree(gone)
 
     def only(self, versions: Iterable[int]) -> None:
-        """Drops all others: nobody was told that they are kept."""
+        """Drops all other versions: their publication was never acknowledged."""
         wanted = set(map(str, versions))
         for entry in self.folder.iterdir():
             if entry.name not in wanted:
                 shutil.rmtree(entry)
 
     def lacking(self, versions: Iterable[int]) -> list[int]:
-        """Of these, those that are not kept."""
+        """Returns the versions that are not kept."""
         return [version for version in versions if not (self.folder / str(version)).is_dir()]
 
     def bring_back(self, versions: Iterable[int], store: Path, is_sound: Callable[[Path], bool]) -> list[int]:
-        """Makes the versions in a store's folder those that are kept, and version 0; what is right already stays.
+        """Makes a store's folder hold the kept versions and version 0; sound copies are left in place.
 
-        ``is_sound`` looks at a version's folder. Returns those that are kept, but not sound: they are not brought back.
+        ``is_sound`` checks a version's folder. Returns the kept versions that are damaged; they are not restored.
         """
         damaged = []
         wanted = {str(version): self.folder / str(version) for version in versions}
@@ -98,7 +98,7 @@ def _copied(source: Path, target: Path) -> None:
 
 
 def _alike(left: Path, right: Path) -> bool:
-    """Whether two folders have the same files; large ones by their sizes."""
+    """Returns whether two folders have the same files; large ones are compared by size."""
     names = {file.name for file in left.iterdir()}
     if names != {file.name for file in right.iterdir()}:
         return False
