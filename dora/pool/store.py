@@ -214,7 +214,7 @@ class Store:
             self._refuse(self._waiting.pop())
 
     def _begin_writing(self, lacking_bytes: int) -> bool:
-        """Starts to write the oldest snapshots to disk. Returns False, and starts none, if that would not free enough."""
+        """Starts to write the oldest snapshots to disk. Returns False, and starts none, if they do not free enough."""
         if self._disk is None:
             return False
         chosen: list[Parked] = []

@@ -76,7 +76,7 @@ class Holding:
             self.receiving = None
 
     def end(self, reason: str) -> None:
-        """Abandons the version. Waiting threads get the reason. The chunks are discarded unless the version is sealed."""
+        """Abandons the version. Waiting threads get the reason. Chunks are discarded unless it is sealed."""
         with self._changed:
             self._ended = reason
             self._changed.notify_all()

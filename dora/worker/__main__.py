@@ -1,4 +1,6 @@
-"""``python -m dora.worker``: one rollout worker, one engine. Started by the service, or by hand on any host."""
+"""``python -m dora.worker``: one rollout worker with one engine. The service starts it, or an operator does on any
+host.
+"""
 
 import argparse
 import contextlib
@@ -24,7 +26,7 @@ SWITCH_S: Final = 0.5e-3
 
 
 class WorkerMember(LinkedMember):
-    """Generates on without a service."""
+    """A worker as a member of the service. It continues to generate without a service."""
 
     def __init__(self, address: Address, engine: RolloutEngine, stop: threading.Event) -> None:
         super().__init__(address, engine.capability, engine.capability.fingerprint, stop)
@@ -47,7 +49,7 @@ class WorkerMember(LinkedMember):
 
 
 def main(argv: list[str] | None = None) -> int:
-    gc.disable()  # what is imported stays: to look through it again and again is an eighth to a quarter of its time
+    gc.disable()  # imported modules are permanent: collecting them again and again costs 12 to 25% of the time
     if sys.argv[1:] == ["--wait"]:
         argv = _awaited_arguments()
     options = _parser().parse_args(argv)
@@ -84,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _awaited_arguments() -> list[str]:
-    """Imports vLLM, which takes seconds, then reads the rest of the command from stdin: a JSON list that ends its line.
+    """Imports vLLM, which takes seconds, then reads the remaining arguments from stdin: one line with a JSON list.
 
-    Ends the process where stdin ends first: the service is gone.
+    Ends the process if stdin ends first, because the service has ended.
     """
     from dora.worker import vllm_environment
 
@@ -101,7 +103,7 @@ def _awaited_arguments() -> list[str]:
 
 
 def make_engine(options: argparse.Namespace) -> RolloutEngine:
-    """The engine by name; vLLM is imported only here."""
+    """Returns the engine of this name; vLLM is imported only here."""
     if options.engine == "fake":
         from dora.worker.fake_engine import FakeEngine
 

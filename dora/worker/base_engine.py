@@ -1,4 +1,4 @@
-"""What engines of every kind do alike: hold requests by name, refuse what does not fit, prove loaded weights."""
+"""The common half of all engines: holds requests by name, refuses those that do not fit, and verifies loaded weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ Live = TypeVar("Live")
 
 
 class BaseEngine(Generic[Live], ABC):
-    """The common half of a ``RolloutEngine``; ``Live`` is what the engine keeps of one request.
+    """The common half of a ``RolloutEngine``; ``Live`` is the engine's state of one request.
 
-    A kind of engine adds the abstract methods to those of the protocol.
+    Each kind of engine adds the abstract methods to those of the protocol.
     """
 
     def __init__(self, capability: EngineCapability, layout: KvLayout, canary_bound: CanaryBound) -> None:
@@ -114,46 +114,46 @@ class BaseEngine(Generic[Live], ABC):
 
     @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
-        """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is touched."""
+        """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is changed."""
 
     @abstractmethod
     def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """The logprobs of a token sequence, from its second token on. Only while no request is held."""
+        """Returns the logprobs of a token sequence from its second token on. Only while no request is held."""
 
     @abstractmethod
     def _slots_left(self) -> int:
-        """Slots that nobody has or waits for with its KV; those that are reserved are among them."""
+        """Returns the slots that no request has or waits for with its KV; reserved slots count."""
 
     @abstractmethod
     def _free_blocks(self) -> int:
-        """Blocks that nobody has, but for one that each request with a slot may want next."""
+        """Returns the free blocks, less one that each request with a slot may need next."""
 
     @abstractmethod
     def _reserve(self, count: int) -> Reservation:
-        """Takes so many blocks, which are free. Its request is made by ``_make``."""
+        """Takes ``count`` free blocks. ``_make`` later makes their request."""
 
     @abstractmethod
     def _free(self, reservation: Reservation) -> None:
-        """Gives the blocks of a reservation back, which is closed."""
+        """Returns the blocks of a closed reservation."""
 
     @abstractmethod
     def _slots_changed(self) -> None:
-        """Another number of slots is reserved."""
+        """Called when the number of reserved slots changes."""
 
     @abstractmethod
     def _so_far(self, live: Live) -> RequestSpec:
-        """The request with the outputs that it has now."""
+        """Returns the request with its present outputs."""
 
     @abstractmethod
     def _make_ahead(self, request: RequestSpec) -> Any:
-        """What ``_enter`` needs of a request that gets more outputs until then. Raises InvalidValue.
+        """Prepares a request for ``_enter``; it may get more outputs before. Raises InvalidValue.
 
-        Another thread than the engine's calls it.
+        Called in a thread other than the engine's.
         """
 
     @abstractmethod
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> Any:
-        """Takes over a request that was checked, with its KV where a snapshot has it, and what was kept for it."""
+        """Takes over a checked request, with its KV if a snapshot has it, and with its reservation."""
 
     def _find(self, request_id: str) -> Live:
         live = self._live.get(request_id)
@@ -167,9 +167,9 @@ class BaseEngine(Generic[Live], ABC):
         check_request(request, self._capability, known)
 
     def _make(self, opening: Opening) -> Any:
-        """For a reservation, in another thread: the version does not change while something is reserved.
+        """Prepares a reservation's request in another thread; the version does not change while a reservation exists.
 
-        Whether the layout fits is said of the snapshot, which is then known not to move exactly.
+        A layout that does not fit is reported when the snapshot arrives: it then cannot move exactly.
         """
         check_loaded(opening.request.version, self._version)
         try:

@@ -1,8 +1,8 @@
-"""The KV-cache of an engine on a GPU as raw blocks, on their way to and from host memory.
+"""Moves raw blocks between the KV-cache of an engine on a GPU and host memory.
 
-A block of a layer is the bytes that its tensor gives it, in the order in which they lie in memory: what kernels make of
-them is theirs. Blocks are gathered into one staging buffer on the device and cross the bus together, and the other way
-round, on a stream of their own. Engines differ in that order; ``DeviceStore.orders`` says which one it is.
+A layer's block is the bytes that its tensor gives it, in memory order; their meaning is private to the kernels. Blocks
+are gathered into one staging buffer on the device and cross the bus together, in both directions on a separate stream.
+Engines differ in their memory order; ``DeviceStore.orders`` tells it.
 
 Layouts of vLLM (``vllm/v1/kv_cache_layout.py``, L layers, B blocks, H heads, N tokens, C content of a token and head):
 
@@ -32,18 +32,19 @@ from dora.kvtransfer.snapshot import Pieces
 STAGE_BYTES: Final = 16 << 20  # cross the bus at once; so much on the device, and twice in pinned host memory
 PINNED_BYTES: Final = 8 << 30  # pinned host memory for blocks that are shown, at most
 _ALIGNED_BYTES: Final = 16
-_NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # what bytes are moved as
+# number types in which bytes are moved
+_NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class LayerRows:
-    """One layer's tensor: ``cells`` is a view of it, of shape (blocks, ...), each row a block's bytes in memory order.
+    """One layer's tensor: ``cells`` is a view of shape (blocks, ...), whose rows are blocks in memory order.
 
-    ``order``: the tensor's axes as they lie inside a block, without those of length 1; two layers whose orders differ
-    have different bytes for the same KV.
+    ``order``: the tensor's axes in their order inside a block, without those of length 1. Two layers with different
+    orders have different bytes for the same KV.
     """
 
     def __init__(self, tensor: torch.Tensor, block_count: int) -> None:
-        """Raises RuntimeError for a tensor that does not have so many blocks, or has bytes in two places."""
+        """Raises RuntimeError if the tensor has not ``block_count`` blocks, or has overlapping bytes."""
         found = _blocks_first(tensor, block_count)
         number_bytes = tensor.element_size()
         axes = [(size, step * number_bytes, axis) for axis, (size, step) in enumerate(_axes(found)) if size > 1]
@@ -60,14 +61,14 @@ class LayerRows:
         self.block_bytes = math.prod(shape[1:]) * unit
 
     def staged(self, stage: torch.Tensor, at: int, count: int) -> torch.Tensor:
-        """A place in a staging buffer, as ``cells`` of so many blocks."""
+        """Returns a place in a staging buffer, shaped as ``count`` rows of ``cells``."""
         place = stage[at : at + count * self.block_bytes].view(self.cells.dtype)
         return place.view(count, *self.cells.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some blocks of one layer, and where in a batch they lie."""
+    """Some blocks of one layer and their place in a batch."""
 
     name: str
     first: int  # counted in the ids of the layer's group
@@ -77,14 +78,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What crosses the bus at once."""
+    """The bytes that cross the bus together."""
 
     parts: tuple[_Part, ...]
     size_bytes: int
 
 
 class _Lane:
-    """Copies of one device: on a stream of their own, or, on the CPU, done when they are asked for."""
+    """The copies of one device: on a separate stream, or synchronous on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,7 +96,7 @@ class _Lane:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What is begun here waits for what the caller's stream was given before."""
+        """Copies started in this context wait for the work already queued on the caller's stream."""
         if self._stream is None:
             yield
             return
@@ -104,28 +105,28 @@ class _Lane:
             yield
 
     def ids(self, block_ids: Sequence[int], block_count: int) -> torch.Tensor:
-        """Ids on the device. A wrong one would end all of the process's work there, so it is refused here."""
+        """Returns ids on the device. Refuses an invalid id, which would end all of the process's work on the device."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < block_count:
             raise RuntimeError(f"block ids {min(block_ids)} to {max(block_ids)}: the KV-cache has {block_count} blocks")
         found = torch.tensor(block_ids, dtype=torch.int64)
         return found if self._stream is None else found.pin_memory().to(self._device, non_blocking=True)
 
     def mark(self) -> Any:
-        """What was begun so far; None: it is done."""
+        """Returns an event after all copies so far; None: they are complete."""
         return None if self._stream is None else self._stream.record_event()
 
     def hold_up(self, mark: Any) -> None:
-        """The caller's stream waits for it, and the caller does not."""
+        """Makes the caller's stream wait for the event, without blocking the caller."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 class DeviceStore:
-    """``vllm_blocks.BlockStore`` for tensors on a GPU. Any thread may use it.
+    """``vllm_blocks.BlockStore`` for tensors on a GPU. Thread-safe.
 
-    ``show`` waits for its copies, and what it returns stays as it was. ``write`` returns when the bytes have been read:
-    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, so that it
-    finds them, and so that nothing reaches a block late which has become another request's.
+    ``show`` waits for its copies, and its result does not change later. ``write`` returns once the bytes were read:
+    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, so the step
+    sees all writes, and no write reaches a block that meanwhile belongs to another request.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class DeviceStore:
         pinned_bytes: int = PINNED_BYTES,
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
-        """``tensors``: by layer; ``groups``: which group each is of. Raises RuntimeError as ``LayerRows`` does."""
+        """``tensors``: by layer. ``groups``: the group of each layer. Raises RuntimeError as ``LayerRows`` does."""
         self._layers = {name: LayerRows(tensors[name], block_count) for name in sorted(groups)}
         self._groups = groups
         self._block_count = block_count
@@ -147,7 +148,7 @@ class DeviceStore:
         self._lane = _Lane(device)
         self._pinned = Pool(pinned_bytes, self._lane.host_memory)
         self._outlets = [self._lane.host_memory(self._stage_bytes) for _ in range(2)]
-        self._leaving: list[Any] = [None, None]  # what is still read from each of them
+        self._leaving: list[Any] = [None, None]  # pending reads of each of them
         self._written: Any = None
         self._lock = threading.Lock()
         with self._lane.entered():
@@ -160,13 +161,13 @@ class DeviceStore:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """In which orders axes lie inside the layers' blocks: KV of other orders is not of this engine's."""
+        """The axis orders inside the layers' blocks. KV of other orders does not fit this engine."""
         return tuple(sorted({f"order-{rows.order}" for rows in self._layers.values()}))
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of its group's ids: copies in pinned memory.
+        """Returns some blocks of every layer in the order of its group's ids: copies in pinned memory.
 
-        Raises TransferFailed where too much of that is in use.
+        Raises TransferFailed if too much pinned memory is in use.
         """
         batches = self._batches(block_ids)
         size_bytes = sum(batch.size_bytes for batch in batches)
@@ -195,7 +196,7 @@ class DeviceStore:
         return shown
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
-        """Overwrites some blocks of every layer, of each group those of its ids."""
+        """Overwrites some blocks of every layer, by the ids of its group."""
         with self._lane.entered():
             ids = self._ids(block_ids)
         for batch in self._batches(block_ids):
@@ -203,12 +204,12 @@ class DeviceStore:
                 self._load(batch, ids, blocks)
 
     def join(self) -> None:
-        """What the caller's stream is given from now on finds all that was written before."""
+        """Makes later work on the caller's stream see all earlier writes."""
         with self._lock:
             self._lane.hold_up(self._written)
 
     def _load(self, batch: _Batch, ids: Mapping[str, torch.Tensor], blocks: Mapping[str, Pieces]) -> None:
-        """Under the lock. One outlet is filled while the other is on its way."""
+        """Requires the lock. One outlet is filled while the other is copied."""
         self._outlets.reverse()
         self._leaving.reverse()
         outlet = self._outlets[0]
@@ -226,7 +227,7 @@ class DeviceStore:
         self._leaving[0] = self._written = self._lane.mark()
 
     def _ids(self, block_ids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """On the device, by layer."""
+        """Returns the ids on the device, by layer."""
         there = [self._lane.ids(each, self._block_count) for each in block_ids]
         return {name: there[self._groups[name]] for name in self._layers}
 
@@ -250,9 +251,9 @@ class DeviceStore:
 
 
 def _blocks_first(tensor: torch.Tensor, block_count: int) -> torch.Tensor:
-    """The tensor with its blocks as the first axis; kernel blocks that make one block are its second.
+    """Returns the tensor with its blocks as first axis; kernel blocks within a block are the second.
 
-    A tensor with five axes has one of length 2, for keys and values, which comes before or after the blocks.
+    A tensor with five axes has one of length 2, for keys and values, before or after the blocks.
     """
     axes = [axis for axis in (0, 1) if block_count and tensor.dim() > axis and tensor.shape[axis] % block_count == 0]
     if tensor.dim() == 5:
@@ -281,7 +282,7 @@ def _check_apart(tensor: torch.Tensor, steps: Sequence[tuple[int, int]], number_
 
 
 def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(length, step in bytes) from the outermost axis on, those that lie without a gap made one."""
+    """Returns (length, step in bytes) from the outermost axis; contiguous axes are merged."""
     found: list[tuple[int, int]] = []
     for size, step in axes:
         if found and found[-1][1] == size * step:
@@ -294,7 +295,7 @@ def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _fill(place: np.ndarray, pieces: Pieces, first: int) -> None:
-    """Blocks from the ``first`` one of the pieces on. Other threads run during large copies."""
+    """Copies the pieces' blocks from the ``first`` on. Large copies release Python's lock."""
     at = begin = 0
     for piece in pieces:
         end = begin + len(piece)

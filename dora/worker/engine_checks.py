@@ -1,4 +1,4 @@
-"""What every engine refuses, and how: checks of one request against an engine's capability."""
+"""Checks of one request against an engine's capability, shared by all engines."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dora.weights.canary import LOGPROB_MAX
 def check_request(request: RequestSpec, capability: EngineCapability, known: RequestSpec | None = None) -> None:
     """Raises InvalidValue for the first field that this engine cannot serve.
 
-    ``known``: the same request with fewer outputs, which was checked.
+    ``known``: the same request with fewer outputs, already checked.
     """
     outputs, prompt = len(request.output_token_ids), len(request.prompt_token_ids)
     if known is None:
@@ -36,20 +36,22 @@ def check_request(request: RequestSpec, capability: EngineCapability, known: Req
 
 
 def check_version(request_version: int, loaded: int | None) -> None:
-    """Raises Conflict unless a request is of the version that is loaded."""
+    """Raises Conflict unless the request has the loaded version."""
     if request_version != loaded:
         raise Conflict("request.version", request_version, f"{loaded}, the version loaded", why="is not loaded")
 
 
 class CanaryBound(NamedTuple):
-    """``most``: by how much a logprob may differ from the canary's; ``share``: of them, as many as that hold to it."""
+    """``most``: the largest allowed difference to a logprob of the canary. ``share``: the share of logprobs that must
+    meet it.
+    """
 
     most: float
     share: Fraction = Fraction(1)
 
 
 def check_reproduced(version: int, found: Canary, expected: Canary, bound: CanaryBound) -> None:
-    """Raises CanaryMismatch where freshly loaded weights give other logprobs than were published with them."""
+    """Raises CanaryMismatch if loaded weights give other logprobs than were published with them."""
     apart = sorted(_apart(ours, theirs) for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True))
     difference = apart[math.ceil(bound.share * len(apart)) - 1]
     if not difference <= bound.most:
@@ -60,14 +62,14 @@ def check_reproduced(version: int, found: Canary, expected: Canary, bound: Canar
 
 
 def check_finite(version: int, found: Canary) -> None:
-    """Raises CanaryMismatch where loaded weights give logprobs that are none, whether a canary was published or not."""
+    """Raises CanaryMismatch if loaded weights give logprobs that are not finite, with or without a published canary."""
     wrong = next((each for each in found.logprobs if not -math.inf < each <= LOGPROB_MAX), None)
     if wrong is not None:
         raise CanaryMismatch(f"version {version}: a logprob of the canary is {wrong:g}", math.inf)
 
 
 def _apart(ours: float, theirs: float) -> float:
-    """Of two logprobs; infinite where one is NaN, which would not sort."""
+    """Returns the difference of two logprobs; infinite if one is NaN, which would not sort."""
     difference = abs(ours - theirs)
     return math.inf if math.isnan(difference) else difference
 

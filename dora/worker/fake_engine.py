@@ -1,7 +1,7 @@
-"""An engine without a model: tokens, logprobs and KV are hashes, so that any resume or migration can be checked.
+"""An engine without a model: tokens, logprobs and KV are hashes, so any resume or migration can be checked.
 
 A wrong version, a corrupted block or a lost token changes everything after it, as in a real model, at a thousand times
-the speed. ``fake_model`` holds the hashes. It imports no torch.
+the speed. ``fake_model`` has the hashes. Imports no torch.
 """
 
 from collections import deque
@@ -26,22 +26,22 @@ from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeBlocks, 
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
 
-ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # where there is no model to say another one
+ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # used without a model
 
 
 @dataclass(slots=True)
 class _Live:
-    """One request. ``kv`` is one array of bytes a layer; empty until it has a slot."""
+    """One request. ``kv`` has one array of bytes for each layer; empty until it has a slot."""
 
     request: RequestSpec
-    length: int  # of the response, if nothing else ends it
+    length: int  # of the response, if nothing ends it earlier
     outputs: list[int]
     logprobs: list[float]
     watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
     entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
-    reserved: Reservation | None = None  # where the blocks are that went ahead of the snapshot
+    reserved: Reservation | None = None  # has the blocks that arrived before the snapshot
     preemptions: int = 0
 
     @property
@@ -56,10 +56,10 @@ class _Live:
 class FakeEngine(BaseEngine[_Live]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
-    ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
-    every version must have and whose vocabulary is used, None accepts any weights with a vocabulary of ``vocab_size``;
-    ``window_tokens``: how many last tokens the second layer reads, 0 for all; ``router_replay``: tokens are said to be
-    routed, as the model's config has it, or ``ROUTING``.
+    ``mean_tokens``: mean length of responses, which is geometric. ``model``: a Hugging Face folder that defines the
+    tensors of every version and the vocabulary; None accepts any weights with a vocabulary of ``vocab_size``.
+    ``window_tokens``: the last tokens that the second layer reads, 0 for all. ``router_replay``: tokens carry routed
+    experts, shaped by the model's config or ``ROUTING``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FakeEngine(BaseEngine[_Live]):
         window_tokens: int = 0,
         router_replay: bool = False,
     ) -> None:
-        """Raises InvalidValue for a KV-cache that is too small, or a model that routes nothing and is to."""
+        """Raises InvalidValue for a KV-cache that is too small, or ``router_replay`` with a model without experts."""
         if kv_tokens < max_model_len_tokens:
             raise InvalidValue("kv_tokens", kv_tokens, f"at least max_model_len_tokens = {max_model_len_tokens}")
         self._reference = None if model is None else read_reference(model)
@@ -176,7 +176,7 @@ class FakeEngine(BaseEngine[_Live]):
         return FullBlocks(stay, end, blocks)
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
-        """None: each request has its KV for itself."""
+        """Returns nothing: requests share no KV."""
         return {}
 
     def remove(self, request_id: str) -> None:
@@ -199,7 +199,7 @@ class FakeEngine(BaseEngine[_Live]):
         return bool(self._running or self._waiting)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing."""
 
     # Requests.
 
@@ -215,12 +215,12 @@ class FakeEngine(BaseEngine[_Live]):
             self._waiting.insert(self._with_kv_waiting(), request.request_id)
 
     def _with_kv_waiting(self) -> int:
-        """How many of the first that wait were taken in with their KV."""
+        """Returns how many of the first waiting requests were taken in with their KV."""
         snapshots = (self._live[request_id].snapshot for request_id in self._waiting)
         return next((index for index, snapshot in enumerate(snapshots) if snapshot is None), len(self._waiting))
 
     def _slots_changed(self) -> None:
-        """Slots are counted when they are given."""
+        """Does nothing: slots are counted when they are given."""
 
     def _slots_left(self) -> int:
         return self._capability.slots - len(self._running) - sum(self._held.values()) - self._with_kv_waiting()
@@ -236,10 +236,10 @@ class FakeEngine(BaseEngine[_Live]):
         return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
 
     def _make_ahead(self, request: RequestSpec) -> None:
-        """Nothing that would take time."""
+        """Does nothing."""
 
     def _free(self, reservation: Reservation) -> None:
-        """Blocks are counted when they are needed."""
+        """Does nothing: blocks are counted when they are needed."""
 
     def _fill_slots(self) -> None:
         while self._waiting:
@@ -255,7 +255,7 @@ class FakeEngine(BaseEngine[_Live]):
             self._bring_kv(live)
 
     def _bring_kv(self, live: _Live) -> None:
-        """KV of all tokens but the last sampled one: out of the snapshot, else computed."""
+        """Adds the KV of all tokens but the last sampled one: from the snapshot, or computed."""
         if live.snapshot is not None:
             kv_tokens, blocks = live.snapshot.kv_tokens, _with_ahead(live.snapshot, live.reserved)
             for name, pieces in blocks.items():
@@ -272,7 +272,9 @@ class FakeEngine(BaseEngine[_Live]):
             self._reprefilled_tokens += len(known)
 
     def _make_room(self, request_id: str) -> bool:
-        """Room for one more token's KV, by preempting the last to come where there is none. False: preempted itself."""
+        """Makes room for one more token's KV, if needed by preempting the latest request. False: this one was
+        preempted.
+        """
         live = self._live[request_id]
         while self._blocks_used() + self._blocks_for(len(live.token_ids)) - self._blocks_for(live.kv_tokens) > (
             self._blocks()
@@ -299,7 +301,7 @@ class FakeEngine(BaseEngine[_Live]):
         stop = live.watch.completed_by(token_id) if live.watch is not None and reason != "stop" else ""
         reason = "stop" if stop else reason
         routed = b""
-        if self._routing is not None:  # with the first token those of the whole prompt
+        if self._routing is not None:  # the first token reports the whole prompt's
             fed = range(live.kv_tokens - 1 if index else 0, live.kv_tokens)
             routed = self._model.routed(live.kv, fed, self._routing)
         if reason is not None:
@@ -333,7 +335,7 @@ class FakeEngine(BaseEngine[_Live]):
         return self._capability.block_tokens * KV_BYTES
 
     def _first_block(self, layer: str, kv_tokens: int, first: int = 0) -> int:
-        """The first block that a layer with a window still has; ``first`` for one without."""
+        """Returns the first block that a layer with a window still has; ``first`` for a layer without one."""
         window_tokens = self._layout.windowed.get(layer)
         return first_block(kv_tokens, self._capability.block_tokens, window_tokens) if window_tokens else first
 
@@ -344,7 +346,7 @@ class FakeEngine(BaseEngine[_Live]):
 
 
 def _with_ahead(snapshot: KvSnapshot, reserved: Reservation | None) -> dict[str, list[np.ndarray]]:
-    """All blocks of a snapshot, those first that went ahead of it."""
+    """Returns all blocks of a snapshot, with those that arrived before it."""
     blocks = {name: list(pieces) for name, pieces in snapshot.blocks.items()}
     if reserved is None:
         return blocks

@@ -1,6 +1,6 @@
-"""The fake engine's model: hashes in place of arithmetic.
+"""The fake engine's model: hashes instead of arithmetic.
 
-Each token's KV is a hash of the weights, the token and the KV before it; each sampled token and logprob is a hash of
+Each token's KV is a hash of the weights, the token and the KV before it. Each sampled token and logprob is a hash of
 the weights, all KV so far, the last token and, unless greedy, the seed.
 """
 
@@ -25,8 +25,9 @@ Kv = dict[str, bytearray]  # layer -> KV of all tokens, one after the other
 
 
 class FakeModel:
-    """``mean_tokens``: mean of the responses' lengths, which are geometric; ``window_tokens``: how many last tokens the
-    second layer reads, 0 for all."""
+    """``mean_tokens``: mean length of responses, which is geometric. ``window_tokens``: the last tokens that the second
+    layer reads, 0 for all.
+    """
 
     def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:
         self._vocab_size = vocab_size
@@ -36,7 +37,7 @@ class FakeModel:
         self._window_tokens = window_tokens
 
     def load(self, version: int, folder: Path, reference: Reference | None) -> None:
-        """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they are sound, and the reference's."""
+        """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they are sound and match the reference."""
         digest = blake3(version.to_bytes(8, "little", signed=True))
         found: dict[str, TensorHeader] = {}
         for name in weight_files(folder):
@@ -47,19 +48,19 @@ class FakeModel:
         self._weights = digest.digest()
 
     def length(self, request: RequestSpec) -> int:
-        """Tokens of the response, if nothing else ends it."""
+        """Returns the length of the response if nothing ends it earlier."""
         drawn = self._hash("length", request.prompt_token_ids, _seed_of(request)) % 2**32
         return 1 + int(-math.log(1 - drawn / 2**32) * self._mean_tokens)
 
     def append_kv(self, kv: Kv, token_id: int) -> None:
-        """Computes one more token's KV."""
+        """Appends one token's KV."""
         for name, raw in kv.items():
             raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
 
     def sample(
         self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool, forbidden: Container[int]
     ) -> tuple[int, float]:
-        """The next token, which is the stop token where the response ``ends``, and its logprob."""
+        """Returns the next token, which is the stop token if the response ``ends``, and its logprob."""
         drawn = self._hash("token", self._read(kv), [last_token_id], _seed_of(request))
         if ends:
             return STOP_TOKEN_ID, _logprob(drawn)
@@ -69,7 +70,7 @@ class FakeModel:
         return _FIRST_TOKEN_ID + ordinary, _logprob(drawn)
 
     def routed(self, kv: Kv, positions: Iterable[int], routing: RoutingShape) -> bytes:
-        """Rows of these tokens, which follow from their KV: so from all tokens before them, and the weights."""
+        """Returns the expert rows of these tokens, which follow from their KV: the weights and all earlier tokens."""
         ids = []
         for position in positions:
             place = slice(position * KV_BYTES, (position + 1) * KV_BYTES)
@@ -79,18 +80,18 @@ class FakeModel:
         return np.asarray(ids, f"<u{routing.id_bytes}").tobytes()
 
     def _read(self, kv: Kv) -> bytes:
-        """What the layers read of their KV: the last sampled token has none yet."""
+        """Returns the KV that the layers read: the last sampled token has none yet."""
         if not self._window_tokens:
             return b"".join(kv.values())
         whole, windowed = (kv[name] for name in LAYERS)
         return bytes(whole + windowed[max(0, len(windowed) - (self._window_tokens - 1) * KV_BYTES) :])
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """A logprob for each token but the first, given those before it."""
+        """Returns a logprob for each token but the first, given those before it."""
         return tuple(_logprob(self._hash("score", token_ids[:end])) for end in range(2, len(token_ids) + 1))
 
     def _hash(self, *parts: str | bytes | Iterable[int]) -> int:
-        """64 bits of all parts, under the loaded weights and the seed."""
+        """Returns 64 bits of all parts, the loaded weights and the seed."""
         digest = blake3(self._weights)
         digest.update(self._seed)
         for part in parts:
@@ -102,7 +103,7 @@ class FakeModel:
 
 
 class FakeBlocks:
-    """Blocks apart from those of requests, of one group; their ids count from 0."""
+    """Blocks that belong to no request, of one group; their ids count from 0."""
 
     def __init__(self, layout: KvLayout, count: int) -> None:
         self._layers = {name: np.zeros((count, block_bytes), np.uint8) for name, block_bytes in layout.layers}

@@ -1,4 +1,4 @@
-"""What a worker's engine has sampled since its last report, gathered by request until it is time to report it."""
+"""Collects the sampled tokens of a worker's engine by request until they are reported."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class _Gathered:
 
 
 class Gathering:
-    """Tokens of one version, by request; and the row of each request that the engine holds."""
+    """Tokens of one version by request, and the row of each request that the engine holds."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
@@ -41,19 +41,19 @@ class Gathering:
         return request_id in self._gathered
 
     def name(self, request_id: str, row: int) -> None:
-        """The service knows the request by this row from now on."""
+        """Sets the row by which the service identifies the request."""
         self._rows[request_id] = row
 
     def forget(self, request_id: str) -> None:
-        """The engine does not hold the request any more. What was gathered of it must be reported before."""
+        """Forgets a request that left the engine. Its collected tokens must be reported before."""
         self._rows.pop(request_id, None)
 
     def takes(self, deltas: Iterable[TokenDelta]) -> bool:
-        """Whether these can join what is here: they are of the same version."""
+        """Returns whether the deltas have the version of those collected."""
         return not self._gathered or all(delta.version == self.version for delta in deltas)
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
-        """Of the version of what is here already, and each with the token that follows there."""
+        """Adds deltas of the collected version, each with its request's next token."""
         for delta in deltas:
             self.version = delta.version
             gathered = self._gathered.get(delta.request_id)
@@ -67,9 +67,9 @@ class Gathering:
                 self.has_ends = True
 
     def take(self, ends_only: bool = False) -> list[pb.TokenColumns]:
-        """All of it, for as many reports as messages of about ``BATCH_BYTES`` take: rows of long prompts take many.
+        """Removes and returns everything, in messages of about ``BATCH_BYTES``; rows of long prompts need several.
 
-        ``ends_only``: what is of requests that have ended; the rest stays.
+        ``ends_only``: only requests that have ended.
         """
         gathered_of, left = self._gathered, {}
         if ends_only:

@@ -1,7 +1,7 @@
-"""The worker's one loop: obey commands between engine steps, step, report.
+"""The worker's loop: executes commands between engine steps, steps, reports.
 
-Order is the protocol: whatever the engine produced before a command's outcome is reported before that outcome; but of a
-request that begins nothing was, so others' tokens wait.
+All tokens produced before a command's outcome are reported before that outcome. A command that starts a request waits
+for no report, since the request has no tokens yet.
 """
 
 import logging
@@ -33,17 +33,17 @@ Versions = Callable[[str], AbstractContextManager[Path]]  # the folder of a vers
 
 
 def of_store(folder: Path, holder: str) -> Versions:
-    """The versions of a host's store, each held while it is loaded."""
+    """Returns the versions of a host's store, each held while it is loaded."""
     return lambda name: held(folder, name, holder)
 
 
-QUEUE_SLOTS: Final = 2  # requests taken in by handoff where there is no pool: this many times the slots
+QUEUE_SLOTS: Final = 2  # requests taken in by handoff without a pool: this many times the slots
 
 
 class EngineLoop(CommandLoop[Reporting]):
     """Owns the engine, which is a store of handoffs between two steps.
 
-    KV is copied by the data plane, in threads of its own. A worker without one takes part in no handoff.
+    The data plane copies KV in its own threads. A worker without one takes part in no handoff.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class EngineLoop(CommandLoop[Reporting]):
         clock: Callable[[], float] = time.monotonic,
         versions: Versions | None = None,
     ) -> None:
-        """``versions`` finds a version by its manifest's name; None: in the store that the service has named."""
+        """``versions`` finds a version by its manifest's name; None: in the store that the service names."""
         self._engine = engine
         self._clock = clock
         self.orphan_timeout_s = welcome.orphan_timeout_s
         self._responses = Responses() if welcome.orphan_timeout_s else None  # None: nobody will ask for them again
-        self._name = ""  # of the manifest of the version loaded
+        self._name = ""  # manifest name of the loaded version
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
         self._sent = SentPrefixes()
         self.release, self.thaw = engine.release, engine.thaw
@@ -74,7 +74,7 @@ class EngineLoop(CommandLoop[Reporting]):
         }
 
     def turn(self) -> None:
-        """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
+        """Executes all waiting commands (waits for one if there is no work), runs one step, and reports if due."""
         if not self.obey_waiting(0.0 if self._voice.has_tokens or self.has_work() else IDLE_S):
             return
         self.endpoint.advance()
@@ -83,7 +83,7 @@ class EngineLoop(CommandLoop[Reporting]):
         self._voice.report_due(self.has_work())
 
     def has_work(self) -> bool:
-        """Whether there is anything to step, and room for what comes of it."""
+        """Returns whether there is work and room for its results."""
         return self._engine.has_work() and not (self._responses is not None and self._responses.is_full)
 
     def _step(self) -> None:
@@ -97,7 +97,7 @@ class EngineLoop(CommandLoop[Reporting]):
                 self.endpoint.end_copy(delta.request_id, ended)
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
-        if kind == "start_request":  # of a request that nothing was sampled of; what was of others can wait
+        if kind == "start_request":  # the request has no tokens yet, and those of others can wait
             self._voice.answer_ahead(outcome)
         else:
             self._voice.answer(outcome, reports=kind == "load_version")
@@ -117,7 +117,7 @@ class EngineLoop(CommandLoop[Reporting]):
         canary = convert.canary_from_wire(order.canary)
         if self._responses is not None and not self._engine.load().running + self._engine.load().waiting:
             self._responses.clear()
-        with self._versions(order.name) as folder:  # its files stay as they are until they are read
+        with self._versions(order.name) as folder:  # its files are held until they are read
             found = self._engine.load_weights(order.version, folder, canary)
         self._name = order.name
         outcome.canary.CopyFrom(convert.canary_to_wire(found))
@@ -129,7 +129,7 @@ class EngineLoop(CommandLoop[Reporting]):
         self._holds(request, order.row)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
-        """The engine has taken the request."""
+        """Enters a request that the engine has taken."""
         self._voice.begin(request.request_id, row, arrives=arrives)
         if self._responses is not None:
             self._responses.begin(request)
@@ -157,7 +157,7 @@ class EngineLoop(CommandLoop[Reporting]):
         return EngineRounds(self._engine, peer, request_id, self._sent)
 
     def remove(self, request_id: str) -> None:
-        """The engine forgets the request, if it has it; what was sampled of it is reported first."""
+        """Removes the request from the engine, if present, after reporting its sampled tokens."""
         self._voice.forget(request_id)
         if self._responses is not None:
             self._responses.forget(request_id)
@@ -166,14 +166,14 @@ class EngineLoop(CommandLoop[Reporting]):
     # The service's absence.
 
     def leave(self) -> None:
-        """The service is gone: what was under way between workers is undone, and the engine keeps all that it holds."""
+        """Handles the loss of the service: undoes transfers in progress; the engine keeps its requests."""
         assert self._responses is not None
         self._responses.is_alone = True
         super().leave()
         self._sent = SentPrefixes()  # peers of the next service are others
 
     def step_alone(self) -> bool:
-        """One step while nobody listens; False: there is nothing to step."""
+        """Runs one step without a service. Returns False if there is no work."""
         assert self._responses is not None
         if not self.has_work():
             return False
@@ -181,7 +181,7 @@ class EngineLoop(CommandLoop[Reporting]):
         return True
 
     def held(self) -> pb.WorkerHello:
-        """Of a hello, what it says of version and requests."""
+        """Returns the version and requests for a hello."""
         version = self._engine.version
         if version is None or self._responses is None:
             return pb.WorkerHello()
@@ -191,7 +191,7 @@ class EngineLoop(CommandLoop[Reporting]):
     def come_back(
         self, orders: Orders, welcome: pb.Welcome, plane: DataPlane | None, versions: Versions | None = None
     ) -> None:
-        """A service is there again: goes on with the requests that it names, and reports what it lacks of them."""
+        """Reconnects to a service: continues the requests that it names and reports the tokens that it lacks."""
         assert self._responses is not None
         self._orders, self.orphan_timeout_s = orders, welcome.orphan_timeout_s
         self.endpoint.come_back(plane)

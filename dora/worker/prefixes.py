@@ -1,12 +1,12 @@
-"""Blocks that several samples of one prompt share at their source move once to each worker.
+"""Moves blocks that several samples of one prompt share at their source to each worker once.
 
     source                                                  target
     r1: first round ── key K: the prompt's blocks, ... ──▶  reservation of r1, which offers them
     r2: shares 7 blocks with r1 ── "7 of K", the others ─▶  claims them for the reservation of r2
 
-The source names blocks only by a round that brought them: r2 held the very blocks of r1 when that round began, and has
-held them since. So what is claimed is bitwise what would have come. The target offers a round for as long as a request
-there has its blocks. Whoever names one that is there no more is told so before anything is sent, and sends it all.
+The source names blocks only by a round that carried them: r2 held the same blocks as r1 when that round began, and has
+held them since. So a claim is bitwise equal to a transfer. The target offers a round while a request there has its
+blocks. A sender that names a round that has ended is told so before it sends, and then sends everything.
 """
 
 import threading
@@ -26,22 +26,24 @@ NOTES_MAX: Final = 4096  # requests at a source of which it is known what they s
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What a request shares with the round of another one."""
+    """The blocks that a request shares with another one's round."""
 
     peer: tuple[str, int]
-    stay: Stay  # of the request that shares; in another one it has other blocks
+    stay: Stay  # of the sharing request; in another stay it has other blocks
     blocks: int
     done: "Future[Sent]"
 
 
 class SentPrefixes:
-    """At the source, in the engine's thread: which first rounds went where, and who else has their blocks."""
+    """At the source, in the engine's thread: the targets of first rounds, and the requests that share their blocks."""
 
     def __init__(self) -> None:
         self._notes: OrderedDict[str, _Note] = OrderedDict()
 
     def note(self, peer: Peer, done: "Future[Sent]", siblings: Mapping[str, tuple[Stay, int]]) -> None:
-        """A round begins now; ``siblings``: requests that have its first blocks too, their stay, and how many."""
+        """Enters a round that begins now. ``siblings``: requests that share its first blocks, their stay, and the
+        count.
+        """
         for request_id, (stay, blocks) in siblings.items():
             self._notes.pop(request_id, None)
             self._notes[request_id] = _Note((peer.worker_id, peer.epoch), stay, blocks, done)
@@ -49,7 +51,7 @@ class SentPrefixes:
             self._notes.popitem(last=False)
 
     def find(self, peer: Peer, request_id: str, stay: Stay) -> Prefix | None:
-        """The first blocks of a request that are at this worker; None while they are on their way there."""
+        """Returns the first blocks of a request that are at this worker; None while they are being sent."""
         note = self._notes.get(request_id)
         if note is None or note.stay != stay or note.peer != (peer.worker_id, peer.epoch):
             return NO_PREFIX
@@ -61,13 +63,13 @@ class SentPrefixes:
 
 
 class Blocks(Protocol):
-    """An engine's blocks, by their ids. Its thread alone uses it."""
+    """An engine's blocks by id. Used by its thread only."""
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Each has one holder more."""
+        """Adds a holder to each block."""
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Each has one holder less; one that has none left is free."""
+        """Removes a holder from each block; a block without one is free."""
 
     def holders(self, block_id: int) -> int: ...
 
@@ -81,11 +83,11 @@ class _Round:
 
 
 class Prefixes:
-    """At the target: first rounds whose blocks are there, and may be claimed.
+    """At the target: first rounds whose blocks are present and may be claimed.
 
-    A claim keeps its blocks until the reservation that made it has been taken in or released. Without one a round keeps
-    no block that nobody else has: ``sweep`` lets those go, before the engine looks for free ones. So there are never
-    more rounds than blocks.
+    A claim keeps its blocks until its reservation was taken in or released. Without a claim a round keeps no block
+    alone: ``sweep`` drops such rounds before the engine looks for free blocks. So there are never more rounds than
+    blocks.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -96,12 +98,12 @@ class Prefixes:
     # Any thread.
 
     def offer(self, key: str, block_ids: Sequence[int]) -> None:
-        """A round has been written into these blocks, which a reservation holds."""
+        """Offers a round that was written into these blocks, which a reservation holds."""
         with self._lock:
             self._rounds[key] = _Round(list(block_ids))
 
     def withdraw(self, key: str) -> bool:
-        """The blocks of this round are to be written anew. False: somebody has claimed them, so they must not be."""
+        """Withdraws a round whose blocks are to be rewritten. Returns False if they are claimed and must not be."""
         with self._lock:
             found = self._rounds.get(key)
             if found is None or found.was_claimed:
@@ -110,7 +112,7 @@ class Prefixes:
             return True
 
     def claim(self, prefix: Prefix) -> tuple[int, ...]:
-        """The blocks of a prefix, which stay as they are until it is given up. Raises SnapshotRefused."""
+        """Claims the blocks of a prefix, which do not change until ``give_up``. Raises SnapshotRefused."""
         with self._lock:
             found = self._rounds.get(prefix.key)
             here = 0 if found is None else len(found.block_ids)
@@ -129,7 +131,7 @@ class Prefixes:
     # The engine's thread.
 
     def keep(self, key: str) -> None:
-        """The reservation that has the blocks of this round is about to pass them on, or back."""
+        """Pins a round's blocks before its reservation passes them on or returns them."""
         with self._lock:
             found = self._rounds.get(key)
             if found is not None and not found.is_pinned:
@@ -137,7 +139,7 @@ class Prefixes:
                 found.is_pinned = True
 
     def sweep(self) -> None:
-        """Lets go what is neither claimed nor held by a request."""
+        """Drops rounds whose blocks are neither claimed nor held by a request."""
         if not self._rounds:
             return
         with self._lock:

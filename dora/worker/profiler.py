@@ -1,7 +1,7 @@
-"""``python -m dora.worker.profiler``: times one engine beside others, each in a process of its own.
+"""``python -m dora.worker.profiler``: times one engine beside others, each in its own process.
 
-Lines are the protocol: it writes ``ready`` when its engine has weights, times it from the line that it is sent then,
-and writes the measurement as JSON. Until its input ends it keeps the engine at work, so that no other is timed alone.
+The protocol is line-based: it writes ``ready`` once its engine has weights, starts timing at the next input line, and
+writes the measurement as JSON. Until its input ends it keeps the engine busy, so that no other engine is timed alone.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(READY, flush=True)
         if not sys.stdin.readline():
-            return 1  # whoever started it has gone
+            return 1  # the starting process has ended
         print(json.dumps(asdict(timing.measure(engine, grid, place))), flush=True)
         ended = threading.Event()
         threading.Thread(target=_await_end, args=(ended,), daemon=True).start()

@@ -1,10 +1,10 @@
-"""Times a running engine: steps of known batches, prefills, and a mixed workload to check a fitted model against.
+"""Times a running engine: steps of known batches, prefills, and a mixed workload to test a fitted model.
 
-Everything goes through the engine's protocol. One set of requests a context is prefilled one by one (each a prefill
-sample); batches of any size are then made by freezing the others, so no token is computed only to be thrown away.
+Everything uses the engine's protocol. For each context, one set of requests is prefilled one by one (each a prefill
+sample). Batches of any size are then made by freezing the others, so no token is computed in vain.
 
-All of it is repeated, round by round, and of each point only the fastest times count: whatever else runs on the machine
-only adds time, and a burst of it lasts for a part of a round or for some rounds, but hardly falls on one point in all.
+Everything is repeated in rounds, and only the fastest times of each point count: other load on the machine only adds
+time, and a burst of it hardly falls on the same point in every round.
 """
 
 from collections import defaultdict
@@ -23,18 +23,19 @@ from dora.worker.engine import RolloutEngine
 Clock = Callable[[], float]
 SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
 ROUNDS: Final = 4
-BATCHES: Final = 6  # sizes, where slots allow so many
-MIXTURE_BATCHES: Final = 12  # of a mixture of experts: its cost bends with the batch
-# Of the times of one point, in order, the part that counts. By the clock: the fastest, what a machine left alone takes.
-# Beside other engines, and of the processor's time, to which others add little: the middle half.
+BATCHES: Final = 6  # sizes, if there are enough slots
+MIXTURE_BATCHES: Final = 12  # for a mixture of experts, whose cost is not linear in the batch
+# Share of the sorted times of one point that counts. By the clock: the fastest, as on an idle machine. Beside other
+# engines, and in CPU time, to which others add little: the middle half.
 FASTEST: Final = (0.0, 0.125)
 USUAL: Final = (0.25, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is timed: ``rounds * steps`` steps of each batch and context, each round in another order of batches, and
-    in each round the mixed workload once."""
+    """The measured points: ``rounds * steps`` steps of each batch and context, in another order each round, and one
+    mixed workload a round.
+    """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # prompt tokens
@@ -45,7 +46,7 @@ class Grid:
 
     @property
     def growth(self) -> int:
-        """Most tokens that a request can gain while its context is measured."""
+        """The most tokens that a request can gain while its context is measured."""
         return 1 + len(self.batches) * (self.steps + SETTLING_STEPS)
 
 
@@ -57,7 +58,7 @@ def default_grid(
     batches: int = BATCHES,
     counted: tuple[float, float] = FASTEST,
 ) -> Grid:
-    """Up to so many batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told apart.
+    """Returns batches up to a limit, evenly spaced by ratio, and three contexts far enough apart to separate k1 and k3.
 
     Raises InvalidValue for an engine that is too small to be measured.
     """
@@ -102,12 +103,12 @@ class _Timed:
 def measure(
     engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, wall_clock: Clock | None = None, place: int = 0
 ) -> Measurement:
-    """Times ``engine``, which has a version loaded and holds no request, and leaves it so.
+    """Times ``engine``, which has a version loaded and holds no request before and after.
 
-    ``clock``: seconds, monotonic, of a step; ``wall_clock``: of what is told of the whole, where it is another one.
-    ``place``: of engines that are timed beside each other, which one this is; all run the same mixed workload, and each
-    its batches in an order of its own. Raises InvalidValue for a grid the engine cannot run or an engine without a
-    version, Conflict for one that holds requests.
+    ``clock``: monotonic seconds of a step. ``wall_clock``: for progress, if it is another clock. ``place``: the
+    engine's index among engines timed together; all run the same mixed workload, and each has its own order of batches.
+    Raises InvalidValue for a grid that the engine cannot run or an engine without a version, Conflict for one that
+    holds requests.
     """
     wall_clock = wall_clock or clock
     capability = engine.capability
@@ -119,7 +120,7 @@ def measure(
     mixed = mixed_workload(grid, seed)
     bench = _Bench(engine, clock, np.random.default_rng([seed, place]))
     begin_s = wall_clock()
-    bench.time_prefills(1, grid.contexts[0])  # what the engine does once, it does now
+    bench.time_prefills(1, grid.contexts[0])  # triggers the engine's one-time work
     bench.clear()
     decode: dict[tuple[int, int], list[_Timed]] = defaultdict(list)  # by context and batch
     prefill: dict[int, list[_Timed]] = defaultdict(list)
@@ -155,7 +156,7 @@ def measure(
 
 
 def keep_busy(engine: RolloutEngine, grid: Grid, *, seed: int, until: Callable[[], bool]) -> None:
-    """Runs the mixed workload again and again, as beside an engine that is still being timed, and leaves it empty."""
+    """Repeats the mixed workload while other engines are timed, and leaves the engine empty."""
     bench = _Bench(engine, lambda: 0.0, np.random.default_rng(seed))
     mixed = mixed_workload(grid, seed)
     while not until():
@@ -164,7 +165,7 @@ def keep_busy(engine: RolloutEngine, grid: Grid, *, seed: int, until: Callable[[
 
 
 def mixed_workload(grid: Grid, seed: int) -> tuple[MixedRequest, ...]:
-    """Prompts and responses of very different lengths, all within the measured contexts."""
+    """Returns prompts and responses of very different lengths, all within the measured contexts."""
     rng, longest = np.random.default_rng(seed), max(grid.contexts)
     prompts = rng.integers(min(grid.contexts), longest // 3, grid.mixed_requests, endpoint=True)
     responses = np.clip(rng.lognormal(np.log(longest / 8), 0.8, grid.mixed_requests), 1, longest // 2)
@@ -180,7 +181,7 @@ class _Bench:
         self._serial = 0
 
     def time_prefills(self, count: int, tokens: int) -> list[_Timed]:
-        """Adds ``count`` requests, each prefilled in a step of its own, and freezes them."""
+        """Adds ``count`` requests, prefills each in its own step, and freezes them."""
         timed = []
         for _ in range(count):
             response_tokens = self._engine.capability.max_model_len_tokens - tokens
@@ -190,7 +191,7 @@ class _Bench:
         return timed
 
     def time_batches(self, grid: Grid) -> Iterator[tuple[int, list[_Timed]]]:
-        """Steps of every batch size, in random order and of requests drawn anew."""
+        """Times steps of every batch size, in random order, with newly drawn requests."""
         for batch in self._rng.permutation(grid.batches).tolist():
             chosen = [str(name) for name in self._rng.choice(sorted(self._contexts), batch, replace=False)]
             for request_id in chosen:
@@ -206,7 +207,7 @@ class _Bench:
             yield batch, timed
 
     def time_mixed(self, requests: Sequence[MixedRequest], until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Runs them all to their ends, those without a slot waiting in the engine; the time of each step."""
+        """Runs all requests to their ends; those without a slot wait in the engine. Returns the time of each step."""
         for request in requests:
             self._add(request)
         times = []
@@ -220,7 +221,7 @@ class _Bench:
         self._contexts.clear()
 
     def _add(self, request: MixedRequest) -> str:
-        """Each with a prompt of its own, so that no prefix cache helps, and a response of exactly that length."""
+        """Adds a request with a unique prompt, so that no prefix cache helps, and a response of exactly its length."""
         self._serial += 1
         request_id = f"profile-{self._serial}"
         version = self._engine.version
@@ -244,7 +245,7 @@ class _Bench:
 
 
 def _mean(timed: Sequence[_Timed], begin: float, end: float) -> _Timed:
-    """The mean of the times between these shares of all in order, one at least, with the KV that they had."""
+    """Returns the mean of the sorted times between these shares, at least one, with their mean KV."""
     ordered = sorted(timed, key=lambda each: each.step_s)
     first = round(begin * len(ordered))
     part = ordered[first : max(first + 1, round(end * len(ordered)))]

@@ -1,6 +1,6 @@
-"""What the service is told by a worker, and when: tokens in columns, the engine's load, outcomes of commands.
+"""A worker's reports: tokens in columns, the engine's load, outcomes of commands.
 
-Whatever was sampled before an outcome is told before it.
+Tokens sampled before an outcome are reported before it.
 """
 
 import time
@@ -19,15 +19,15 @@ END_WAITS_S: Final = 0.05  # for others, to be reported with them
 
 
 class Reporting(Voice):
-    """Of one service: a worker that has outlived its service begins with another."""
+    """Reports to one service. A worker that continues under another service starts another one."""
 
     def __init__(self, engine: RolloutEngine, orders: Orders, period_s: float, clock: Callable[[], float]) -> None:
-        """``period_s``: between two reports, and the service may change it."""
+        """``period_s``: between two reports; the service may change it."""
         super().__init__(orders)
         self.period_s = period_s
         self._engine = engine
         self._clock = clock
-        self._base = engine.load()  # counters are told from here on
+        self._base = engine.load()  # counters are reported relative to this
         self._sampled = Gathering()
         self._ended_s = 0.0  # when the first response ended of those that were not reported yet
         self._reported_s = clock()
@@ -35,24 +35,26 @@ class Reporting(Voice):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens wait to be told."""
+        """Returns whether tokens wait to be reported."""
         return bool(self._sampled)
 
     def begin(self, request_id: str, row: int, *, arrives: bool = False) -> None:
-        """The engine has taken the request. The first token of one that ``arrives`` with its KV is told at once."""
+        """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV is reported at
+        once.
+        """
         self._sampled.name(request_id, row)
         if arrives:
             self._arrived.add(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The engine is about to forget the request; what was sampled of it is told first."""
+        """Reports a request's tokens before the engine removes it."""
         if request_id in self._sampled:
             self.report()
         self._arrived.discard(request_id)
         self._sampled.forget(request_id)
 
     def add(self, deltas: Sequence[TokenDelta]) -> None:
-        """What a step has sampled. Tokens of another version are told first."""
+        """Adds a step's tokens. Tokens of another version are reported first."""
         if not self._sampled.takes(deltas):
             self.report()
         had_ends = self._sampled.has_ends
@@ -61,11 +63,11 @@ class Reporting(Voice):
             self._ended_s = self._clock()
 
     def report_due(self, has_work: bool) -> None:
-        """Reports if it is time to. ``has_work``: more will be sampled soon."""
+        """Reports if due. ``has_work``: more tokens will come soon."""
         if self._is_due(has_work):
             self.report()
         elif self._sampled.has_ends and self._clock() - self._ended_s >= END_WAITS_S:
-            self.report(ends_only=True)  # what still runs can wait for its period
+            self.report(ends_only=True)  # running requests can wait for their period
 
     def _is_due(self, has_work: bool) -> bool:
         now_s, sampled = self._clock(), self._sampled
@@ -76,7 +78,7 @@ class Reporting(Voice):
         return now_s - self._reported_s >= self.period_s
 
     def report(self, ends_only: bool = False) -> None:
-        """What the engine has produced since the last report; or of that, what is of requests that have ended."""
+        """Reports the tokens since the last report, or only those of requests that have ended."""
         version = self._sampled.version if self._sampled else self._engine.version
         self._arrived = {request_id for request_id in self._arrived if request_id not in self._sampled}
         batches: list[pb.TokenColumns | None] = [*self._sampled.take(ends_only)]
@@ -101,7 +103,7 @@ class Reporting(Voice):
         self._orders.send(pb.WorkerMessage(report=report))
 
     def answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
-        """``reports``: also where no token waits to be told, so that the load is told."""
+        """``reports``: report the load even if no tokens wait."""
         if self._sampled or reports:
             self.report()
         self.answer_ahead(outcome)

@@ -1,4 +1,4 @@
-"""The place that an engine keeps for a request on its way to it: a slot, and blocks of its KV-cache."""
+"""An engine's reservation for an arriving request: a slot, and blocks of its KV-cache."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from dora.kvtransfer.codec import Opening, opening_in
 from dora.kvtransfer.snapshot import NO_PREFIX, KvLayout, Pieces, Prefix
 from dora.worker.prefixes import Prefixes
 
-SLICE_BYTES: Final = 1 << 20  # written at once; so long the engine may have to wait to give the blocks back
+SLICE_BYTES: Final = 1 << 20  # bytes written at once, which bounds the engine's wait for the blocks
 MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
 
 
 class Store(Protocol):
-    """Blocks of an engine's KV-cache, by their ids: a list for each group of layers."""
+    """Blocks of an engine's KV-cache by id, with one list of ids for each group of layers."""
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of its group's ids.
+        """Returns some blocks of every layer in the order of its group's ids.
 
-        Raises TransferFailed where they have to be copied and there is no memory for it.
+        Raises TransferFailed if they must be copied and there is no memory for it.
         """
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
@@ -30,20 +30,20 @@ class Store(Protocol):
 
 
 class Begun(NamedTuple):
-    """What has come of a request ahead of its snapshot, and what the engine has made of it."""
+    """The part of a request that came before its snapshot, and the engine's preparation of it."""
 
     opening: Opening
     made: Any
 
 
 class Reservation:
-    """What one engine keeps for one request. Without blocks, what comes for it is kept in host memory.
+    """An engine's reservation for one request. Without blocks, arriving KV is kept in host memory.
 
-    Blocks are kept where all layers are of one group, and none has a window.
+    There are blocks only if all layers have one group and none has a window.
 
-    The engine's thread makes and closes it. In between, any one thread writes blocks, beside the engine's steps: nobody
-    else uses them until the request is taken in. In that thread the engine also makes of the request what it can, so
-    that to take it in costs the same however long it is.
+    The engine's thread creates and closes it. In between any one thread writes blocks beside the engine's steps, which
+    use them only after the request was taken in. That thread also prepares the request for the engine, so that taking
+    it in costs the same for any length.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Reservation:
     ) -> None:
         """``make`` raises SnapshotRefused for a request that cannot be taken in; any thread may call it.
 
-        ``prefixes``: of the engine, where its requests can share blocks.
+        ``prefixes``: the engine's, if its requests can share blocks.
         """
-        self.own_ids = block_ids  # what the reservation keeps
-        self.shared_ids: tuple[int, ...] = ()  # the request's first blocks, where it shares them with another one
+        self.own_ids = block_ids  # reserved blocks
+        self.shared_ids: tuple[int, ...] = ()  # the request's first blocks, if it shares them with another one
         self.prefix = NO_PREFIX  # which was claimed for them
         self.offered = ""  # key of the first round, where others may share what it has brought
         self.written = 0  # blocks, from the first one on; with those that are shared
         self._prefixes = prefixes
         self._key = ""  # of the first round
-        self._is_barred = False  # others share what it has brought, so nothing is written any more
+        self._is_barred = False  # others share its blocks, so nothing more is written
         self._begun: Begun | None = None
         self._layout = layout
         self._store = store
@@ -75,16 +75,16 @@ class Reservation:
 
     @property
     def block_ids(self) -> list[int]:
-        """In the request's order, and more than it needs."""
+        """In the request's order; more than it needs."""
         return [*self.shared_ids, *self.own_ids]
 
     @property
     def opening(self) -> Opening | None:
-        """What came last by ``begin``."""
+        """The opening from the latest ``begin``."""
         return None if self._begun is None else self._begun.opening
 
     def start(self, key: str, prefix: Prefix) -> None:
-        """A first round comes, of this key: what came before is void. Raises SnapshotRefused for a prefix not here."""
+        """Starts a first round with this key and voids earlier ones. Raises SnapshotRefused if the prefix is not here."""
         with self._lock:
             if not self._is_open:
                 raise SnapshotRefused("it is expected no longer")
@@ -110,20 +110,20 @@ class Reservation:
         return opening
 
     def begun_with(self, request: RequestSpec) -> Begun | None:
-        """What was made of this request; None where nothing was, or the request has another opening."""
+        """Returns the preparation of this request; None if there is none or it has another opening."""
         begun = self._begun
         if begun is None or request.prompt_token_ids is not begun.opening.request.prompt_token_ids:
             return None
         return begun
 
     def show(self, count: int) -> dict[str, list[np.ndarray]]:
-        """The first blocks of every layer."""
+        """Returns the first blocks of every layer."""
         return self._store.show([self.block_ids[:count]])
 
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
-        """Writes a round of whole blocks after ``first_bytes`` of others.
+        """Writes a round of whole blocks after the first ``first_bytes``.
 
-        False: it has no room here, this is given back, or the blocks' layout is another one, or not known.
+        Returns False if it has no room here, the reservation is closed, or the blocks' layout differs or is unknown.
 
         ``body``: the blocks of the first layer, then those of the second, in the layout's order.
         """
@@ -156,6 +156,6 @@ class Reservation:
         return True
 
     def close(self) -> None:
-        """Nothing is written any more once this returns."""
+        """Closes the reservation; no write follows."""
         with self._lock:
             self._is_open = False

@@ -1,8 +1,7 @@
-"""What a worker's requests have got so far, kept until the service has it for good.
+"""A worker's responses, kept until the service has them durably.
 
-A service that keeps its state may have lost what a worker reported last, and a worker may generate on while there is no
-service. So each response is kept whole, from its first token, until its request is removed, or has ended and is
-settled.
+A service that keeps its state may have lost a worker's latest reports, and a worker may continue without a service. So
+each response is kept from its first token until its request is removed, or has ended and is settled.
 """
 
 from array import array
@@ -35,16 +34,16 @@ class _Response:
 
     @property
     def first_token(self) -> int:
-        """The first token that it can be reported from: rows of those before were reported elsewhere."""
+        """The first token that can be reported: expert rows of earlier tokens were reported elsewhere."""
         return self.first_sampled if self.routed else 0
 
     @property
     def token_bytes(self) -> int:
-        """Of a token, with its row of routed experts."""
+        """The bytes of a token and its row of routed experts."""
         return TOKEN_BYTES + (len(self.routed) // self._rows(len(self.token_ids)) if self.routed else 0)
 
     def routed_between(self, first: int, end: int) -> bytes:
-        """Rows that come with these tokens."""
+        """Returns the rows of these tokens."""
         if not self.routed:
             return b""
         row_bytes = self.token_bytes - TOKEN_BYTES
@@ -52,15 +51,15 @@ class _Response:
         return bytes(self.routed[before * row_bytes : self._rows(end) * row_bytes])
 
     def _rows(self, tokens: int) -> int:
-        """Of what was fed here for so many tokens: with the first token of a response its whole prompt."""
+        """Returns the number of rows for ``tokens`` tokens: the first token of a response brings its whole prompt's."""
         return tokens - self.first_sampled + (0 if self.first_sampled else self.prompt_tokens - 1)
 
 
 class Responses:
     """Responses by request.
 
-    Bounded to ``most_bytes``: of those that have ended, and of what has come since the service is away. Where it is
-    full the worker stops stepping. What else runs is bounded by the engine.
+    Bounded by ``most_bytes``: ended responses, and tokens since the service was lost. At the bound the worker stops
+    stepping. The engine bounds the running ones.
     """
 
     def __init__(self, most_bytes: int = KEPT_BYTES_MAX) -> None:
@@ -75,7 +74,7 @@ class Responses:
         return self._ended_bytes + self._alone_bytes >= self._most_bytes
 
     def begin(self, request: RequestSpec) -> None:
-        """The engine holds the request from now on, with the tokens that it has."""
+        """Enters a request that the engine has taken, with its present tokens."""
         self.forget(request.request_id)
         self._kept[request.request_id] = _Response(
             request.version,
@@ -86,7 +85,7 @@ class Responses:
         )
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
-        """What a step has sampled."""
+        """Adds a step's tokens."""
         for delta in deltas:
             response = self._kept[delta.request_id]
             response.token_ids.extend(delta.token_ids)
@@ -99,29 +98,30 @@ class Responses:
                 self._ended_bytes += response.size_bytes
 
     def forget(self, request_id: str) -> None:
-        """The request was removed, or has ended and is settled. Unknown ids are ignored."""
+        """Forgets a request that was removed, or has ended and is settled. Unknown ids are ignored."""
         response = self._kept.pop(request_id, None)
         if response is not None and response.finish_reason is not None:
             self._ended_bytes -= response.size_bytes
 
     def clear(self) -> None:
-        """Another version is loaded: what has ended of this one and is not settled has to be generated again, if it was
-        lost."""
+        """Forgets all, since another version is loaded. Ended, unsettled responses must be generated again if they were
+        lost.
+        """
         self._kept.clear()
         self._ended_bytes = 0
 
     def held(self) -> list[pb.HeldRequest]:
-        """What a hello says of them."""
+        """Returns the held requests for a hello."""
         return [
             pb.HeldRequest(request_id=request_id, tokens=len(each.token_ids), first_token=each.first_token)
             for request_id, each in self._kept.items()
         ]
 
     def come_back(self, goes_on: Mapping[str, int]) -> tuple[list[str], list[list[TokenDelta]]]:
-        """The service is there again. ``goes_on``: of the requests that go on, the tokens that it has.
+        """Reconnects. ``goes_on``: the service's token count of each request that continues.
 
-        Returns those that do not, which are forgotten, and of the others what the service lacks: in rounds, of which
-        each is to be reported by itself, as a report is bounded.
+        Returns the other requests, which are forgotten, and the tokens that the service lacks, in rounds; each round is
+        one report, because reports are bounded.
         """
         self.is_alone, self._alone_bytes = False, 0
         over = [request_id for request_id in self._kept if request_id not in goes_on]
@@ -136,7 +136,7 @@ class Responses:
         return over, rounds
 
     def _after(self, request_id: str, tokens: int) -> Iterator[TokenDelta]:
-        """What comes after so many tokens, in pieces of at most ``PIECE_BYTES``; the last one has the end."""
+        """Yields the tokens after the first ``tokens``, in pieces of at most ``PIECE_BYTES``; the last has the end."""
         response = self._kept[request_id]
         total, most = len(response.token_ids), max(1, PIECE_BYTES // response.token_bytes)
         while tokens < total or (tokens == total and response.finish_reason is not None):

@@ -1,15 +1,15 @@
-"""A request's rounds on its way out of an engine: full blocks ahead, while it decodes, and the rest once frozen.
+"""A request's rounds out of an engine: full blocks while it decodes, and the rest once it is frozen.
 
-    decodes  ─ round ─ round ─ ... ─ freeze ─ last round: what is left, and the request's state ─▶ it is all there
+    decodes  ─ round ─ round ─ ... ─ freeze ─ last round: the remaining blocks and the request's state ─▶ complete
 
-A round has the blocks that have become full since the round before. The engine's thread copies nothing, so a round
-takes no time of a step, whatever its size: the thread shows the blocks, which do not change, and the data plane reads
-them beside the steps. Rounds end when little is left, when what is left does not shrink, or after ``ROUNDS_MAX``: only
-what is left then is copied while the request is frozen. The first round brings the opening of the snapshot's head, with
-the tokens of then, of which the target makes ready what takes time; so the last round is small for any length.
+A round has the blocks that became full since the previous one. The engine's thread copies nothing: it hands out blocks
+that no longer change, and the data plane reads them beside the steps. Rounds end when little is left, when the rest
+does not shrink, or after ``ROUNDS_MAX``; only the rest is copied while the request is frozen. The first round carries
+the opening of the snapshot's head with the tokens so far, which lets the target prepare early, so the last round is
+small for any length.
 
-Blocks that another request has brought to this target do not travel again: the first round names them. If the target
-no longer has them, the copy begins again with all of them.
+Blocks that another request brought to this target do not travel again: the first round names them. If the target no
+longer has them, the copy restarts with all of them.
 """
 
 from typing import Final
@@ -29,7 +29,7 @@ LEFT_BLOCKS: Final = 2  # full blocks that are as well copied with the last roun
 
 
 class EngineRounds:
-    """Rounds of a request that an engine decodes. The engine's thread uses it, between two steps."""
+    """The rounds of a request that an engine decodes. Used by the engine's thread between steps."""
 
     opened: Final = None
 
@@ -39,7 +39,7 @@ class EngineRounds:
         self._request_id = request_id
         self._sent = sent
         self._stay: Stay = (0, 0)
-        self._prefix = NO_PREFIX  # what the target has of it by another request
+        self._prefix = NO_PREFIX  # blocks that the target has from another request
         self._may_share = True  # until it is known whether it does
         self._rounds: list[int] = []  # blocks of each that has arrived, or is on its way
         self._begun = 0
@@ -54,7 +54,7 @@ class EngineRounds:
         except Conflict as error:
             self._begin_again()
             return self._last(str(error))
-        if self._rounds and full.stay != self._stay:  # it was preempted meanwhile: all that was copied is void
+        if self._rounds and full.stay != self._stay:  # it was preempted: all copies are void
             self._begin_again()
             full = self._engine.full_blocks(self._request_id, 0)
         found = full.end - self._done
@@ -65,22 +65,22 @@ class EngineRounds:
         return self._round(full, found)
 
     def restarts(self) -> bool:
-        """Whatever the target has answered to a round that names a prefix, one without may do better."""
+        """Returns whether a copy without a prefix may succeed after the target refused one with it."""
         if not self._prefix.blocks or len(self._rounds) > 1:
             return False
         self._begin_again()
         return True
 
     def close(self, error: DoraError | None) -> None:
-        """Nothing to do: the engine keeps the blocks until the request is removed or thawed."""
+        """Does nothing: the engine keeps the blocks until the request is removed or thawed."""
 
     @property
     def _done(self) -> int:
-        """Blocks that are at the target."""
+        """Returns the number of blocks at the target."""
         return self._prefix.blocks + sum(self._rounds)
 
     def _knows_prefix(self) -> bool:
-        """Finds out what the target has of it by another request. False: that is still on its way there."""
+        """Finds the blocks that the target has from another request. Returns False while they are being sent."""
         stay, end = self._engine.final_blocks(self._request_id)
         found = self._sent.find(self._peer, self._request_id, stay)
         if found is not None:
@@ -113,7 +113,7 @@ class EngineRounds:
         )
 
     def _last(self, why: str = "it has no token") -> Round:
-        """Freezes the request; the rest of it."""
+        """Freezes the request and returns its remaining blocks."""
         self._engine.freeze(self._request_id)
         done, is_first = self._done, not self._rounds
         snapshot = self._engine.export(self._request_id, done)

@@ -1,4 +1,4 @@
-"""Several engines timed beside each other, each in a process of its own (``dora.worker.profiler``)."""
+"""Times several engines together, each in its own process (``dora.worker.profiler``)."""
 
 import json
 import subprocess
@@ -17,11 +17,11 @@ STOP_GRACE_S: Final = 30.0
 
 
 class ProfilerFailed(DoraError):
-    """A timed engine's process ended before it said what it was to say."""
+    """A timed engine's process ended before its result."""
 
 
 def measure_side_by_side(timing: Timing, engines: int) -> tuple[Measurement, ...]:
-    """What each of ``engines`` was measured at while the others were at work.
+    """Returns the measurement of each of ``engines`` while the others were busy.
 
     Raises InvalidValue for engines that are too small to be measured, ProfilerFailed.
     """
@@ -47,7 +47,7 @@ class _Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """The end of its input ends it."""
+        """Closes its input, which ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:

@@ -1,9 +1,9 @@
-"""Stop strings: which sampled token completes one. Both engines watch a response's text with this, token by token.
+"""Finds the sampled token that completes a stop string. Both engines use it, token by token.
 
-Everything follows from the sampled tokens, so a request that moves or resumes is watched as if it had stayed: a stop
-string may begin before that and end after it. The text is that of the response alone, special tokens included, as the
-model's tokenizer.json decodes it, token after token. (A token may end within a character: vLLM's
-``vllm/v1/engine/detokenizer.py`` and transformers' ``TextStreamer`` decode with the same look back.)
+Everything follows from the sampled tokens, so a request that moves or resumes gives the same result; a stop string may
+begin before a move and end after it. The text is the response's alone, special tokens included, decoded token by token
+with the model's tokenizer.json. (A token may end within a character: vLLM's ``vllm/v1/engine/detokenizer.py`` and
+transformers' ``TextStreamer`` decode with the same look-back.)
 """
 
 from pathlib import Path
@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
 
-_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"  # what the bytes of half a character are decoded to
+_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 _PENDING_MAX: Final = 8  # tokens that one character may take; beyond them the bytes are no character
 
 
 class StopStrings:
-    """Of one model folder. The tokenizer is read with the first request that has a stop string."""
+    """The stop strings of one model folder. The tokenizer is read for the first request with a stop string."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
     def watch(self, request: RequestSpec) -> "StopWatch | None":
-        """None for a request without stop strings. Raises InvalidValue where the engine has no tokenizer for them."""
+        """Returns None for a request without stop strings. Raises InvalidValue if there is no tokenizer for them."""
         if not request.sampling.stop:
             return None
         if self._tokenizer is None:
@@ -39,7 +39,7 @@ class StopStrings:
 
 
 class StopWatch:
-    """The text of one response, as far as a stop string may reach back in it."""
+    """The end of one response's text, as far back as a stop string may begin."""
 
     def __init__(self, tokenizer: Tokenizer, request: RequestSpec) -> None:
         self._tokenizer = tokenizer
@@ -56,9 +56,9 @@ class StopWatch:
             self.completed_by(token_id)
 
     def completed_by(self, token_id: int) -> str:
-        """The stop string that this next token completes, the first in their order; empty for none.
+        """Returns the first stop string that the next token completes; empty: none.
 
-        None is completed before ``min_tokens`` tokens are there.
+        None counts before ``min_tokens`` tokens.
         """
         self._tokens += 1
         self._ids.append(token_id)
@@ -75,7 +75,7 @@ class StopWatch:
         return found if self._tokens >= self._min_tokens else ""
 
     def _found(self, known: str) -> str:
-        """The first stop string that ends within the characters of ``known`` that were not searched before."""
+        """Returns the first stop string that ends within the unsearched characters of ``known``."""
         text, searched = self._tail + known, len(self._tail) + self._looked_at
         return next((stop for stop in self._stops if text.find(stop, max(0, searched - len(stop) + 1)) >= 0), "")
 

@@ -1,4 +1,4 @@
-"""What is to be timed of which engine, and the engine for it, in this process."""
+"""The engine and grid of a measurement, and its execution in this process."""
 
 import os
 import time
@@ -17,7 +17,7 @@ CLOCKS: Final[dict[ClockName, Clock]] = {"wall": time.perf_counter, "cpu": time.
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One engine, and how often its steps of how many batch sizes are timed."""
+    """One engine, its number of batch sizes, and the repetitions of each."""
 
     model: Path  # a Hugging Face folder
     slots: int
@@ -40,7 +40,7 @@ class Timing:
         return measure(engine, grid, seed=self.seed, clock=clock, wall_clock=time.perf_counter, place=place)
 
     def start(self) -> RolloutEngine:
-        """A vLLM engine in this process, which has none yet, with its weights loaded."""
+        """Starts a vLLM engine with loaded weights in this process, which has none yet."""
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # vLLM reads it while it is imported
         from dora.worker.vllm_engine import VllmEngine
 
@@ -55,7 +55,7 @@ class Timing:
         return engine
 
     def arguments(self) -> list[str]:
-        """As options of ``dora.worker.profiler``."""
+        """Returns the options of ``dora.worker.profiler``."""
         return [text for each in fields(self) for text in (_option(each.name), str(getattr(self, each.name)))]
 
 

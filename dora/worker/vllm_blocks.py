@@ -1,9 +1,9 @@
-"""The engine's KV-cache as raw blocks. The inside of a block is the attention kernel's own: blocks move whole.
+"""An engine's KV-cache as raw blocks. Their interior is private to the attention kernel, so they move whole.
 
-An engine of several ranks has its KV in several processes, each in memory that all of them may map, so the engine's
-process sees and writes all of it. Tensor parallelism splits a layer's KV heads into *shards*: a layer ``n`` of two
-shards is shown as ``n@0`` and ``n@1``. Where ranks hold the same heads, one of them is shown and all are written.
-Pipeline parallelism splits the layers themselves, of which each rank shows its own.
+An engine of several ranks has its KV in several processes, in memory that all of them can map, so the engine's process
+reads and writes all of it. Tensor parallelism splits a layer's KV heads into *shards*: a layer ``n`` of two shards
+appears as ``n@0`` and ``n@1``. If ranks hold the same heads, one is read and all are written. Pipeline parallelism
+splits the layers themselves; each rank has its own.
 """
 
 import mmap
@@ -21,26 +21,26 @@ from dora.kvtransfer.snapshot import Interior, Pieces
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """What one layer's blocks are, and where they lie in a rank's KV memory."""
+    """The kind of one layer's blocks and their place in a rank's KV memory."""
 
     name: str
     group: int  # its number
     window_tokens: int  # how many last tokens it reads, 0: all
     interior: Interior
-    span: tuple[int, int] | None  # of the first block: where it begins, and its bytes; None: on a device
+    span: tuple[int, int] | None  # offset and size of the first block in bytes; None: on a device
 
 
 class BlockStore:
-    """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
+    """Views of KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's. That of
-    tensors on a GPU is ``cuda_blocks.DeviceStore``.
+    Layers of one group use the same block ids; groups share no ids. ``cuda_blocks.DeviceStore`` is the store of tensors
+    on a GPU.
     """
 
     orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
-        """``layers``: each layer's blocks, as often as ranks hold them; ``groups``: which group it is of."""
+        """``layers``: each layer's blocks, once for each rank that holds them. ``groups``: the group of each layer."""
         self._layers = dict(sorted(layers.items()))
         self._groups = groups
 
@@ -50,14 +50,14 @@ class BlockStore:
         return tuple((name, held[0].shape[1]) for name, held in self._layers.items())
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of its group's ids: views, one for each run of neighbours."""
+        """Returns some blocks of every layer in the order of its group's ids: views, one for each run of neighbours."""
         runs = [_runs(ids) for ids in block_ids]
         return {
             name: [held[0][first:end] for first, end in runs[self._groups[name]]] for name, held in self._layers.items()
         }
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
-        """Overwrites some blocks of every layer, of each group those of its ids."""
+        """Overwrites some blocks of every layer, by the ids of its group."""
         for name, held in self._layers.items():
             chosen, at = block_ids[self._groups[name]], 0
             for piece in blocks[name]:
@@ -69,13 +69,13 @@ class BlockStore:
                 at += len(piece)
 
     def join(self) -> None:
-        """Nothing is left to wait for once ``write`` has returned."""
+        """Does nothing: ``write`` is synchronous."""
 
 
 class KvMemory(TorchFunctionMode):
-    """While it is entered, vLLM's allocation of the KV-cache is made in memory that another process may map.
+    """While entered, makes vLLM allocate its KV-cache in memory that another process can map.
 
-    The memory is a file without a name: it is gone with the last process that has it, however that ends.
+    The memory is an unnamed file, which ends with the last process that has it.
     """
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class KvMemory(TorchFunctionMode):
 
 
 def shareable(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """Memory of zeros in a file without a name, which another process may map as ``mapped`` does; its descriptor."""
+    """Returns zeroed memory in an unnamed file, which another process maps with ``mapped``, and its descriptor."""
     descriptor = os.memfd_create("dora-kv", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size_bytes)
     return descriptor, mmap.mmap(descriptor, size_bytes)
 
 
 def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
-    """A rank's KV memory, as uint8."""
+    """Returns a rank's KV memory as uint8."""
     own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(own, size_bytes), np.uint8)
@@ -108,19 +108,19 @@ def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
 
 
 def rows_of(memory: np.ndarray, layer: LayerBlocks, block_count: int) -> np.ndarray:
-    """One layer's blocks in a rank's KV memory."""
+    """Returns one layer's blocks in a rank's KV memory."""
     assert layer.span is not None
     begin, block_bytes = layer.span
     return memory[begin : begin + block_count * block_bytes].reshape(block_count, block_bytes)
 
 
 def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
-    """Which shard of its layers a rank holds; neighbours may hold the same (vLLM's ``QKVParallelLinear``)."""
+    """Returns the shard that a rank holds; neighbours may hold the same (vLLM's ``QKVParallelLinear``)."""
     return rank % tensor_parallel * shards // tensor_parallel
 
 
 def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int] | None:
-    """Where a layer's KV tensor begins in its memory, and the bytes of one of its blocks; None: it is on a device."""
+    """Returns offset and block size of a layer's KV tensor in its memory, in bytes; None: it is on a device."""
     if not tensor.is_cpu:
         return None
     if tensor.shape[0] != block_count or not tensor.is_contiguous():
@@ -131,12 +131,12 @@ def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int] | None:
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """All of the memory that a KV tensor of this process lies in."""
+    """Returns the whole memory of a KV tensor of this process."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive ids as (first, one after the last)."""
+    """Returns runs of consecutive ids as (first, one after the last)."""
     runs: list[tuple[int, int]] = []
     for block_id in block_ids:
         if runs and runs[-1][1] == block_id:

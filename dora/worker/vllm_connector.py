@@ -1,10 +1,10 @@
-"""How KV from outside enters vLLM: its KV connector, in both of its roles.
+"""Brings external KV into vLLM by its KV connector, in both of its roles.
 
-The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside, and writes
-them at once: no step is under way then. Until then a snapshot waits here, held. What went ahead of it is in the
-KV-cache already. A request that has its own snapshot takes nothing else; for others the shared tier is asked, where
-there is one. The runner's half, one in each rank, only says where its KV lies: what the scheduler's half tells it
-travels between processes, pickled by vLLM.
+Whenever a request gets a slot and blocks, vLLM asks the scheduler's half for its external tokens. It writes them at
+once, since no step is in progress. Until then a snapshot waits here. Blocks that arrived before the snapshot are
+already in the KV-cache. A request with a snapshot takes nothing else; for other requests the shared tier is asked, if
+there is one. The runner's half, one in each rank, only tells the place of its KV: messages to it travel between
+processes, pickled by vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ from dora.worker.vllm_tier import TierPrefixes
 
 
 class _Nothing(KVConnectorMetadata):
-    """What a step tells the ranks."""
+    """The empty message of a step to the ranks."""
 
 
 class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
-    """Named in vLLM's KVTransferConfig. Export needs no connector: blocks that do not change are simply read."""
+    """Named in vLLM's KVTransferConfig. Export needs no connector: unchanging blocks are read directly."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -42,7 +42,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
             None  # once the engine has started, where its KV-cache can be reached from here
         )
         self.kv_cache_config = kv_cache_config
-        self.memory = KvMemory()  # of the runner's half, which has several ranks
+        self.memory = KvMemory()  # of the runner's half with several ranks
         self.tensors: dict[str, torch.Tensor] = {}  # by layer, in that memory
 
     # The scheduler's half.
@@ -52,7 +52,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self._offered[request_id] = snapshot
 
     def offered(self, request_id: str) -> KvSnapshot | None:
-        """The snapshot that still waits for this request to be scheduled."""
+        """Returns the snapshot of a request that was not scheduled yet."""
         return self._offered.get(request_id)
 
     def is_offered(self, request_id: str) -> bool:
@@ -107,10 +107,10 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
             self.store.join()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what was written comes before the step on its stream."""
+        """Does nothing: writes precede the step on its stream."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved on the way."""
+        """Does nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved on the way."""
+        """Does nothing."""

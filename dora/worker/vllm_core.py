@@ -1,4 +1,4 @@
-"""Starting vLLM in this process, patched and verified, and what identifies the engine that came up."""
+"""Starts vLLM in this process, patched and verified, and identifies the engine."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ _PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; ``_Core`` overrides i
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How one engine is made."""
+    """The settings of one engine."""
 
     slots: int
     kv_tokens: int
@@ -57,9 +57,9 @@ class EngineSettings:
 
 
 class _Core(EngineCore):
-    """A core whose KV-cache holds ``kv_tokens`` tokens whatever the model: each group of layers has blocks of its own.
+    """A core whose KV-cache holds ``kv_tokens`` tokens for any model: each group of layers has separate blocks.
 
-    A window needs one block more than its tokens: it may begin within one.
+    A window needs one block more than its tokens, because it may begin within a block.
     """
 
     def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
@@ -79,7 +79,7 @@ class _Core(EngineCore):
 
 
 def start(model: Path, settings: EngineSettings) -> EngineCore:
-    """An engine with random weights, each rank patched. Raises InvalidValue for what vLLM refuses: it says why."""
+    """Starts an engine with random weights and patches each rank. Raises InvalidValue with vLLM's reason if it refuses."""
     registry.apply()
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
@@ -99,8 +99,8 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
         enable_chunked_prefill=False,
         max_num_batched_tokens=settings.max_model_len_tokens + settings.slots,
-        # Between steps nothing may be in flight. With it the next step has begun before the tokens of this one are
-        # known, so that a frozen request has KV of a token more than it has, and its blocks are still written to.
+        # Nothing may be in flight between steps. With asynchronous scheduling the next step starts before this step's
+        # tokens are known: a frozen request would have KV of one token too many, and its blocks would still be written.
         async_scheduling=False,
         enable_prefix_caching=True,
         block_size=settings.block_tokens,
@@ -128,9 +128,9 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
 
 @contextlib.contextmanager
 def _meeting_place() -> Iterator[None]:
-    """A folder for the files and sockets by which ranks find each other: none is needed once they have.
+    """Yields a temporary folder for the files and sockets of the ranks' rendezvous.
 
-    vLLM would leave them in the folder for temporary files.
+    vLLM would leave them in the system's temporary folder.
     """
     before, rpc_before = tempfile.tempdir, os.environ.get(_RPC_FOLDER)
     with tempfile.TemporaryDirectory(prefix="dora-ranks-") as folder:
@@ -146,16 +146,16 @@ def _meeting_place() -> Iterator[None]:
 
 
 def _overrides(settings: EngineSettings) -> dict[str, Any]:
-    """What the engine takes the model's config.json for."""
+    """Returns the overrides of the model's config.json."""
     quantisation = quantised.settings(settings.quantisation)
     return {} if quantisation is None else {"quantization_config": quantisation}
 
 
 def _import_architectures(model: Path) -> None:
-    """Imports the model's class in this process, where it is needed in any case.
+    """Imports the model's class in this process, which needs it in any case.
 
-    vLLM would first import it in a process of its own, to keep CUDA out of one that may fork: at the first start on a
-    machine that costs each engine some ten seconds of a core. Here engine and registry share a process.
+    vLLM would first import it in a separate process, to keep CUDA out of one that may fork. At the first start on a
+    machine that costs each engine about ten seconds of CPU time. Here engine and registry share a process.
     """
     for architecture in _model_config(model).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
@@ -164,27 +164,27 @@ def _import_architectures(model: Path) -> None:
 
 
 def why_unmovable(core: EngineCore) -> str:
-    """Why no request can move with its KV; empty: each can."""
+    """Returns why no request can move with its KV; empty: each can."""
     return unmovable(core.scheduler.kv_cache_config, block_tokens_of(core))
 
 
 def takes_ahead(core: EngineCore) -> bool:
-    """Whether blocks can be written for a request that is still elsewhere: vLLM takes them for a prefix that it has."""
+    """Returns whether blocks can be written before their request arrives: vLLM treats them as a cached prefix."""
     groups = groups_of(core.scheduler.kv_cache_config)
     has_one = len(groups) == 1 and not groups[0].window_tokens and not why_unmovable(core)
     return has_one and bool(core.vllm_config.cache_config.enable_prefix_caching)
 
 
 def block_tokens_of(core: EngineCore) -> int:
-    """Tokens of a block: what was asked for, or what the model's attention needs."""
+    """Returns the tokens of a block: as configured, or as the model's attention requires."""
     return int(core.vllm_config.cache_config.block_size)
 
 
 def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:
-    """What must agree for this engine's KV to mean the same in another one, or to be made into it.
+    """Returns the layout by which engines decide whether KV of one is valid in, or convertible for, the other.
 
-    The fingerprint holds what no conversion can change: workers whose ranks, or whose blocks differ in size, are of one
-    service.
+    The fingerprint has only properties that no conversion can change. Workers with other ranks or block sizes can
+    belong to one service.
     """
     block_tokens, layers = block_tokens_of(core), ranks.store.layers
     backend = ",".join([*ranks.kinds, *ranks.store.orders, f"vllm-{vllm.__version__}"])

@@ -1,8 +1,8 @@
-"""vLLM as a rollout engine: in this process, stepped by its owner, nothing in flight between steps.
+"""vLLM as a rollout engine: in this process, stepped by its owner, with nothing in flight between steps.
 
-Nothing here is specific to a device but what it is built from: ``vllm_core`` starts vLLM, ``vllm_scheduler`` holds and
-resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces weights. vLLM is imported with the first
-engine; one process has one engine, as vLLM's KV connector is the process's.
+``vllm_core`` starts vLLM, ``vllm_scheduler`` holds and resumes requests, ``vllm_connector`` brings KV in, and
+``vllm_weights`` replaces weights. vLLM is imported with the first engine. A process has one engine, because vLLM's KV
+connector is a global of the process.
 """
 
 import logging
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("dora.worker")
 
 Dtype = Literal["float32", "bfloat16"]
-# What is still rounding. Measured against transformers over the canary's 47 tokens: in fp32 5e-5, in bfloat16 0.23; raw
-# experts read as packed, or the head of an unrelated version, are off by 2 to 4. In bfloat16 a router may rightly take
-# another expert for a token or two, which are then off by anything (0.72 was seen), while nine in ten are within 0.03.
-# A head that is one small training step behind may hide below this: the patches prove themselves at every start.
+# Bounds for rounding. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32 and 0.23 in
+# bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In bfloat16 a router
+# may validly choose another expert for a token or two, whose logprobs then differ freely (up to 0.72), while nine in
+# ten stay within 0.03. A head that is one small training step behind may hide below this bound, so the patches verify
+# themselves at every start.
 QUANTISATIONS: Final = ("", "int8")
 CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
-# The trainer's canary is of the weights as published: what quantising them moves is no fault of the load.
+# The trainer's canary is computed from unquantised weights, so the bound allows for quantisation.
 QUANTISED_BOUND: Final = CanaryBound(0.5, Fraction(9, 10))
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
@@ -58,8 +59,8 @@ class _Live:
 class VllmEngine(BaseEngine[_Live]):
     """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
 
-    Re-prefilled tokens are those whose KV had been computed before, here or elsewhere: prompt and outputs without the
-    last token and without what the prefix cache still held.
+    Re-prefilled tokens are those whose KV was computed before, here or elsewhere: prompt and outputs without the last
+    token and without the prefix cache's hits.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class VllmEngine(BaseEngine[_Live]):
         router_replay: bool = False,
         quantisation: str = "",
     ) -> None:
-        """``tier_endpoint``: where the server of the shared KV tier listens; empty: there is none.
+        """``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
 
-        ``router_replay``: deltas say to which experts each token was sent. ``quantisation``: int8, or empty: none.
+        ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
 
-        ``lost`` is told of a rank that has ended by itself, in a thread of its own; None: this process ends with it.
-        Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed.
+        ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
+        InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
         """
         if dtype not in CANARY_BOUNDS:
             raise InvalidValue("dtype", dtype, " or ".join(CANARY_BOUNDS))
@@ -249,12 +250,12 @@ class VllmEngine(BaseEngine[_Live]):
 
     @property
     def core(self) -> Any:
-        """vLLM's EngineCore, for looking at; only this object steps it."""
+        """vLLM's EngineCore, for inspection; only this object steps it."""
         return self._core
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Processes of its ranks; empty where the only one is in this process."""
+        """The processes of its ranks; empty if the only rank is in this process."""
         return self._ranks.pids
 
     @property
@@ -292,7 +293,7 @@ class VllmEngine(BaseEngine[_Live]):
         return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
 
     def _open_tier(self, endpoint: str) -> Any:
-        """This engine's part of the shared tier; None where a request's state is more than one list of blocks."""
+        """Opens this engine's part of the shared tier; None if a request's state is more than one list of blocks."""
         from dora.kvtier.tier import Tier
         from dora.worker.vllm_tier import TIER_BYTES, TierPrefixes
 
@@ -324,7 +325,7 @@ class VllmEngine(BaseEngine[_Live]):
         self._scheduler.reserve_slots(len(self._reserved))
 
     def _next_engine_id(self, name: str) -> str:
-        """Unique: the runner may still know the last request of this name, removed a moment ago."""
+        """Returns a unique id: the runner may still know a request of this name that was removed a moment ago."""
         return f"{next(self._serial)}-{name}"
 
     def _delta(self, output: Any) -> TokenDelta:

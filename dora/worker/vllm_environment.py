@@ -1,4 +1,4 @@
-"""The process that vLLM will live in. vLLM reads its environment while it is imported, so this comes first."""
+"""Prepares the process for vLLM, which reads its environment while it is imported."""
 
 import logging
 import os
@@ -17,21 +17,21 @@ _DEFAULTS: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else an engine of several ranks needs a NUMA node for each
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise an engine of several ranks needs a NUMA node for each
     # A rank is killed at the end, and Python's tracker removes what shared memory it had: nothing to warn of.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
-# What this engine is built on, whatever the operator has set.
+# Required by this engine, whatever the operator has set.
 _REQUIRED: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler must be in reach between steps
 }
-# A step gives Python's lock up hundreds of times, and may have to wait for it so long whenever the data plane's threads
-# are at work. With Python's own 5 ms a request that moves cost its engine 6 ms of steps, with this 3.5.
+# A step releases Python's lock hundreds of times, and may wait this long for it while the data plane's threads run.
+# With Python's default of 5 ms a moving request cost its engine 6 ms of steps, with this 3.5 ms.
 _SWITCH_S: Final = 0.0002
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the environment for vLLM in this process and quietens it. May be repeated."""
+    """Sets the environment for vLLM in this process and reduces its logging. May be repeated."""
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
     environment.update(_REQUIRED)

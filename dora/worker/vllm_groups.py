@@ -1,7 +1,7 @@
-"""vLLM's KV cache groups, as far as they decide what of a request moves: which layers, which blocks, made of what.
+"""vLLM's KV cache groups, as far as they decide which layers and blocks of a request move, and their interior.
 
-A group is the layers that share one list of block ids. A layer with a sliding window keeps the blocks of its window
-alone: the others are given back while the request decodes, and their ids become that of the null block.
+A group is the layers that share one list of block ids. A layer with a sliding window keeps only its window's blocks:
+the others are freed during decoding, and their ids become the null block's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,16 @@ _PLAIN_ISA: Final = ("vec", "vec16")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose blocks have the same ids. ``window_tokens``: they read so many last tokens, 0: all."""
+    """Layers whose blocks have the same ids. ``window_tokens``: the last tokens that they read, 0: all."""
 
     layers: tuple[str, ...]
     block_tokens: int
     window_tokens: int
 
     def kept(self, block_ids: Sequence[int], kv_tokens: int, first: int = 0) -> Sequence[int]:
-        """Of a request's blocks in this group those which hold what its first ``kv_tokens`` tokens leave to be read.
+        """Returns the request's blocks of this group that hold readable KV of its first ``kv_tokens`` tokens.
 
-        ``first``: the first of them, unless there is a window, whose blocks are all among them.
+        ``first``: the first block to return. With a window all of its blocks are returned.
         """
         if self.window_tokens:
             first = first_block(kv_tokens, self.block_tokens, self.window_tokens)
@@ -43,7 +43,7 @@ class LayerGroup:
 
 
 def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
-    """The groups of an engine, in vLLM's order, which is that of a request's lists of block ids."""
+    """Returns the engine's groups in vLLM's order, which is that of a request's lists of block ids."""
     firsts = [next(iter(_specs(group.kv_cache_spec).values())) for group in kv_cache_config.kv_cache_groups]
     return tuple(
         LayerGroup(
@@ -56,7 +56,7 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
 
 
 def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
-    """The first group, and its number, that keeps the KV of all tokens; None: there is none."""
+    """Returns number and group of the first group that keeps the KV of all tokens; None: there is none."""
     for number, group in enumerate(groups_of(kv_cache_config)):
         specs = _specs(kv_cache_config.kv_cache_groups[number].kv_cache_spec).values()
         if all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in specs):
@@ -65,11 +65,11 @@ def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
 
 
 def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
-    """Why no request of this engine can move with its KV; empty: each can.
+    """Returns why no request of this engine can move with its KV; empty: each can.
 
-    A request's whole state has to be its tokens and, of each group, the blocks of all tokens or of the last ones.
+    A request's state must consist of its tokens and, for each group, the blocks of all or of the last tokens.
     """
-    if kv_cache_config.needs_kv_cache_zeroing:  # what is written when blocks are taken would be lost
+    if kv_cache_config.needs_kv_cache_zeroing:  # blocks written before they are taken would be zeroed
         return "kv_cache_config.needs_kv_cache_zeroing: each step empties the blocks that are taken for it"
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in _specs(group.kv_cache_spec).values():
@@ -88,12 +88,12 @@ def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
 
 
 def kind_of(attention: Any) -> tuple[str, str]:
-    """Attention backend and instruction set, which shape the inside of a block."""
+    """Returns attention backend and instruction set, which determine the interior of a block."""
     return attention.attn_backend.get_name(), getattr(attention, "isa", "any")
 
 
 def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
-    """What a block of a layer is made of, as far as it is known."""
+    """Returns the known interior of a layer's block."""
     if type(spec) is MLAAttentionSpec and backend == "CPU_MLA" and spec.page_size_padded is None:
         return 1, ((1, spec.page_size_bytes // spec.block_size),)
     if type(spec) in (FullAttentionSpec, SlidingWindowSpec) and backend == "CPU_ATTN":  # heads lie in a row
@@ -104,7 +104,7 @@ def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, KVCacheSpec]:
-    """Of each layer that has KV of its own."""
+    """Returns the spec of each layer that has KV of its own."""
     found: dict[str, KVCacheSpec] = {}
     for group in kv_cache_config.kv_cache_groups:
         specs = _specs(group.kv_cache_spec)
@@ -113,5 +113,5 @@ def layer_specs(kv_cache_config: Any) -> dict[str, KVCacheSpec]:
 
 
 def _specs(spec: KVCacheSpec) -> Mapping[str, KVCacheSpec]:
-    """By layer; by "" where those of all layers are alike."""
+    """Returns specs by layer; by "" if all layers have the same."""
     return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}

@@ -1,7 +1,7 @@
-"""One rank of an engine: what it does beside vLLM's own work, in its own process where the engine has several.
+"""One rank of an engine beyond vLLM's own work, in a separate process if the engine has several.
 
-The engine calls these methods by name, through vLLM's ``collective_rpc``. Small values alone travel that way: KV lies
-in memory that the engine's process has mapped, and weights are read from their files.
+The engine calls these methods by name, through vLLM's ``collective_rpc``. Only small values travel this way: KV is in
+memory that the engine's process has mapped, and weights are read from files.
 """
 
 import multiprocessing
@@ -22,12 +22,12 @@ from dora.worker import vllm_environment, vllm_groups, vllm_routing
 from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector
 
-WORKER_CLASS: Final = f"{__name__}.CpuRank"  # as vLLM's ``worker_cls`` names it
+WORKER_CLASS: Final = f"{__name__}.CpuRank"  # the value of vLLM's ``worker_cls``
 
 
 @dataclass(frozen=True, slots=True)
 class RankKv:
-    """Where the KV of one rank lies: in a file without a name, open in its process as ``descriptor``."""
+    """The place of one rank's KV: an unnamed file, open in its process as ``descriptor``."""
 
     pid: int
     descriptor: int  # -1: in this process's own memory
@@ -38,7 +38,7 @@ class RankKv:
 
 @dataclass(frozen=True, slots=True)
 class RankRouting:
-    """Where one rank writes to which experts its layers send each token."""
+    """The place of one rank's routed experts."""
 
     kv: RankKv  # one layer more for each that has experts
     found: tuple[tuple[int, int], ...]  # top_k and experts of each of these
@@ -46,7 +46,7 @@ class RankRouting:
 
 
 class CpuRank(CPUWorker):
-    """vLLM's CPU worker, patched before it makes its model runner."""
+    """vLLM's CPU worker, patched before it creates its model runner."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parent = multiprocessing.parent_process()
@@ -63,7 +63,7 @@ class CpuRank(CPUWorker):
             self._make_room_between_stages()
 
     def unproven_patch(self) -> str:
-        """Why a patch did not take effect on this rank; empty: all did."""
+        """Returns why a patch did not take effect on this rank; empty: all did."""
         try:
             registry.verify(self.model_runner)
         except PatchFailed as error:
@@ -71,7 +71,7 @@ class CpuRank(CPUWorker):
         return ""
 
     def shown_kv(self) -> RankKv:
-        """Where this rank's KV lies."""
+        """Returns the place of this rank's KV."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, SnapshotConnector)
         config, memory = connector.kv_cache_config, connector.memory
@@ -92,7 +92,7 @@ class CpuRank(CPUWorker):
         return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named)
 
     def keep_routing(self, shape: RoutingShape, shards: int) -> RankRouting:
-        """Writes from now on to which experts each token is sent, beside its KV; ``shards``: those of a layer's KV."""
+        """Starts to record each token's experts beside its KV. ``shards``: the shards of a layer's KV."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, SnapshotConnector)
         tensor_parallel = self.vllm_config.parallel_config.tensor_parallel_size
@@ -110,7 +110,7 @@ class CpuRank(CPUWorker):
         return RankRouting(kv, routed.found)
 
     def replace_weights(self, files: Sequence[str]) -> None:
-        """Loads this rank's part of checked files into the running model, through vLLM's weight transfer."""
+        """Loads this rank's part of verified files into the running model through vLLM's weight transfer."""
         self.start_weight_update()
         self.update_weights({"files": list(files)})
         self.finish_weight_update()
@@ -118,7 +118,9 @@ class CpuRank(CPUWorker):
             registry.after_reload(self.model_runner.get_model())
 
     def _make_room_between_stages(self) -> None:
-        """Memory for what the stage before sends: vLLM makes it in the warm-up run, which eager CPU engines skip."""
+        """Allocates memory for the previous stage's output. vLLM does it in the warm-up run, which eager CPU engines
+        skip.
+        """
         runner = self.model_runner
         runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device

@@ -1,7 +1,7 @@
-"""The ranks of one engine, seen from the engine's process: their KV-cache as one, and their ends.
+"""The ranks of one engine as seen by its process: their joint KV-cache, and their ends.
 
-An engine of one rank has it in its own process. One of several has a process for each, started by vLLM's executor, and
-steps them all: they live and end with the engine's process, and the loss of one is the loss of the worker.
+An engine of one rank has it in its own process. With several, vLLM's executor starts a process for each and steps them
+together. They end with the engine's process, and the loss of one is the loss of the worker.
 """
 
 import logging
@@ -29,23 +29,23 @@ log = logging.getLogger("dora.worker")
 
 RANK_LOST: Final = 4  # exit status of a worker that has lost a rank
 
-Lost = Callable[[str], None]  # is told which rank has ended, in a thread of its own
+Lost = Callable[[str], None]  # called with the ended rank, in a separate thread
 
 
 def end_process(reason: str) -> None:
-    """Ends this process at once: nothing of an engine without one of its ranks can go on, and a step may hang."""
+    """Ends this process at once: an engine without one of its ranks cannot continue, and a step may hang."""
     log.error("%s; the worker ends with it", reason)
     os._exit(RANK_LOST)
 
 
 class Ranks:
-    """For the engine's thread alone."""
+    """Used by the engine's thread only."""
 
     def __init__(self, core: EngineCore, lost: Lost = end_process, routing: RoutingShape | None = None) -> None:
-        """``routing``: what the model's routers choose, to be kept beside the KV; None: it is not kept.
+        """``routing``: the shape of routed experts to record beside the KV; None: none are recorded.
 
-        Raises PatchFailed where a patch did not take effect on a rank, InvalidValue where vLLM does not say how it
-        routes, or routes otherwise.
+        Raises PatchFailed if a patch did not take effect on a rank, InvalidValue if vLLM's routing is unknown or has
+        another shape.
         """
         parallel = core.vllm_config.parallel_config
         self._core = core
@@ -59,7 +59,7 @@ class Ranks:
             if finding:
                 raise PatchFailed(f"rank {rank}", finding)
         shown = list(enumerate(core.collective_rpc("shown_kv")))
-        self.kinds = sorted({kind for _, each in shown for kind in each.kinds})  # as ``RankKv`` has them
+        self.kinds = sorted({kind for _, each in shown for kind in each.kinds})  # as in ``RankKv``
         self.shards = 1 if core.vllm_config.model_config.use_mla else _shards(core, parallel.tensor_parallel_size)
         self._tensor_parallel = parallel.tensor_parallel_size
         self._block_count = core.scheduler.kv_cache_config.num_blocks
@@ -76,22 +76,22 @@ class Ranks:
         self.store = self._store(shown)
 
     def replace_weights(self, files: Sequence[str]) -> None:
-        """Each rank loads its part of checked files into the running model."""
+        """Makes each rank load its part of verified files into the running model."""
         self._core.collective_rpc("replace_weights", args=(files,))
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the ranks' processes; empty where the only rank is in this one."""
+        """The ranks' processes; empty if the only rank is in this one."""
         return tuple(process.pid for process in self._processes)
 
     def close(self) -> None:
-        """Ends the ranks, which have nothing to tidy up, and tells nobody. May be repeated."""
+        """Ends the ranks, which need no cleanup, without a report. May be repeated."""
         if self._watch is None:
             return
         self._stop.close()
         self._watch.join()
         self._watch = None
-        self._core.model_executor.shutting_down = True  # else vLLM takes their end for a fault
+        self._core.model_executor.shutting_down = True  # otherwise vLLM treats their end as a fault
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -101,11 +101,11 @@ class Ranks:
         return shard_of(rank, self._tensor_parallel, self.shards)
 
     def _name(self, rank: int, layer: LayerBlocks) -> str:
-        """Of the shard that this rank holds."""
+        """Returns the name of the shard that this rank holds."""
         return shard_name(layer.name, self._shard(rank), self.shards)
 
     def _store(self, shown: Sequence[tuple[int, RankKv]]) -> BlockStore | DeviceStore:
-        """The KV-cache of all ranks, each shard of a layer as often as ranks hold it."""
+        """Returns the KV-cache of all ranks, with each shard of a layer once for each rank that holds it."""
         groups = {name: layer.group for name, layer in self.layers.items()}
         if any(layer.span is None for layer in self.layers.values()):
             if self.routing is not None:
@@ -121,7 +121,7 @@ class Ranks:
         return BlockStore(held, groups)
 
     def _rows(self, kept: Sequence[tuple[int, RankKv]], shape: RoutingShape) -> RoutingRows:
-        """What the ranks write of their routing; of ranks that hold the same shard, what the first one does."""
+        """Returns the ranks' routed experts; of ranks with the same shard, the first one's."""
         stages: dict[int, dict[int, np.ndarray]] = {}
         for rank, kv in kept:
             ids = _memory(kv).view(f"<u{shape.id_bytes}")
@@ -132,7 +132,7 @@ class Ranks:
         return RoutingRows(shape, group, self._block_tokens, [[*shards.values()] for shards in stages.values()])
 
     def _look(self, lost: Lost) -> None:
-        """Until this end is closed, or a rank has ended."""
+        """Waits until this end is closed or a rank has ended."""
         sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         ended = multiprocessing.connection.wait([*sentinels, self._stopping])
         if self._stopping in ended:
@@ -144,7 +144,7 @@ class Ranks:
 
 
 def check_routing(stages: Sequence[RankRouting], shape: RoutingShape) -> None:
-    """Raises InvalidValue unless all layers together route as the model's config says."""
+    """Raises InvalidValue unless all layers together route as the model's config states."""
     for stage in stages:
         if stage.refusal:
             raise InvalidValue("workers.router_replay", True, f"false: {stage.refusal}")
@@ -156,7 +156,7 @@ def check_routing(stages: Sequence[RankRouting], shape: RoutingShape) -> None:
 
 
 def _shards(core: EngineCore, tensor_parallel: int) -> int:
-    """Parts that tensor parallelism splits a layer's KV heads into."""
+    """Returns the number of parts into which tensor parallelism splits a layer's KV heads."""
     return min(tensor_parallel, core.vllm_config.model_config.get_total_num_kv_heads())
 
 
@@ -167,7 +167,7 @@ def _memory(kv: RankKv) -> np.ndarray:
 
 
 def _own_connector() -> SnapshotConnector:
-    """The runner's half in this process, where the only rank is."""
+    """Returns the runner's half in this process, which has the only rank."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, SnapshotConnector)
     return connector

@@ -20,13 +20,13 @@ from dora.worker.stop_strings import StopWatch
 
 
 class Made:
-    """vLLM's request and what watches it, not added yet: until then it may get outputs, with which it resumes.
+    """vLLM's request and its stop watch, not yet added: until then it may get outputs, with which it resumes.
 
-    It has the hashes of its blocks, which cost more than all else; so it is made before there is a hurry, if it can be.
+    It includes the hashes of its blocks, the most expensive part, so it is made ahead of time if possible.
     """
 
     def __init__(self, core_request: Request, watch: StopWatch | None) -> None:
-        """Both have seen no output."""
+        """Neither has seen an output."""
         self.core_request = core_request
         self.watch = watch
         self._prompt = array("i", core_request.prompt_token_ids)
@@ -36,20 +36,20 @@ class Made:
         return self.core_request.request_id
 
     def go_on(self, outputs: Sequence[int]) -> None:
-        """``outputs``: all that the request has now, of which the first ones may be known here."""
+        """``outputs``: all outputs so far, of which some may be known here."""
         new = list(outputs[self.core_request.num_output_tokens :])
         if not new:
             return
         self.core_request.sampling_params.extra_args = {OUTPUTS_KEY: list(outputs), PROMPT_KEY: self._prompt}
         self.core_request.append_output_token_ids(new)
-        self.core_request.prefill_stats = None  # they describe prompts; with outputs vLLM's assertions would not hold
+        self.core_request.prefill_stats = None  # they describe prompts; with outputs vLLM's assertions would fail
         if self.watch is not None:
             for token_id in new:
                 self.watch.completed_by(token_id)
 
 
 def stop_tokens(model: Path) -> tuple[int, ...]:
-    """The token ids that end a response of this model: of generation_config.json, else of config.json."""
+    """Returns the token ids that end a response of this model: from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         file = model / name
         found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
@@ -59,7 +59,7 @@ def stop_tokens(model: Path) -> tuple[int, ...]:
 
 
 def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> EngineCoreRequest:
-    """The engine's request for ``request``, without its outputs; ``stops`` end it unless it ignores them.
+    """Returns the engine's request without outputs; ``stops`` end it unless it ignores them.
 
     Raises InvalidValue.
     """
@@ -79,12 +79,12 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
             repetition_penalty=wanted.repetition_penalty,
             stop_token_ids=stop_token_ids,
             ignore_eos=True,  # the model's own ends are among stop_token_ids
-            logprobs=0,  # that of the sampled token
+            logprobs=0,  # the sampled token's
             detokenize=False,  # stop strings are watched for by the engine's owner: dora.worker.stop_strings
         )
     except ValueError as error:
         raise InvalidValue("sampling", wanted, f"what vLLM takes ({error})") from error
-    for name in DOMAINS:  # what is recorded is what was asked for, so it has to be what is sampled
+    for name in DOMAINS:  # the record has the requested parameters, so sampling must use them
         if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
             allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"
             raise InvalidValue(f"sampling.{name}", getattr(wanted, name), allowed)
@@ -92,7 +92,7 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
 
 
 def scoring(token_ids: Sequence[int], engine_id: str) -> EngineCoreRequest:
-    """A request that yields the logprobs of its own prompt (and one token that nobody reads)."""
+    """Returns a request for the logprobs of its own prompt; its one output token is unused."""
     sampling = VllmSampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
     return _core_request(engine_id, token_ids, sampling, engine_id)
 

@@ -1,16 +1,16 @@
-"""To which experts vLLM sends each token, kept beside the token's KV: one layer more for each layer with experts.
+"""Records the experts of each token beside its KV: one additional layer for each layer with experts.
 
     forward pass ── capture(layer, ids) ──▶ the token's slot in "model.layers.3.mlp.experts.routed"
     end of step  ── rows of fed tokens ───▶ reports
-    prefix hit, migration, parking, KV tier: the blocks go along as those of any layer
+    prefix hit, migration, parking, KV tier: the blocks travel like those of any layer
 
-A row is written where its token's KV is written, so who finds the KV of a prompt, in the prefix cache or from
-elsewhere, finds the rows that made it. The block of such a layer is (ids, tokens), with ids padded to ``IDS_MULTIPLE``:
-tensor parallelism, whose ranks all route alike, gives each shard some of the ids as it gives it some KV heads, so rows
-fit engines of other ranks and blocks of another size by the same rules as KV does.
+A row is written together with its token's KV, so whoever has the KV of a prompt, from the prefix cache or from
+elsewhere, also has the rows. The block of such a layer is (ids, tokens), with ids padded to ``IDS_MULTIPLE``. Tensor
+parallelism, whose ranks all route alike, gives each shard some of the ids as it gives it some KV heads, so rows fit
+engines with other ranks and block sizes by the rules of KV.
 
-vLLM's own capture (``enable_return_routed_experts``) wants its second model runner, which has no CPU, and no pipeline
-parallelism; its hook in the routers is what is used here (vllm 0.32, ``fused_moe/routed_experts_capturer.py``).
+vLLM's own capture (``enable_return_routed_experts``) requires its second model runner, which has no CPU support, and no
+pipeline parallelism. This module uses its hook in the routers (vllm 0.32, ``fused_moe/routed_experts_capturer.py``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _SUFFIX: Final = ".routed"
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
-    """What one rank writes, in memory that its engine's process may map."""
+    """The rows of one rank, in memory that its engine's process can map."""
 
     descriptor: int
     size_bytes: int
@@ -42,7 +42,7 @@ class RoutedLayers:
 
 
 def bind(model: torch.nn.Module, kv_cache_config: Any, shape: RoutingShape, shard: int, shards: int) -> RoutedLayers:
-    """Routers of this rank's layers write from now on. Raises ValueError where vLLM has no hook for them."""
+    """Starts recording in this rank's layers. Raises ValueError if vLLM has no hook for their routers."""
     runners = sorted((each for each in model.modules() if isinstance(each, MoERunner)), key=lambda each: each.layer_id)
     group_id, group = whole_group(kv_cache_config)
     if group is None or not group.layers:
@@ -68,12 +68,12 @@ def bind(model: torch.nn.Module, kv_cache_config: Any, shape: RoutingShape, shar
 
 
 def padded_ids(shape: RoutingShape) -> int:
-    """Ids in a row of one layer's block, of all shards together."""
+    """Returns the ids in a row of one layer's block, of all shards together."""
     return -(-shape.top_k // IDS_MULTIPLE) * IDS_MULTIPLE
 
 
 class _Capturer:
-    """What vLLM's routers call in a forward pass, in place of vLLM's own capturer."""
+    """The object that vLLM's routers call in a forward pass, in place of vLLM's capturer."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class _Capturer:
         shard: int,
         shape: RoutingShape,
     ) -> None:
-        """``tables``: of each layer, (blocks, ids that this shard has, tokens)."""
+        """``tables``: of each layer, (blocks, ids of this shard, tokens)."""
         self._tables = tables
-        self._attention_layer = attention_layer  # whose slots are those of the rows
+        self._attention_layer = attention_layer  # its slots are those of the rows
         self._block_tokens = block_tokens
         held_ids = next(iter(tables.values())).shape[1]
         self._ids = slice(shard * held_ids, min((shard + 1) * held_ids, shape.top_k))  # may be none
@@ -97,7 +97,7 @@ class _Capturer:
         context = get_forward_context()
         if context is not self._context:
             slots = context.slot_mapping[self._attention_layer]
-            slots = slots[: int((slots >= 0).sum())]  # what is padded, at the end, has none
+            slots = slots[: int((slots >= 0).sum())]  # padding, at the end, has no slot
             self._context, self._places = context, (slots // self._block_tokens, slots % self._block_tokens)
         assert self._places is not None
         blocks, offsets = self._places
@@ -109,7 +109,7 @@ class _Capturer:
 
 
 class Fed(NamedTuple):
-    """Tokens of one request, at the positions ``first`` to ``end``, that were fed to sample the tokens of a step."""
+    """Tokens of one request, at positions ``first`` to ``end``, that were fed to sample a step's tokens."""
 
     name: str
     block_ids: Sequence[int]
@@ -118,19 +118,19 @@ class Fed(NamedTuple):
 
 
 class RoutingRows:
-    """In the engine's process: the rows of tokens, out of the memory of its ranks."""
+    """In the engine's process: reads rows from the memory of its ranks."""
 
     def __init__(
         self, shape: RoutingShape, group: int, block_tokens: int, stages: Sequence[Sequence[np.ndarray]]
     ) -> None:
-        """``stages``: of each stage of a pipeline that has experts, the shards: (layers, blocks, ids, tokens)."""
-        self.group = group  # whose block ids count
+        """``stages``: for each pipeline stage with experts, its shards: (layers, blocks, ids, tokens)."""
+        self.group = group  # the group whose block ids apply
         self._shape = shape
         self._block_tokens = block_tokens
         self._stages = stages
 
     def of(self, fed: Sequence[Fed]) -> dict[str, bytes]:
-        """By request, as ``TokenDelta.routed_experts`` has them."""
+        """Returns rows by request, as ``TokenDelta.routed_experts`` has them."""
         if not fed:
             return {}
         positions = [np.arange(each.first, each.end) for each in fed]

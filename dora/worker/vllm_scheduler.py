@@ -1,11 +1,11 @@
-"""vLLM's scheduler, in which a request can be held, may begin with outputs, and may bring blocks of its own.
+"""vLLM's scheduler, extended: a request can be held, may start with outputs, and may bring its own blocks.
 
-A held request is in no queue: vLLM's model runner takes a request that is not scheduled out of its batch and keeps its
-state, so taking it up again goes on bitwise. It keeps its blocks and its slot, so it can always be taken up again.
+A held request is in no queue: vLLM's model runner removes an unscheduled request from its batch and keeps its state, so
+the request continues bitwise when it is taken up. It keeps its blocks and slot, so it can always be taken up.
 
-Blocks that were reserved for a request, and written while it was elsewhere, are shown to vLLM as a hit of its prefix
-cache: vLLM then gives them to the request as they are, and asks the connector only for what comes after them. So are
-those which it shares with another request that came from the same worker.
+Blocks that were reserved and written before their request arrived appear to vLLM as a hit of its prefix cache: vLLM
+gives them to the request and asks the connector only for later tokens. Blocks shared with another request from the same
+worker appear the same way.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from dora.worker.vllm_routing import Fed, RoutingRows
 
 
 class HoldingScheduler(Scheduler):
-    """Used by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
+    """Passed by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,12 +41,12 @@ class HoldingScheduler(Scheduler):
         return self.kv_cache_manager.block_pool
 
     def free_blocks(self) -> int:
-        """Blocks that nobody has, but for one that each request with a slot may want next."""
+        """Returns the free blocks, less one that each request with a slot may need next."""
         self.prefixes.sweep()
         return int(self._pool.get_num_free_blocks()) - self.running_count()
 
     def take_blocks(self, count: int) -> list[int]:
-        """Ids of blocks that belong to no request. They must be given back, or brought along."""
+        """Takes blocks that belong to no request; they must be given back or brought."""
         return [block.block_id for block in self._pool.get_new_blocks(count)]
 
     def give_back(self, reservation: Reservation) -> None:
@@ -57,7 +57,7 @@ class HoldingScheduler(Scheduler):
         self.prefixes.sweep()
 
     def bring(self, request_id: str, reservation: Reservation, ahead: int) -> None:
-        """A request that is about to be added brings its reservation's blocks; the first ``ahead`` have its KV."""
+        """Attaches a reservation's blocks to a request that is about to be added; the first ``ahead`` have its KV."""
         if reservation.own_ids:
             self.prefixes.keep(reservation.offered)
             self.pin(reservation.shared_ids)
@@ -74,17 +74,17 @@ class HoldingScheduler(Scheduler):
         return int(self._pool.blocks[block_id].ref_cnt)
 
     def brought(self, request_id: str) -> list[int]:
-        """The blocks with KV that a request brings which was not scheduled yet."""
+        """Returns the blocks with KV of a request that was not scheduled yet."""
         kept = self._kept.get(request_id, [])
         return [block.block_id for block in kept[: self._ahead.get(request_id, 0)]]
 
     def reserve_slots(self, count: int) -> None:
-        """Keeps so many slots for requests that are to come with their KV."""
+        """Reserves slots for requests that will arrive with their KV."""
         self._reserved = count
         self._count_slots()
 
     def hold(self, request_id: str) -> None:
-        """Takes a request out of its queue, with its blocks and its slot."""
+        """Removes a request from its queue; it keeps its blocks and slot."""
         request = self.requests[request_id]
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
@@ -105,7 +105,7 @@ class HoldingScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if self.connector.is_offered(request.request_id):  # it goes before those that have no KV
+        if self.connector.is_offered(request.request_id):  # it precedes requests without KV
             self.waiting.remove_request(request)
             offered = map(self.connector.is_offered, [each.request_id for each in self.waiting])
             place = next((index for index, is_offered in enumerate(offered) if not is_offered), len(self.waiting))
@@ -141,7 +141,9 @@ class HoldingScheduler(Scheduler):
         return super().update_from_output(scheduler_output, output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
-        """Of requests with new tokens; with the first one those are of the whole prompt, wherever their KV is from."""
+        """Yields the fed tokens of requests with new tokens; the first token reports the whole prompt, wherever its KV
+        is from.
+        """
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()
@@ -153,25 +155,25 @@ class HoldingScheduler(Scheduler):
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)
-        self.prefixes.sweep()  # what it had is wanted now
+        self.prefixes.sweep()  # its blocks are needed now
 
     def running_count(self) -> int:
-        """Requests with a slot: scheduled or held."""
+        """The number of requests with a slot: scheduled or held."""
         return len(self.running) + self._held_running()
 
     def waiting_count(self) -> int:
-        """Requests without a slot: queued or held."""
+        """The number of requests without a slot: queued or held."""
         queued: int = self.get_request_counts()[1]
         return queued + len(self.held) - self._held_running()
 
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
         if self.connector.is_offered(request.request_id):
-            # Its own KV comes with it: a neighbour's, equal but for rounding, must not take its place.
+            # Its own KV arrives with it. A neighbour's KV, equal except for rounding, must not replace it.
             return *self._own_blocks(request.request_id), 0, False
         return super()._get_local_prefix_cache_hit(request)
 
     def _own_blocks(self, request_id: str) -> tuple[Any, int]:
-        """The blocks that a request brings, and their tokens. Those beyond are free from now on, also for itself."""
+        """Returns the blocks that a request brings, and their tokens, and frees the remaining ones."""
         if request_id not in self._kept:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0
         kept, ahead = self._kept[request_id], self._ahead[request_id]
@@ -188,11 +190,13 @@ class HoldingScheduler(Scheduler):
         return [blocks[block_id] for block_id in block_ids]
 
     def _make_known(self) -> None:
-        """Brought blocks enter the prefix cache, for later requests and after a preemption: not in the first step."""
+        """Enters brought blocks into the prefix cache, for later requests and after a preemption; not in the first
+        step.
+        """
         for request_id, ahead in self._unknown.items():
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             blocks = manager.req_to_blocks.get(request_id)
-            if blocks:  # it has not ended since
+            if blocks:  # it has not ended meanwhile
                 known = next((place for place, block in enumerate(blocks[:ahead]) if block.block_hash is None), ahead)
                 group = manager.kv_cache_group_id
                 self._pool.cache_full_blocks(self.requests[request_id], blocks, known, ahead, self.block_size, group)

@@ -1,9 +1,9 @@
-"""What vLLM's requests find in the shared tier, and what of them is kept there.
+"""Finds KV of vLLM's requests in the shared tier, and stores theirs there.
 
-A request is looked for in the tier when it is about to get a slot and its engine's own prefix cache ends. Others are
-scheduled meanwhile, and what is found is in this process before the scheduler is told of it: nothing that happens to
-the tier later can touch the request. Chunks are kept as soon as they are full, so that a request whose worker dies has
-all but its last tokens there.
+The tier is asked for a request that is about to get a slot, from the end of its engine's own prefix cache. Other
+requests are scheduled meanwhile. The scheduler learns of a hit only once its bytes are in this process, so later
+changes of the tier cannot affect the request. Chunks are stored as soon as they are full: a request whose worker dies
+has all but its last tokens there.
 """
 
 import time
@@ -36,7 +36,7 @@ class _Request:
 
 
 class TierPrefixes:
-    """Between vLLM's scheduler and the tier, in the engine's thread."""
+    """Connects vLLM's scheduler with the tier, in the engine's thread."""
 
     def __init__(self, tier: Tier, shape: ChunkShape, store: Store, scheduler: Any) -> None:
         self._tier = tier
@@ -57,11 +57,11 @@ class TierPrefixes:
         return replace(self._tier.load, found_tokens=self._found_tokens)
 
     def begin(self, engine_id: str, version: int) -> None:
-        """A request of this version comes: only such ones are looked for and kept."""
+        """Enters a request with its version. Only entered requests use the tier."""
         self._requests[engine_id] = _Request(version, Chain(self._shape, version))
 
     def forget(self, engine_id: str) -> None:
-        """The request is over here."""
+        """Removes a request."""
         request = self._requests.pop(engine_id, None)
         if request is not None:
             _give_up(request)
@@ -71,9 +71,9 @@ class TierPrefixes:
         self._tier.close()
 
     def found_tokens(self, state: Any, computed_tokens: int) -> int | None:
-        """How many tokens come from the tier, beyond those that the engine has; None: it is not known yet.
+        """Returns the tokens to take from the tier beyond the engine's own; None: not known yet.
 
-        At least one token is left to compute. Where no request decodes that could be held up, this waits.
+        At least one token is left to compute. Waits for the answer if no decoding request would be delayed.
         """
         request = self._requests.get(state.request_id)
         chunk_tokens = self._shape.chunk_tokens
@@ -97,7 +97,9 @@ class TierPrefixes:
         return max(0, search.end * chunk_tokens - computed_tokens)
 
     def take(self, engine_id: str, tokens: int) -> tuple[int, Mapping[str, Pieces]]:
-        """The request has a slot and takes so many tokens from the tier: its first block of them, and the blocks."""
+        """Takes ``tokens`` tokens from the tier for a request that has a slot. Returns its first such block, and the
+        blocks.
+        """
         request = self._requests.get(engine_id)
         search = None if request is None else request.search
         if request is None or search is None:
@@ -113,7 +115,7 @@ class TierPrefixes:
         return first, self._shape.show(search.chunks, first - begin, end - begin)
 
     def keep_new(self) -> None:
-        """Gives the tier the chunks that have become full. Of what does not fit now, the rest is tried after a step."""
+        """Stores newly full chunks in the tier. Those that do not fit now are tried again after a step."""
         if not self._tier.up.is_set():
             return
         if self._opened != self._tier.opened:  # another server, which may have nothing
@@ -128,7 +130,7 @@ class TierPrefixes:
                 left -= self._keep(state, request, left)
 
     def _keep(self, state: Any, request: _Request, most: int) -> int:
-        """How many chunks were copied."""
+        """Returns the number of copied chunks."""
         full = state.num_computed_tokens // self._shape.chunk_tokens
         if full <= request.kept:
             return 0
@@ -159,7 +161,7 @@ class TierPrefixes:
 
 
 def _give_up(request: _Request) -> None:
-    """Nothing is taken of what was asked for."""
+    """Discards the tier's answer."""
     if request.search is not None:
         request.search.cancelled = True
         request.search.chunks = None

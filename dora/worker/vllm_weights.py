@@ -1,4 +1,4 @@
-"""Weights that are to be loaded, checked before anything is touched."""
+"""Checks weights before any is loaded."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from dora.weights.reference import Reference, TensorHeader, check_tensors, read_
 
 
 def check_files(folder: Path, reference: Reference) -> tuple[Path, ...]:
-    """The safetensors files of ``folder``, whose tensors are those of the model.
+    """Returns the safetensors files of ``folder``, whose tensors must be the model's.
 
     Raises InvalidValue naming the first file or tensor that is missing, unknown, misshapen or of another dtype.
     """
