@@ -1,9 +1,8 @@
 """DORA: a rollout service for reinforcement-learning post-training of language models.
 
-``import dora`` is light: it loads neither torch nor vLLM. The trainer client is reached as ``dora.Trainer``,
-the prompt client as ``dora.Prompts``, what it submits as ``dora.Prompt``, weights that several ranks have together as
-``dora.AllRanks``; ``dora.sync`` has both clients for code that
-is not asynchronous.
+``import dora`` is light: it loads neither torch nor vLLM. ``dora.Trainer`` is the trainer's client, ``dora.Prompts``
+the client for prompts, ``dora.Prompt`` a submitted prompt, and ``dora.AllRanks`` weights that several ranks hold
+together. ``dora.sync`` has both clients for synchronous code.
 """
 
 from importlib import import_module

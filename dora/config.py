@@ -1,7 +1,7 @@
 """The whole configuration: frozen, validated once. One TOML file plus dotted overrides (``--set window.size=3``).
 
-Field names carry their units. Nothing is silently corrected: a bad value raises :class:`dora.errors.InvalidValue`
-with the dotted field, the value and what is allowed.
+Field names carry their units. No value is silently corrected: a bad one raises :class:`dora.errors.InvalidValue` with
+the dotted field, the value and what is allowed.
 """
 
 import tomllib
@@ -37,7 +37,7 @@ from dora.errors import InvalidValue
 
 CONTEXT_MIN: Final = 16
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
-# What settings were called when an event log was recorded, and what they are called now; and so for their values.
+# Former names of settings in recorded event logs, with their present names; likewise for values.
 RENAMED: Final = {
     "balance.hysteresis": "balance.dora.hysteresis",
     "balance.level_gap": "balance.dora.level_gap",
@@ -62,7 +62,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _only_a_number_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``true`` would pass as 1, and ``"1"`` too."""
+        """Otherwise ``true`` and ``"1"`` would pass as 1."""
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool | str) and kind_of(field) in (int, float) and value not in words_of(field):
             raise PydanticCustomError("number", "a number")
@@ -109,17 +109,17 @@ class WindowConfig(Section):
 
     @property
     def least(self) -> int:
-        """The narrowest that the window gets."""
+        """The narrowest size of the window."""
         return self.min if self.size == "auto" else self.size
 
     @property
     def most(self) -> int:
-        """The widest that the window gets: what may be live at once."""
+        """The widest size of the window: the most live versions."""
         return self.max if self.size == "auto" else self.size
 
 
 class RolloutConfig(Section):
-    """How responses are sampled, where a prompt does not say otherwise."""
+    """The sampling of responses, unless their prompt says otherwise."""
 
     group_size: GroupSize = Field(8, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
@@ -150,7 +150,7 @@ class RolloutConfig(Section):
 
 
 class CostConfig(Section):
-    """Cost of one engine step (dora/core/forecast/cost.py says what the coefficients mean)."""
+    """Cost of one engine step (dora/core/forecast/cost.py defines the coefficients)."""
 
     kv_token_s: StepSeconds = Field(description="k1: a step's seconds for each cached token")
     weights_s: StepSeconds = Field(description="k2: a step's seconds to read the weights")
@@ -163,14 +163,15 @@ class CostConfig(Section):
     shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")
 
     def check(self, place: str) -> None:
-        """Raises InvalidValue where a step takes no time that counts: nothing could be reckoned by it, and a simulated
-        engine would generate without end at one moment. ``place``: of this section."""
+        """Raises InvalidValue if a step takes no time: no forecast would be possible, and a simulated engine would
+        generate without end at one moment. ``place``: of this section.
+        """
         if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
             raise InvalidValue(f"{place}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
 
 
 class DoraConfig(Section):
-    """What the strategy ``dora`` alone reads."""
+    """Settings of the strategy ``dora`` only."""
 
     hysteresis: Share = Field(0.6, description="share of a worker that a periodic change must be worth")
     level_gap: Count = Field(2, description="difference of requests between workers that is levelled, if it gains")
@@ -254,12 +255,12 @@ class WorkersConfig(Section):
 
     @property
     def context_tokens(self) -> int:
-        """What prompt and response may have together; before the model is known, the most that they could."""
+        """The limit of prompt and response together; before the model is known, the most possible."""
         return self.max_model_len_tokens or self.kv_tokens
 
 
 class KvConfig(Section):
-    """How KV snapshots travel between workers, and the tier of KV that workers share."""
+    """The transport of KV snapshots between workers, and the KV tier that workers share."""
 
     transports: str = Field(
         "shm,tcp",
@@ -316,7 +317,7 @@ class ServiceConfig(Section):
 
 
 class SelectionConfig(Section):
-    """Groups that are begun and not trained on: off by default, each recorded with its reason."""
+    """Groups that are started and not trained on: off by default, each recorded with its reason."""
 
     filter: str = Field(
         "",
@@ -329,7 +330,7 @@ class SelectionConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Which column of a file holds which field of a prompt; empty: the one of the field's own name."""
+    """The columns of a file with the fields of a prompt; empty: the field's own name."""
 
     prompt: str = Field("", description="a text (own names: `prompt`, `text`)")
     messages: str = Field("", description="a chat: a list of {role, content}")
@@ -344,7 +345,7 @@ class ColumnsConfig(Section):
 
 
 class PromptsConfig(Section):
-    """Where prompts come from. A text in place of the section is its ``source``."""
+    """The source of prompts. A text in place of the section is its ``source``."""
 
     source: str = Field(
         "reasoning-gym:chain_sum",
@@ -365,7 +366,7 @@ class PromptsConfig(Section):
 
 
 class RewardConfig(Section):
-    """The verifier: a plug-in ``module:function``, run in processes of its own."""
+    """The verifier: a plug-in ``module:function``, run in separate processes."""
 
     function: str = Field(
         "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function; empty: the prompt source's own"
@@ -376,7 +377,7 @@ class RewardConfig(Section):
 
 
 class Config(Section):
-    """Everything ``dora serve`` needs."""
+    """Everything that ``dora serve`` needs."""
 
     model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
     record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
@@ -394,14 +395,14 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _source_alone(cls, tree: Any) -> Any:
-        """``prompts = "tiny"``, as event logs of before say too."""
+        """Accepts ``prompts = "tiny"``, which older event logs have."""
         if isinstance(tree, Mapping) and isinstance(tree.get("prompts"), str):
             return {**tree, "prompts": {"source": tree["prompts"]}}
         return tree
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Else no prompt of the source could be admitted."""
+        """Otherwise no prompt of the source could be admitted."""
         longest = self.workers.context_tokens
         if self.rollout.max_tokens >= longest:
             name = "max_model_len_tokens" if self.workers.max_model_len_tokens else "kv_tokens"
@@ -421,15 +422,15 @@ class Config(Section):
 
 
 def given(settings: Mapping[str, Setting | None]) -> list[Override]:
-    """Settings by their dotted names as overrides; one that is None was not given and overrides nothing."""
+    """Returns settings by dotted names as overrides; None means not given and overrides nothing."""
     return [(key, value) for key, value in settings.items() if value is not None]
 
 
 def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
-    """Reads ``file`` (TOML), applies ``overrides`` in order, validates; an override is a text or a pair of ``given``.
+    """Reads ``file`` (TOML), applies ``overrides`` in order, validates. An override is a text or a pair from ``given``.
 
-    Values in a text are TOML; one that is no TOML is taken as a string. In the dotted name an element of a list goes by
-    its number, from 0.
+    Values in a text are TOML; text that is not TOML is a string. The dotted name of a list's element has its index,
+    from 0.
     """
     tree = settings_tree(file, ())
     if isinstance(tree.get("prompts"), str):
@@ -441,9 +442,9 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
 
 
 def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:
-    """What ``file`` (TOML) and then ``overrides`` say, as one nested mapping, not yet validated.
+    """Returns ``file`` (TOML) with the overrides applied, as one nested mapping, not yet validated.
 
-    ``option`` is the command-line option that named the file; a file that cannot be read is an InvalidValue of it.
+    ``option`` is the command-line option that named the file; an unreadable file is an InvalidValue of it.
     """
     tree: dict[str, Any] = {}
     if file is not None:
@@ -461,7 +462,7 @@ def settings_tree(file: Path | None, overrides: Iterable[Override], option: str 
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the fields of ``over`` in their place; sections present in both are merged field by field."""
+    """Returns ``base`` overridden by ``over``; sections present in both are merged field by field."""
     tree = dict(base)
     for key, value in over.items():
         below = tree.get(key)
@@ -472,7 +473,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree``, a configuration as an older DORA wrote it, with the names that settings and values have now."""
+    """Returns a configuration of an older DORA with the present names of settings and values."""
     new = dict(tree)
     for field, names in VALUES_RENAMED.items():
         value = value_at(new, field)
@@ -492,7 +493,7 @@ def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(tree: Mapping[str, Any], field: str) -> Any:
-    """The value of a dotted field; None where there is none."""
+    """Returns the value of a dotted field; None if absent."""
     value: Any = tree
     for name in field.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -500,19 +501,19 @@ def value_at(tree: Mapping[str, Any], field: str) -> Any:
 
 
 def tree_of(field: str, value: Any) -> dict[str, Any]:
-    """``{"a": {"b": value}}`` of ``"a.b"``."""
+    """Returns ``{"a": {"b": value}}`` for ``"a.b"``."""
     for name in reversed(field.split(".")):
         value = {name: value}
     return value
 
 
 def validated(tree: Mapping[str, Any]) -> Config:
-    """A Config of a nested mapping; raises InvalidValue for the first field that is wrong."""
+    """Returns the Config of a nested mapping; raises InvalidValue for the first wrong field."""
     return validated_as(Config, tree)
 
 
 def _parsed(override: str) -> tuple[str, Any]:
-    """The dotted name and the value of a text ``section.field=value``."""
+    """Splits ``section.field=value`` into the dotted name and the value."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise InvalidValue("--set", override, "section.field=value")
@@ -533,7 +534,7 @@ def _apply(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(elements: Sequence[Any], name: str, key: str) -> int:
-    """Which element of a list ``name`` is: those of a file are counted from 0."""
+    """Returns the index that ``name`` gives, from 0."""
     if name not in map(str, range(len(elements))):
         raise InvalidValue("--set", key, f"the number of an element, below {len(elements)}, not {name}")
     return int(name)

@@ -1,4 +1,4 @@
-"""Errors that reach people. Each one says what was given, why it is refused, and what would be allowed."""
+"""Errors for people. Each states what was given, why it is refused, and what is allowed."""
 
 import difflib
 import errno
@@ -18,7 +18,7 @@ class DoraError(Exception):
 
 
 class Missing:
-    """The type of MISSING, which stands for the value of what has to be there and is not."""
+    """The type of MISSING, the value of a required field that is absent."""
 
     def __repr__(self) -> str:
         return "(none)"
@@ -28,9 +28,9 @@ MISSING: Final = Missing()
 
 
 class InvalidValue(DoraError):
-    """A refusal: what was given (``field``, ``value``), why not (``why``), and what is allowed (``allowed``).
+    """A refusal: what was given (``field``, ``value``), the reason (``why``), and what is allowed (``allowed``).
 
-    ``why`` goes on after the value, and by default is the class's ``REFUSED``; a Conflict always gives its own.
+    ``why`` follows the value in the message. By default it is the class's ``REFUSED``; a Conflict always gives its own.
     ``allowed`` ends the sentence "it must be ...", or asks. The message reads, for example:
 
         slots = 0 is not valid: it must be at least 1
@@ -50,12 +50,12 @@ class InvalidValue(DoraError):
         super().__init__(f"{given} {self.why}: {must}{allowed}")
 
     def within(self, place: str) -> Self:
-        """The same refusal of the field in ``place``, a file's line for example."""
+        """Returns the refusal with its field located in ``place``, for example a line of a file."""
         return type(self)(f"{place}: {self.field}", self.value, self.allowed, self.why)
 
 
 def _shown(value: object) -> str:
-    """A value in a line; of a long one only its beginning."""
+    """Returns a value in one line, shortened if long."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than some thousand digits
@@ -70,10 +70,10 @@ class Conflict(InvalidValue):
 
 
 class VersionRejected(Conflict):
-    """No worker could load a version that a trainer has published: it must be published anew before all else.
+    """No worker could load a version that a trainer published: it must be published again before anything else.
 
-    ``worker_ids``: those that refused it, none where no host has its weights any more. ``canary_difference``: the
-    largest of a logprob, 0 where none was compared.
+    ``worker_ids``: the workers that refused it; empty if no host has its weights. ``canary_difference``: the largest
+    difference of a logprob, 0 if none was compared.
     """
 
     REFUSED = "was rejected by the workers"
@@ -95,7 +95,7 @@ class NotFound(InvalidValue):
 
 
 class LimitExceeded(InvalidValue):
-    """A full queue, a message over the size limit, or weights for which there is no room."""
+    """A full queue, a message over the size limit, or no room for weights."""
 
     REFUSED = "is too much"
 
@@ -105,17 +105,17 @@ class SnapshotRefused(DoraError):
 
 
 class LayoutMisfit(SnapshotRefused):
-    """Its KV is laid out otherwise than this engine's, and cannot be converted exactly, however often it is tried."""
+    """The KV's layout differs from this engine's and cannot be converted exactly; a retry is useless."""
 
 
 class TransferFailed(DoraError):
-    """A KV snapshot did not reach its target: the request goes on at its source."""
+    """A KV snapshot did not reach its target: the request continues at its source."""
 
 
 class CanaryMismatch(DoraError):
-    """Freshly loaded weights do not reproduce the published canary logprobs, or give none.
+    """Loaded weights do not reproduce the published canary logprobs, or give none.
 
-    ``difference``: of a logprob, the largest of those that have to hold; infinite where one is not finite.
+    ``difference``: the largest of a logprob among those that must match; infinite if one is not finite.
     """
 
     def __init__(self, message: str, difference: float) -> None:
@@ -124,28 +124,28 @@ class CanaryMismatch(DoraError):
 
 
 class IllegalTransition(DoraError):
-    """An event that the state machine's table does not allow in the present state; the state is unchanged."""
+    """The state machine's table does not allow the event in the present state; the state is unchanged."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of room: the disk's, a quota's, a limit's on a file's size."""
+    """Returns whether a write failed for lack of space: the disk's, a quota's, or a file size limit's."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.4, most: int = 1) -> list[str]:
-    """The known names that are most like ``name``, in any case, the nearest first.
+    """Returns the known names most similar to ``name``, ignoring case, the nearest first.
 
-    ``cutoff``: how alike they have to be, 0 to 1 (``difflib.get_close_matches``).
+    ``cutoff``: required similarity, 0 to 1 (``difflib.get_close_matches``).
     """
     spelled = {each.lower(): each for each in known}
     return [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, most, cutoff)]
 
 
 def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence[str] = (), listed_by: str = "") -> str:
-    """What is allowed instead of an unknown name: the one that was probably meant, then all known ones.
+    """Returns what is allowed instead of an unknown name: the probable one first, then all known names.
 
-    ``meant``: what is named first, where the caller knows it; else the ``nearest`` name. ``listed_by``: a command that
-    lists the known names; only some of them are named then, where they are many.
+    ``meant``: the names to put first, if the caller knows them; otherwise the ``nearest``. ``listed_by``: a command
+    that lists the known names; if they are many, only some of them are given.
     """
     names = list(known)
     meant = meant or nearest(name, names, cutoff)
@@ -157,7 +157,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
 
 
 def told(error: BaseException) -> str:
-    """A bug in one line: the exception's kind, what it says, and where it was raised."""
+    """Describes a bug in one line: the exception's kind, its message, and where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

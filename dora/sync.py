@@ -1,4 +1,4 @@
-"""The clients for a training loop that is not asynchronous: the same names and meanings, without ``await``.
+"""Synchronous clients for training loops: the same names and meanings, without ``await``.
 
     with dora.sync.Trainer("127.0.0.1:7070", token=...) as trainer:
         for step in trainer.steps(groups=16):
@@ -6,10 +6,10 @@
                 ...
             step.commit(weights=model)      # acknowledges the batch and publishes the next version
 
-They drive the asynchronous clients of :mod:`dora.client`, in one event loop in a background thread, so they may be used
-beside a running event loop (Jupyter) and under torchrun. A client belongs to the process that opened it: in a fork of
-it, each call is refused. Ctrl-C ends the wait and leaves the client usable: of a group that was on its way nothing is
-lost. A commit is not torn: the first Ctrl-C takes effect when the commit is over, a second one at once.
+They drive the asynchronous clients of :mod:`dora.client` in one event loop in a background thread, so they work beside
+a running event loop (Jupyter) and under torchrun. A client belongs to the process that opened it; in a fork each call
+is refused. Ctrl-C ends the wait and leaves the client usable; no group in transit is lost. A commit is not interrupted:
+the first Ctrl-C takes effect after the commit, a second one at once.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class Client(Generic[Asynchronous]):
         self._background = Background(kind, address)
 
     def open(self) -> Self:
-        """What ``with`` does at its beginning. Raises Conflict where it is open, or in a fork."""
+        """Opens the client, as ``with`` does. Raises Conflict if it is open, or in a fork."""
         self._background.open()
         try:
             self._background.run(self._client.__aenter__)
@@ -53,7 +53,7 @@ class Client(Generic[Asynchronous]):
         return self
 
     def close(self) -> None:
-        """What ``with`` does at its end. May be repeated."""
+        """Closes the client, as ``with`` does. May be repeated."""
         self._close()
 
     def _close(self, *exception: object) -> None:
@@ -76,7 +76,7 @@ class Client(Generic[Asynchronous]):
 def _blocking(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Client[Any], Parameters], Result]:
-    """An asynchronous client's method, for the synchronous one."""
+    """Returns the synchronous form of an asynchronous client's method."""
 
     def call(self: Client[Any], /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         return self._background.run(lambda: method(self._client, *arguments, **options))
@@ -86,7 +86,7 @@ def _blocking(
 
 
 class Trainer(Client[client.Trainer]):
-    """``dora.Trainer`` for a synchronous loop; see there. For one thread at a time."""
+    """``dora.Trainer`` for a synchronous loop; see there. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Trainer(Client[client.Trainer]):
         tokenizer: str | Path | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """As of ``dora.Trainer``."""
+        """As in ``dora.Trainer``."""
         trainer = client.Trainer(
             address,
             token=token,
@@ -115,15 +115,15 @@ class Trainer(Client[client.Trainer]):
 
     @property
     def attachment(self) -> Attachment:
-        """What the service told when the trainer attached last. Raises Conflict before."""
+        """The service's reply to the latest attach. Raises Conflict before."""
         return self._client.attachment
 
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
-        """As of ``dora.Trainer``."""
+        """As in ``dora.Trainer``."""
         return self._client.decode(token_ids, special_tokens)
 
     def steps(self, groups: int = 0) -> "Iterator[Step]":
-        """As of ``dora.Trainer``: the steps from the first uncommitted one on, until the prompts are exhausted."""
+        """As in ``dora.Trainer``: the steps from the first uncommitted one until the prompts are exhausted."""
         steps = self._client.steps(groups)
         while (step := self._background.run(lambda: _next(steps))) is not None:
             yield Step(step, self._background)
@@ -131,7 +131,7 @@ class Trainer(Client[client.Trainer]):
     settled = _blocking(client.Trainer.settled)
 
     def republish(self, weights: "Weights", *, version: int, canary: Canary | None = None) -> None:
-        """As of ``dora.Trainer``: publishes a rejected version anew."""
+        """As in ``dora.Trainer``: publishes a rejected version again."""
         self._background.run(lambda: self._client.republish(weights, version=version, canary=canary), whole=True)
 
 
@@ -151,12 +151,12 @@ class Step:
 
     @property
     def version(self) -> int:
-        """The newest policy version: the one that this step improves on."""
+        """The newest policy version, which this step improves."""
         return self._step.version
 
     @property
     def end_of_prompts(self) -> bool:
-        """Known after iterating: the step ended short; there will be no other."""
+        """Known after iterating: the step ended short, and no other follows."""
         return self._step.end_of_prompts
 
     @property
@@ -169,7 +169,7 @@ class Step:
 
     @property
     def waited_s(self) -> float:
-        """How long its groups have been waited for so far, the first one included, before the step was there."""
+        """The time spent waiting for its groups so far, including the first one before the step existed."""
         return self._step.waited_s
 
     def __repr__(self) -> str:
@@ -179,10 +179,10 @@ class Step:
         return self
 
     def __next__(self) -> TrajectoryGroup:
-        """Raises as the asynchronous one's."""
+        """Raises as the asynchronous one does."""
         if not self.has_groups():
             raise StopIteration
-        return self._step.take()  # here, so that none is lost where the wait was interrupted
+        return self._step.take()  # taken here, so that an interrupted wait loses none
 
     def has_groups(self) -> bool:
         """Waits until there is a group to take; False when there are no more."""
@@ -197,7 +197,7 @@ class Step:
         waited_s: float | None = None,
         wait: bool = False,
     ) -> Commit:
-        """As of ``dora.client.Step``: acknowledges the step's groups and publishes ``weights`` as the next version."""
+        """As in ``dora.client.Step``: acknowledges the step's groups and publishes ``weights`` as the next version."""
         return self._background.run(
             lambda: self._step.commit(weights, metrics=metrics, canary=canary, waited_s=waited_s, wait=wait),
             whole=True,
@@ -208,7 +208,7 @@ class Prompts(Client[client.Prompts]):
     """``dora.Prompts`` for synchronous code; see there."""
 
     def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """As of ``dora.Prompts``."""
+        """As in ``dora.Prompts``."""
         super().__init__("prompts", address, client.Prompts(address, token, max_message_bytes=max_message_bytes))
 
     submit = _blocking(client.Prompts.submit)
@@ -222,7 +222,7 @@ class Prompts(Client[client.Prompts]):
         share: float = 0.0,
         name: str = "",
     ) -> Evaluation:
-        """As of ``dora.Prompts``, waited for to its end: then it is ``whole()``."""
+        """As in ``dora.Prompts``, but waits for its end; the result is its ``whole()``."""
         return self._background.run(lambda: self._whole(prompts, version, share, name))
 
     async def _whole(self, prompts: Iterable[Any], version: int | None, share: float, name: str) -> Evaluation:

@@ -246,7 +246,7 @@ def _cut(segment: Segment, offset: int) -> None:
 
 
 def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:
-    """Handles bytes on disk that differ from what was written. The next segment starts with the state at its beginning."""
+    """Handles bytes on disk that differ from what was written. The next segment starts with the state there."""
     said.append(f"{hole}, are damaged")
     if segment.position(hole.offset + hole.size_bytes) > known and not is_followed:
         raise _lost(segment.path.parent.parent, "and the ledger does not have what they said", said)

@@ -444,7 +444,7 @@ _APPLY: Final[dict[type, Any]] = {
 
 
 def disk_fault(error: sqlite3.Error) -> OSError | None:
-    """Returns the system's error behind SQLite's, such as no space or no permission; None: the file itself is at fault."""
+    """Returns the system's error behind SQLite's, such as no space; None: the file itself is at fault."""
     number = _ERRNO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)  # without what SQLite adds to it
     return None if number is None else OSError(number, f"{os.strerror(number)}: the ledger, {error}")
 

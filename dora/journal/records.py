@@ -32,7 +32,7 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {  # of the columns of Tokens
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An incarnation of the service starts. ``life`` counts from 0; times are in the events' clock and the Unix epoch."""
+    """An incarnation starts. ``life`` counts from 0; times are in the events' clock and the Unix epoch."""
 
     incarnation: int
     started_at: float

@@ -7,7 +7,7 @@ from typing import Any
 def score(
     prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict[str, Any]
 ) -> dict[str, Any]:
-    """How many numbers of the response are right and in their place, over the longer of both lists: 0 to 1."""
+    """Returns the share of numbers that are right and in place, relative to the longer of both lists: 0 to 1."""
     wanted = list(range(verifier["first"], verifier["last"] + 1))
     found = [int(digits[:9]) for digits in re.findall(r"[0-9]+", response_text)]
     right = sum(one == other for one, other in zip(wanted, found, strict=False))

@@ -1,4 +1,4 @@
-"""The wire between the service, its keepers and user processes: a length (4 bytes, little-endian), one msgpack map."""
+"""The wire between service, supervisors and user processes: a length (4 bytes, little-endian) and one msgpack map."""
 
 import asyncio
 import struct
@@ -7,26 +7,28 @@ from typing import Any, BinaryIO, Final
 import msgpack
 
 TICKET: Final = "ticket"  # names a call, and is not to be guessed: the answer repeats it
-CALLS: Final = "calls"  # of one frame to a keeper: a ticket and the user process's own frame each, answered in order
+# in a frame to a supervisor: for each call a ticket and the user process's frame, answered in order
+CALLS: Final = "calls"
 LASTED_S: Final = "lasted_s"  # in an answer of a keeper: how long its call took
-ENDED: Final = "ended"  # in the answer that is a keeper's last: the user process is of no more use
-START_TIMEOUT_S: Final = 60.0  # of loading the function, which the first answer tells of
+ENDED: Final = "ended"  # in a supervisor's last answer: the user process is unusable
+START_TIMEOUT_S: Final = 60.0  # for loading the function, which the first answer reports
 
 _LENGTH = struct.Struct("<I")
-FRAME_MAX_BYTES: Final = 256 << 20  # of a call, which we write: more is a broken stream, not a long response
-ANSWER_MAX_BYTES: Final = 128 << 10  # of what a user process writes: twice what the largest verdict takes
+# of a call, which the service writes: a larger frame is a broken stream, not a long response
+FRAME_MAX_BYTES: Final = 256 << 20
+ANSWER_MAX_BYTES: Final = 128 << 10  # of a user process's answer: twice the largest verdict
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One frame."""
+    """Encodes one frame."""
     body = msgpack.packb(message, unicode_errors="surrogatepass")  # a prompt in JSON may hold half a character
     return _LENGTH.pack(len(body)) + body
 
 
 def first(received: bytes | bytearray, most_bytes: int) -> dict[str, Any] | None:
-    """The frame that ``received`` begins with; None while it is not complete.
+    """Decodes the frame at the beginning of ``received``; None while it is incomplete.
 
-    Raises ValueError where it is longer than ``most_bytes``, is followed by anything, or holds no map.
+    Raises ValueError if it is longer than ``most_bytes``, is followed by other bytes, or holds no map.
     """
     if len(received) < _LENGTH.size:
         return None
@@ -37,7 +39,7 @@ def first(received: bytes | bytearray, most_bytes: int) -> dict[str, Any] | None
 
 
 def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message of a blocking stream; None where the stream has ended, in the middle of a frame too."""
+    """Returns the next message of a blocking stream; None at its end, even within a frame."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -47,7 +49,7 @@ def read(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 async def read_async(stream: asyncio.StreamReader, most_bytes: int) -> dict[str, Any] | None:
-    """The next message of an asyncio stream; None where the stream has ended, in the middle of a frame too."""
+    """Returns the next message of an asyncio stream; None at its end, even within a frame."""
     try:
         head = await stream.readexactly(_LENGTH.size)
         body = await stream.readexactly(_checked_length(head, most_bytes))
@@ -66,7 +68,7 @@ def _checked_length(head: bytes | bytearray, most_bytes: int) -> int:
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(body, unicode_errors="surrogatepass")
-    except (msgpack.UnpackException, TypeError, OverflowError) as error:  # its other errors are ValueErrors
+    except (msgpack.UnpackException, TypeError, OverflowError) as error:  # other errors of msgpack are ValueErrors
         raise ValueError(f"no msgpack ({error})") from error
     if not isinstance(message, dict):
         raise ValueError("no map")

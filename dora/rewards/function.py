@@ -1,4 +1,4 @@
-"""User functions: found by name and checked before the service starts, then called with whatever they are."""
+"""Finds user functions by name, checks them before the service starts, and calls them."""
 
 import asyncio
 import importlib
@@ -18,15 +18,15 @@ PARAMETERS: Final[dict[Kind, tuple[str, ...]]] = {
 
 
 def load_function(spec: str, kind: Kind) -> UserFunction:
-    """The function that ``module:function`` names.
+    """Returns the function named ``module:function``.
 
-    Raises ValueError, with the end of a sentence in one line, where it cannot be imported, called, or called with the
+    Raises ValueError, with the end of a one-line sentence, if it cannot be imported, called, or called with the
     ``PARAMETERS`` of its kind.
     """
     module_name, _, function_name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever a module of the user's raises
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(f"names the module {module_name}, which cannot be imported ({described(error)})") from error
     missing = object()
     function = getattr(module, function_name, missing)
@@ -38,7 +38,7 @@ def load_function(spec: str, kind: Kind) -> UserFunction:
 
 
 def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFunction:
-    """``function``, to be called with values for ``parameters`` in their order, which it may take by name alone."""
+    """Returns ``function``, callable with values for ``parameters`` in order, even if it takes them by name only."""
     if inspect.isclass(function):
         raise ValueError("names a class, whose call makes an instance of it; name a function, or an instance")
     if _yields(function):
@@ -59,14 +59,14 @@ def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFuncti
 
 
 def _yields(function: UserFunction) -> bool:
-    """Whether it is a generator function, or an object or a decorated function that calls one."""
+    """Returns whether it is a generator function, or an object or decorator around one."""
     inner = inspect.unwrap(function)
     called = [inner] if inspect.isroutine(inner) or hasattr(inner, "func") else [inner, type(inner).__call__]
     return any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)
 
 
 class Caller:
-    """Calls one function; waits for what an ``async def`` returns, in one event loop for all calls."""
+    """Calls one function. Awaits the result of an ``async def`` in one event loop for all calls."""
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function

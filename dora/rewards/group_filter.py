@@ -1,10 +1,11 @@
-"""Which scored groups are worth training on: ``selection.filter``.
+"""Selects the scored groups that are worth training on: ``selection.filter``.
 
-A filter function is plain Python, and runs in a process of its own as reward functions do:
+A filter function is plain Python, and runs in a separate process as reward functions do:
 
     def keep(prompt_text: str, rewards: list[float], verifier: dict) -> bool
 
-``rewards`` are the group's, in order of its samples; ``verifier`` came with the prompt. One that fails lets nothing go.
+``rewards`` are the group's, in the order of its samples; ``verifier`` is the prompt's data. If a filter fails, the
+group is kept.
 """
 
 import logging
@@ -20,7 +21,7 @@ EQUAL_REWARDS: Final = "equal_rewards"
 
 
 class GroupFilter(Protocol):
-    """``name`` goes into the record as the reason. Never raises for what a user's function does."""
+    """``name`` is recorded as the reason. Never raises because of a user's function."""
 
     @property
     def name(self) -> str: ...
@@ -29,9 +30,9 @@ class GroupFilter(Protocol):
 
 
 class EqualRewards:
-    """Lets a group go whose rewards are all the same: no response is better than another (DAPO, dynamic sampling).
+    """Drops a group whose rewards are all equal: no response is better than another (DAPO, dynamic sampling).
 
-    A group of one says nothing about itself and is kept.
+    A group of one is kept, since one reward cannot be compared.
     """
 
     name = EQUAL_REWARDS
@@ -41,7 +42,7 @@ class EqualRewards:
 
 
 class FilterRunner(FunctionPool):
-    """A filter whose function runs in processes of its own."""
+    """A filter whose function runs in separate processes."""
 
     KIND = "filter"
     OPTION = SECTION = "selection.filter"

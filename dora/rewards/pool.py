@@ -1,4 +1,4 @@
-"""User functions run in processes of their own: never in the event loop, each call limited in time."""
+"""Runs user functions in separate processes, outside the event loop, with a time limit for each call."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
 
 SUPERVISOR_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
-LOG_BYTES: Final = 64 << 10  # of what a user process prints that go into the service's log
+LOG_BYTES: Final = 64 << 10  # the part of a user process's output that goes into the service's log
 REPLACED_LOG_BYTES: Final = 4 << 10  # and of one that takes the place of another
 BATCH_S: Final = 0.05  # twice as many calls are asked together next time if they took less, else half as many
 BATCH_CALLS: Final = 256
@@ -38,15 +38,15 @@ class _Job:
 
 
 class FunctionPool:
-    """One process a worker, all taking calls from one bounded queue.
+    """One process for each worker task; all tasks take calls from one bounded queue.
 
-    While the queue is full a call waits for a place: nothing is refused, nothing is lost. A process that ran out
-    of time, or ended, is replaced before its worker takes the next call. Calls that are short and wait are asked
-    together, and answered one by one: each has its own time, and fails alone. Made by ``start``, ended by ``close``.
+    While the queue is full, a call waits for a place: no call is refused or lost. A process that timed out or ended is
+    replaced before its task takes the next call. Waiting short calls are sent together and answered one by one: each
+    has its own time limit and fails alone. ``start`` creates a pool, ``close`` ends it.
     """
 
     KIND: ClassVar[Kind]
-    OPTION: ClassVar[str]  # what an error calls the function's name
+    OPTION: ClassVar[str]  # the function's setting in errors
     SECTION: ClassVar[str]  # and its settings
 
     def __init__(self, spec: str, arguments: list[str], timeout_s: float, queue_max: int) -> None:
@@ -68,8 +68,8 @@ class FunctionPool:
     ) -> Self:
         """Starts the processes and waits until each has loaded the function ``module:function``.
 
-        ``tokenizer_folder`` holds tokenizer.json: responses given without text are decoded in the process.
-        Raises InvalidValue for a value out of range and for a function that cannot be loaded.
+        ``tokenizer_folder`` has tokenizer.json: the process decodes responses that are given without text. Raises
+        InvalidValue for a value out of range and for a function that cannot be loaded.
         """
         if not _SPEC.fullmatch(spec):
             raise InvalidValue(cls.OPTION, spec, "module:function")
@@ -94,7 +94,7 @@ class FunctionPool:
         return pool
 
     async def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What a process answers; ``{"failure": the end of a sentence}`` for whatever went wrong in it.
+        """Returns a process's answer; ``{"failure": the end of a sentence}`` for any failure in it.
 
         Raises RuntimeError after ``close``.
         """
@@ -107,7 +107,7 @@ class FunctionPool:
         return await job.reply
 
     async def close(self) -> None:
-        """Stops the processes. Calls that still wait are cancelled."""
+        """Stops the processes. Waiting calls are cancelled."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.cancel()
@@ -116,7 +116,7 @@ class FunctionPool:
             self._jobs.get_nowait().reply.cancel()
 
     async def _serve(self, process: "_Process | None") -> None:
-        """One worker: takes calls; a process that failed is replaced before the next call."""
+        """Serves one worker task: takes calls, and replaces a failed process before the next call."""
         jobs: deque[_Job] = deque()  # not answered yet
         together = 1
         try:
@@ -145,7 +145,7 @@ class FunctionPool:
                 await process.kill()
 
     def _add_waiting(self, jobs: deque[_Job], most: int) -> None:
-        """Adds this worker's share of the calls that wait, so that there are at most so many."""
+        """Adds this task's share of the waiting calls, up to ``most`` in total."""
         share = math.ceil((1 + self._jobs.qsize()) / max(1, len(self._workers)))
         size_bytes = len(jobs[0].frame)
         while len(jobs) < min(share, most) and size_bytes < BATCH_BYTES:
@@ -155,16 +155,16 @@ class FunctionPool:
 
 
 def _answer(job: _Job, reply: dict[str, Any]) -> None:
-    if not job.reply.done():  # its caller may have been cancelled meanwhile
+    if not job.reply.done():  # its caller may have been cancelled
         job.reply.set_result(reply)
 
 
 class _Failure(Exception):
-    """What the function, or its process, did: the end of a sentence. The process is of no more use."""
+    """The function or its process failed: the end of a sentence. The process is unusable."""
 
 
 class _Process:
-    """One user process, ready for calls, by its keeper (keeper.py)."""
+    """One user process, ready for calls, through its supervisor (supervisor.py)."""
 
     def __init__(self, supervisor: asyncio.subprocess.Process) -> None:
         assert supervisor.stdin is not None and supervisor.stdout is not None
@@ -172,11 +172,11 @@ class _Process:
         self._calls = supervisor.stdin
         self._answers = supervisor.stdout
         self._used_up = False
-        self._lasted_s = 0.0  # of the calls asked last, those that were answered
+        self._lasted_s = 0.0  # duration of the answered calls of the last request
 
     @classmethod
     async def started(cls, arguments: list[str], log_bytes: int) -> Self:
-        """Starts a process and waits until it has loaded its function; raises _Failure with the reason it did not.
+        """Starts a process and waits until it has loaded its function; raises _Failure with the reason if it has not.
 
         ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
         """
@@ -184,7 +184,7 @@ class _Process:
         command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *folder]
         pipe = asyncio.subprocess.PIPE
         try:
-            # A session of its own: Ctrl-C is for the service, which drains.
+            # A separate session: Ctrl-C is for the service, which drains.
             supervisor = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         except OSError as error:  # no memory, or too many processes or files: the call fails, and the next one tries
             raise _Failure(f"could not be started ({error.strerror})") from error
@@ -202,10 +202,11 @@ class _Process:
         return self._used_up or self._answers.at_eof()
 
     async def ask(self, jobs: deque[_Job], timeout_s: float) -> float:
-        """Asks these calls, in order; each leaves ``jobs`` as it is answered. Returns how long they took the process.
+        """Sends these calls, in order; each leaves ``jobs`` when it is answered. Returns the time that the process
+        took.
 
-        Returns before all are where the process is of no more use for the rest. Raises _Failure where it is that by
-        what the first of the rest has done.
+        Returns early if the process is unusable for the remaining calls. Raises _Failure if the first of them caused
+        that.
         """
         calls = [(job.ticket, job.frame) for job in jobs]
         self._lasted_s = 0.0
@@ -213,7 +214,7 @@ class _Process:
         return self._lasted_s
 
     async def kill(self) -> None:
-        """Ends the process and everything it has started, which its keeper does once its stdin has ended."""
+        """Ends the process and all that it started, by closing its supervisor's stdin."""
         self._calls.close()
         ending = asyncio.create_task(self._supervisor.wait())
         await asyncio.wait({ending}, timeout=SUPERVISOR_GRACE_S)
@@ -223,11 +224,11 @@ class _Process:
         await ending
 
     async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float) -> None:
-        """Writes ``frame`` and reads the answers. The keeper counts the time; here only its own is limited."""
+        """Writes ``frame`` and reads the answers. The supervisor limits the calls' time; here only its own is limited."""
         exchanging = asyncio.create_task(self._written_and_read(frame, jobs))
         try:
             while not exchanging.done():
-                left, time_left = len(jobs), RunningTime(limit_s + SUPERVISOR_GRACE_S)  # of each answer
+                left, time_left = len(jobs), RunningTime(limit_s + SUPERVISOR_GRACE_S)  # for each answer
                 while not exchanging.done() and len(jobs) == left:
                     left_s = time_left.next_slice_s()
                     await asyncio.wait({exchanging}, timeout=left_s)
@@ -240,7 +241,7 @@ class _Process:
             exchanging.cancel()
 
     async def _written_and_read(self, frame: bytes, jobs: deque[_Job]) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended: the missing answer tells
+        with contextlib.suppress(ConnectionError):  # it has ended, which the missing answer shows
             self._calls.write(frame)
             await self._calls.drain()
         asked = len(jobs)

@@ -1,7 +1,7 @@
-"""A user function's process: takes calls from its keeper, one by one, and answers each with a verdict.
+"""A user function's process: takes calls from its supervisor, one by one, and answers each with a verdict.
 
-The function shares this process, and may fork, print, or end it. So the two pipes to the keeper are private to it:
-they are closed in what it forks and in what it executes, and a fork that comes back from the function ends here.
+The function shares this process and may fork, print, or end it. The two pipes to the supervisor are therefore private:
+they are closed in forks and executed programs, and a fork that returns from the function ends here.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from dora.rewards.verdict import Message, decision, described, verdict
 
 
 def serve_calls(spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: int, verdicts_fd: int) -> None:
-    """Says whether the function could be loaded, then serves calls until the keeper ends."""
+    """Reports whether the function could be loaded, then serves calls until the supervisor ends."""
     own_id = os.getpid()
     private = [calls_fd, verdicts_fd]
     os.register_at_fork(after_in_child=lambda: _close(private))
@@ -46,7 +46,7 @@ def serve_calls(spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: 
 
 
 def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None = None) -> Message:
-    """Runs a filter on one group: {"keep"}, or {"failure": what the function did}."""
+    """Runs a filter on one group: {"keep"}, or {"failure": the reason}."""
     try:
         result = function(call["prompt_text"], call["rewards"], json.loads(call["verifier_json"]))
     except BaseException as error:  # a plug-in may raise anything; it must not end this process
@@ -55,7 +55,7 @@ def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None = N
 
 
 def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
-    """Runs a reward function: {"reward", "components", "log"}, or {"failure": what the function did}."""
+    """Runs a reward function: {"reward", "components", "log"}, or {"failure": the reason}."""
     token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()
     text = call["response_text"]
     if text is None:
@@ -68,7 +68,7 @@ def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) 
 
 
 def _close(descriptors: list[int]) -> None:
-    """Closes them, once: a child of the child may use their numbers for files of its own."""
+    """Closes them once: a grandchild may reuse their numbers for its own files."""
     while descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptors.pop())

@@ -1,4 +1,4 @@
-"""Runs a reward function on one response after the other."""
+"""Runs a reward function on responses."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dora.rewards.verdict import reward_of
 
 
 class RewardRunner(FunctionPool):
-    """A verifier whose function runs in processes of its own."""
+    """A verifier whose function runs in separate processes."""
 
     KIND, OPTION, SECTION = "reward", "--reward", "reward"
 
@@ -22,7 +22,7 @@ class RewardRunner(FunctionPool):
         response_token_ids: Sequence[int] | Int32Array,
         verifier_json: str,
     ) -> Reward:
-        """The verdict on one response. Never raises for what the function does: see ``Reward.valid``.
+        """Scores one response. Never raises because of the function: see ``Reward.valid``.
 
         ``response_text`` None: decoded from the token ids. Raises RuntimeError after ``close``.
         """

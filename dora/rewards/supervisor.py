@@ -1,12 +1,12 @@
 """The supervisor of one user process: ``python -m dora.rewards.supervisor KIND MODULE:FUNCTION LOG_BYTES [FOLDER]``.
 
-    service ──stdin──▶ keeper ──calls────▶ user process
-            ◀──stdout─        ◀──verdicts─      │
-            ◀──stderr─ (bounded) ◀──────prints──┘
+    service ──stdin──▶ supervisor ──calls────▶ user process
+            ◀──stdout─            ◀──verdicts─      │
+            ◀──stderr─ (bounded)  ◀─────prints──────┘
 
-No user code runs here. The keeper forks the user process, passes one call at a time, limits its time, passes on a
-bounded part of what it prints, and ends it with everything it has started: after a call that took too long, after
-anything but the verdict that was asked for, and when stdin ends, since the service has ended then.
+No user code runs here. The supervisor forks the user process, passes one call at a time, limits its time, and passes on
+a bounded part of its output. It ends the user process with all that it started after a call that took too long, after
+an unexpected answer, and when stdin ends, because the service has then ended.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from dora.system.process_tree import adopt_orphans, descendants, die_with, end_d
 
 READ_BYTES: Final = 64 << 10
 CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds
-ANSWER_WAITS_S: Final = 0.02  # for those of the calls that came with its own, where they are short
+ANSWER_WAITS_S: Final = 0.02  # wait for the answers of other short calls that came with this one
 PROCESSES_MAX: Final = 256  # that a function may have started, and not waited for
-LOG_WRITE_BYTES: Final = 4096  # what a pipe that is ready takes without blocking, says poll(2)
+LOG_WRITE_BYTES: Final = 4096  # a ready pipe takes this much without blocking (poll(2))
 _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin
 
 
 class Ended(Exception):
-    """The user process is of no more use: the end of a sentence says why."""
+    """The user process is unusable: the end of a sentence gives the reason."""
 
 
 class ServiceGone(Exception):
-    """Nobody is left to answer."""
+    """The service has ended."""
 
 
 class Prints:
-    """What the user process prints: passed on to our stderr, the service's log, up to a limit; then counted."""
+    """The user process's output: passed to our stderr, the service's log, up to a limit, then counted."""
 
     def __init__(self, spec: str, source: int, log_bytes: int) -> None:
         self.source = source
@@ -54,7 +54,7 @@ class Prints:
         os.set_blocking(source, False)
 
     def pass_on(self) -> int:
-        """Takes what there is now. Returns how many bytes: 0 where there is nothing, or nobody who prints any more."""
+        """Passes on the present output. Returns its bytes: 0 if there is none or the output has ended."""
         try:
             printed = os.read(self.source, READ_BYTES)
         except BlockingIOError:
@@ -62,7 +62,7 @@ class Prints:
         shown = printed[: self._left_bytes]
         for start in range(0, len(shown), LOG_WRITE_BYTES):
             part = shown[start : start + LOG_WRITE_BYTES]
-            self._dropped_bytes += 0 if _log(part) else len(part)  # where nobody reads the log
+            self._dropped_bytes += 0 if _log(part) else len(part)  # if nothing reads the log
         if shown and len(shown) == self._left_bytes:
             _log(f"\n{self._spec} prints too much: what follows is dropped\n".encode())
         self._left_bytes -= len(shown)
@@ -70,7 +70,7 @@ class Prints:
         return len(printed)
 
     def close(self) -> None:
-        """Takes the rest, and says how much was dropped."""
+        """Passes on the rest and reports the dropped bytes."""
         while self.pass_on():
             pass
         if self._dropped_bytes:
@@ -78,7 +78,7 @@ class Prints:
 
 
 class UserProcess:
-    """The user process, as the keeper sees it. ``service``: the descriptor that ends when the service does."""
+    """The user process as its supervisor sees it. ``service``: the descriptor that ends with the service."""
 
     def __init__(self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int) -> None:
         self._id = process_id
@@ -93,12 +93,12 @@ class UserProcess:
         os.set_blocking(calls, False)
 
     def ask(self, frame: bytes, ticket: bytes, limit_s: float, waits: Callable[[], None]) -> Message:
-        """Sends ``frame`` and returns the verdict of that ticket. Raises Ended and ServiceGone.
+        """Sends ``frame`` and returns the verdict with that ticket. Raises Ended and ServiceGone.
 
-        ``waits`` is called where it takes its time.
+        ``waits`` is called if the verdict takes long.
         """
         unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
-        self._poll.register(self._service, 0)  # its end is told in any case
+        self._poll.register(self._service, 0)  # its end is reported in any case
         unsent = unsent[self._send(unsent) :]
         if unsent:
             self._poll.register(self._calls, select.POLLOUT)
@@ -119,20 +119,20 @@ class UserProcess:
                         return _checked(message, ticket)
                 except ValueError as error:
                     raise Ended(f"wrote into the answers of its process ({error})") from error
-            if left_s <= 0.0:  # nor was there anything at the last look
+            if left_s <= 0.0:  # and the last check found nothing
                 raise Ended(f"took longer than {limit_s:g} s and was stopped")
             if self._service in ready:
                 raise ServiceGone
 
     def wait_for_call(self) -> None:
-        """Returns once the service has written something. Raises Ended for a user process that ends, or writes."""
+        """Returns once the service has written. Raises Ended if the user process ends or writes."""
         self._poll.register(self._service, select.POLLIN)
         while self._service not in (ready := self._ready(None)):
             self._check_quiet(ready)
         self._exit_codes()
 
     def look(self) -> None:
-        """Between two calls. Raises Ended for a user process that ends, or writes."""
+        """Checks the user process between calls. Raises Ended if it ends or writes."""
         self._check_quiet(self._ready(0.0))
 
     def _check_quiet(self, ready: set[int]) -> None:
@@ -151,13 +151,13 @@ class UserProcess:
             return os.write(self._calls, unsent)
         except BlockingIOError:
             return 0
-        except OSError:  # it has ended, which the missing verdict tells
+        except OSError:  # it has ended, which the missing verdict shows
             return len(unsent)
 
     def _received(self) -> bytes:
         received = os.read(self._verdicts, READ_BYTES)
         if not received:
-            # Where it is ending, a signal no longer changes its exit code; else it has closed its pipe, and is no use.
+            # If it is ending, a signal no longer changes its exit code; otherwise it closed its pipe and is unusable.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._id, signal.SIGKILL)
             while self._exit_code is None:
@@ -166,12 +166,12 @@ class UserProcess:
         return received
 
     def _exit_codes(self, wait: bool = False) -> None:
-        """Lets go of what has ended: the user process, and orphans of its."""
+        """Reaps ended processes: the user process, and its orphans."""
         self._exit_code = reap(wait).get(self._id, self._exit_code)
 
 
 def main(arguments: list[str]) -> None:
-    """Serves calls until the service ends, or the user process is of no more use."""
+    """Serves calls until the service ends or the user process is unusable."""
     kind, spec, log_bytes, *folder = arguments
     for number in _OURS:
         signal.signal(number, signal.SIG_IGN)
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int) -> None:
-    """Lets go of what is the keeper's: its descriptors, its session, the signals it ignores, its place to print to."""
+    """Closes the supervisor's descriptors and resets its session, ignored signals and output in the forked process."""
     for number in _OURS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
@@ -217,7 +217,7 @@ def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int
 
 
 def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
-    """Passes calls on, and answers those that came together together, unless one of them takes its time."""
+    """Passes calls on, and answers calls that came together in one frame unless one of them takes long."""
     asked = 0
     with open(service_in, "rb", closefd=False) as calls, open(service_out, "wb", closefd=False) as answers:
 
@@ -254,7 +254,7 @@ def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int)
 
 
 def _too_many(spec: str) -> bool:
-    """Whether the function leaves processes behind that would become too many for the machine."""
+    """Returns whether the function leaves too many processes behind for the machine."""
     count = len(descendants(ended_too=True)) - 1
     if count > PROCESSES_MAX:
         _log(f"{spec} has left {count} processes behind: they are ended, and it is started again\n".encode())
@@ -279,7 +279,7 @@ def _log(text: bytes) -> bool:
 
 
 def _leave() -> None:
-    """Ends the user process without what the interpreter does at its end; a bug of ours is shown."""
+    """Ends the user process without the interpreter's shutdown; a bug of DORA is printed."""
     error = sys.exc_info()[1]
     if error is not None:
         sys.excepthook(type(error), error, error.__traceback__)

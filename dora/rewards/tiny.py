@@ -4,7 +4,7 @@ from typing import Any
 
 
 def score(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict[str, Any]) -> float:
-    """The share of characters that belong to ``verifier["characters"]``; 0 for an empty response."""
+    """Returns the share of characters that belong to ``verifier["characters"]``; 0 for an empty response."""
     if not response_text:
         return 0.0
     characters = frozenset(verifier["characters"])

@@ -1,8 +1,8 @@
-"""What user functions return, turned into bounded, finite values: the one place that reads it.
+"""Converts the results of user functions to bounded, finite values. Only this module reads them.
 
 A verdict is a message: {"reward", "components", "log"} of a reward function, {"keep"} of a filter, or {"failure": the
-end of a sentence about the function}. The user process makes it of what the function returned. The service reads it
-by the same checks once more, since user code shares the process that wrote it.
+end of a sentence about the function}. The user process makes it from the function's result. The service checks it
+again, because user code shares the process that wrote it.
 """
 
 import math
@@ -16,7 +16,7 @@ from dora.data.types import Reward
 
 LOG_MAX_BYTES: Final = 32 << 10
 COMPONENTS_MAX: Final = 128
-NAME_MAX_BYTES: Final = 200  # of a component: all and the log take at most 64 KiB, which a trajectory has room for
+NAME_MAX_BYTES: Final = 200  # of a component: all of them and the log take at most 64 KiB, which fits into a trajectory
 FAILURE_MAX_CHARS: Final = 500
 ALLOWED_RESULT: Final = 'a finite number, or a mapping with a finite "reward"'
 
@@ -27,17 +27,17 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
 
 
 def verdict(result: object) -> Message:
-    """What a reward function returned, as a message; a failure where it is not ``ALLOWED_RESULT``. Never raises."""
+    """Returns a reward function's result as a message; a failure if it is not ``ALLOWED_RESULT``. Never raises."""
     return _guarded(_verdict, result)
 
 
 def decision(result: object) -> Message:
-    """What a filter returned, as a message; a failure where it is neither True nor False. Never raises."""
+    """Returns a filter's result as a message; a failure if it is neither True nor False. Never raises."""
     return _guarded(_decision, result)
 
 
 def reward_of(spec: str, message: Message) -> Reward:
-    """The reward in a verdict's message; an invalid one, whose log says why, for a failure and for anything else."""
+    """Returns the reward in a verdict's message; for anything else an invalid one, whose log gives the reason."""
     if "failure" not in message:
         message = verdict(message)
     if "failure" in message:
@@ -47,14 +47,14 @@ def reward_of(spec: str, message: Message) -> Reward:
 
 
 def one_line(text: object) -> str:
-    """A text of others for one line of a log: bounded, and without control characters."""
+    """Returns foreign text for one line of a log: bounded, without control characters."""
     words = " ".join(str(text)[: 2 * FAILURE_MAX_CHARS].split())
     printable = "".join(character if character.isprintable() else "?" for character in words)
     return printable[:FAILURE_MAX_CHARS]
 
 
 def described(error: BaseException) -> str:
-    """An exception of user code in one line, whatever its ``__str__`` does."""
+    """Returns an exception of user code as one line, even if its ``__str__`` fails."""
     try:
         return one_line(f"{type(error).__name__}: {error}")
     except BaseException:  # it may raise SystemExit too
@@ -62,7 +62,7 @@ def described(error: BaseException) -> str:
 
 
 def _guarded(read: Callable[[object], Message], result: object) -> Message:
-    """``read(result)``, where a result of a class of the user's may raise anything while it is looked at."""
+    """Returns ``read(result)``. A result of a user's class may raise anything while it is read."""
     try:
         return read(result)
     except BaseException as error:  # SystemExit too, which would end the process without a reason
@@ -103,7 +103,7 @@ def _decision(result: object) -> Message:
 
 
 def _finite(value: object) -> float | None:
-    """A finite number as a float; None for anything else."""
+    """Returns a finite number as a float; None for anything else."""
     number = _scalar(value)
     if not isinstance(number, numbers.Real | Decimal):
         return None
@@ -115,13 +115,13 @@ def _finite(value: object) -> float | None:
 
 
 def _scalar(value: object) -> object:
-    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array without dimensions; else ``value``."""
+    """Returns the value of a scalar of numpy or torch, such as ``np.bool_``, or of an array without dimensions."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 def _cut(text: object, most_bytes: int) -> str:
-    """``str(text)`` in UTF-8 that any message takes, at most so long."""
+    """Returns ``str(text)`` as valid UTF-8 of at most ``most_bytes``."""
     return str(text)[:most_bytes].encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
 
 

@@ -1,4 +1,4 @@
-"""Channels, server options and how a token travels: what both ends of every connection agree on."""
+"""Channels, server options and the token's metadata, shared by both ends of every connection."""
 
 import ipaddress
 import resource
@@ -12,9 +12,9 @@ from dora.rpc.errors import LimitExceeded
 MAX_MESSAGE_BYTES: Final = 64 << 20
 BATCH_BYTES: Final = 512 << 10  # trajectories travel in messages of about this size: 5 times faster than one by one
 PACKED_BYTES: Final = 1 << 20  # and packed ones of this: a message costs as much as twenty of them
-FRAME_BYTES: Final = 1 << 20  # of what one message is cut into on its way to a client; HTTP/2 has 16 KB by default
+FRAME_BYTES: Final = 1 << 20  # into which a message to a client is cut; HTTP/2's default is 16 KB
 WEIGHT_CHUNK_BYTES: Final = 4 << 20
-LOOKAHEAD_BYTES: Final = 1 << 20  # of one call, unread: less would slow down uploads where a round trip is long
+LOOKAHEAD_BYTES: Final = 1 << 20  # unread bytes of one call: less would slow down uploads over long round trips
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 AUTHORIZATION: Final = "authorization"
@@ -25,9 +25,9 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = True) -> Options:
-    """Of a client: message limits, keepalive that notices a dead host in 30 s, quick reconnects.
+    """Returns a client's options: message limits, keepalive that notices a dead host in 30 s, quick reconnects.
 
-    ``proxied``: the environment's ``http_proxy`` holds, as gRPC has it by default.
+    ``proxied``: use the environment's ``http_proxy``, gRPC's default.
     """
     return [
         *_limits(max_message_bytes),
@@ -37,18 +37,18 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = 
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.min_reconnect_backoff_ms", 5_000),  # one attempt has so long: hosts may be far, or busy
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # time for one attempt: hosts may be far, or busy
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Of the service: the same limits and keepalive, clients' pings allowed, and a busy port is an error.
+    """Returns the service's options: the same limits and keepalive, clients' pings allowed, and an error for a busy
+    port.
 
-    What nobody has asked to read yet is bounded too. gRPC would let it grow with the connection's speed: eight messages
-    of 60 MB that nobody read were seen to take 200 MB. And so is the number of connections, of calls on each, and how
-    long one may stay that says nothing.
+    Unread bytes are bounded too: gRPC would let them grow with the connection's speed, up to 200 MB for eight unread
+    messages of 60 MB. The numbers of connections and of calls on each are bounded, and the time of an idle connection.
     """
     return [
         *_limits(max_message_bytes),
@@ -67,10 +67,10 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True) -> grpc.aio.Channel:
-    """A channel to ``address`` (host:port). It connects with its first call. Needs a running event loop.
+    """Returns a channel to ``address`` (host:port), which connects with its first call. Needs a running event loop.
 
-    This host is never reached through a proxy, whatever the environment says: the proxy's own loopback is another.
-    ``proxied`` False: no other host either. Raises InvalidValue where the address has no port.
+    This host is never reached through a proxy, because the proxy's own loopback is another host. ``proxied`` False: no
+    host is. Raises InvalidValue for an address without port.
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -80,7 +80,7 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, pr
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this host itself; so does the wildcard address, when one connects to it."""
+    """Returns whether a host name or address means this host, as the wildcard address does in a connection."""
     if host.lower() == "localhost":
         return True
     try:
@@ -92,20 +92,20 @@ def is_loopback(host: str) -> bool:
 
 
 def bearer(token: str) -> Metadata:
-    """The metadata that every call carries. Raises InvalidValue for a token that no header can hold."""
+    """Returns the metadata of every call. Raises InvalidValue for a token that no header can hold."""
     if not token.isascii() or not token.isprintable():
         raise InvalidValue("token", "(not shown)", "printable ASCII")
     return ((AUTHORIZATION, SCHEME + token),)
 
 
 def check_message_bytes(what: str, message: Any, max_message_bytes: int) -> None:
-    """Raises LimitExceeded (an InvalidValue) before a message is sent that the other side would refuse."""
+    """Raises LimitExceeded (an InvalidValue) before sending a message that the receiver would refuse."""
     if message.ByteSize() > max_message_bytes:
         raise LimitExceeded(f"{what}: message bytes", message.ByteSize(), f"at most {max_message_bytes}")
 
 
 def connections_most() -> int:
-    """How many connections the service takes: they must leave half of the process's files to others."""
+    """Returns the service's limit of connections, which leaves half of the process's files to others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(CONNECTIONS_MAX, soft // 2) if soft != resource.RLIM_INFINITY else CONNECTIONS_MAX
 

@@ -1,4 +1,4 @@
-"""The tokens of a worker's report on the wire: packed, taken as columns that show the message's own bytes, unpacked."""
+"""The tokens of a worker's report on the wire: packed, read as columns over the message's own bytes, unpacked."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -23,7 +23,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 
 
 def columns_to_wire(spans: Iterable[TokenSpan]) -> pb.TokenColumns:
-    """Packs stretches, each of another request."""
+    """Packs token spans, each of another request."""
     listed = list(spans)
     columns: dict[str, list[Any]] = {
         "rows": [each.row for each in listed],
@@ -42,7 +42,7 @@ def columns_to_wire(spans: Iterable[TokenSpan]) -> pb.TokenColumns:
 
 
 def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
-    """Raises InvalidValue where the columns do not fit each other, a row comes twice, or an end is none."""
+    """Raises InvalidValue if columns have different lengths, a row occurs twice, or an end is invalid."""
     found = {name: _column(getattr(message, name), name) for name in _DTYPES}
     rows = found["rows"].astype(np.int64)
     for name in ("ends", "routed_bytes"):  # empty: all are 0
@@ -86,7 +86,7 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
 
 
 def _begins(counts: Column) -> tuple[Column, int]:
-    """Where each of so many begins, and the last one ends."""
+    """Returns the start of each span, and the end of the last one."""
     reached = np.cumsum(counts)
     return reached - counts, int(reached[-1]) if len(reached) else 0
 

@@ -1,7 +1,7 @@
-"""Wire messages <-> types: the only place that knows both. Arrays are raw little-endian bytes.
+"""Converts between wire messages and types; only this module knows both. Arrays are raw little-endian bytes.
 
-``*_to_wire`` never fails for a valid value; ``*_from_wire`` raises InvalidValue for anything malformed, naming the
-message's field.
+``*_to_wire`` never fails for a valid value. ``*_from_wire`` raises InvalidValue with the message's field for anything
+malformed.
 """
 
 import json
@@ -38,7 +38,7 @@ _FLOAT32: Final = np.dtype("<f4")
 _UINT8: Final = np.dtype("u1")
 TOKEN_ID_BYTES: Final = _INT32.itemsize
 _FIELD_BYTES: Final = 8  # that say how long a nested message is
-_ENVELOPE_BYTES: Final = 64  # of a batch, around the groups in it
+_ENVELOPE_BYTES: Final = 64  # of a batch, around its groups
 _HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half for the verifier's log, half for its moves
 
 # Fields that bear the same name on both sides and need no conversion.
@@ -68,7 +68,7 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
 
 
 def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
-    """``decoder``: makes its texts, where it is asked for them. Raises InvalidValue where lengths differ."""
+    """``decoder``: decodes texts on request. Raises InvalidValue if lengths differ."""
     values = _named(message, _PLAIN)
     for name, form in _CONVERTED:
         values[name] = form.read(getattr(message, name), name)
@@ -78,7 +78,7 @@ def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None)
 
 
 def group_from_wire(*parts: pb.TrajectoryGroup, decoder: Decoder | None = None) -> TrajectoryGroup:
-    """Of all the messages that one group came in. ``decoder`` as in :func:`trajectory_from_wire`."""
+    """Joins the messages of one group. ``decoder`` as in :func:`trajectory_from_wire`."""
     trajectories = tuple(trajectory_from_wire(each, decoder) for part in parts for each in part.trajectories)
     return TrajectoryGroup(parts[0].group_id, trajectories)
 
@@ -90,7 +90,7 @@ def trajectory_batches(
     batch_bytes: int = BATCH_BYTES,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator[pb.TrajectoryBatch]:
-    """Messages of about ``batch_bytes``, whole groups in order; one that exceeds a message is cut between trajectories.
+    """Yields messages of about ``batch_bytes`` with whole groups in order; a larger group is cut between trajectories.
 
     Raises LimitExceeded for a trajectory over the limit.
     """
@@ -109,7 +109,7 @@ def trajectory_batches(
 
 
 def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGroup]:
-    """The group's message; several where it exceeds ``most_bytes``, with one trajectory at least."""
+    """Yields the group's message, or several with at least one trajectory if it exceeds ``most_bytes``."""
     part = pb.TrajectoryGroup(group_id=group.group_id)
     held_bytes = part.ByteSize()
     for trajectory in group.trajectories:
@@ -126,7 +126,7 @@ def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGro
 
 
 def trajectory_bytes_most(prompt_tokens: int, max_tokens: int, routing: RoutingShape | None = None) -> int:
-    """The most that the message of one trajectory may take. ``routing``: what is kept of it; None: nothing."""
+    """Returns the largest size of one trajectory's message. ``routing``: the shape of its expert rows; None: none."""
     response_bytes = _INT32.itemsize + _FLOAT32.itemsize + _UINT8.itemsize  # token, logprob, loss mask
     routed_bytes = 0 if routing is None else routing.token_bytes * routing.rows(prompt_tokens, max_tokens)
     return _INT32.itemsize * prompt_tokens + response_bytes * max_tokens + routed_bytes + _HISTORY_BYTES
@@ -144,7 +144,7 @@ def request_to_wire(request: RequestSpec) -> pb.StartRequest:
 
 
 def request_from_wire(message: pb.StartRequest) -> RequestSpec:
-    """Raises InvalidValue where outputs and logprobs differ in number."""
+    """Raises InvalidValue if the numbers of outputs and logprobs differ."""
     outputs, logprobs = _tokens_and_logprobs(message.output_token_ids, message.logprobs, "output_token_ids")
     return RequestSpec(
         request_id=message.request_id,
@@ -169,7 +169,7 @@ def canary_to_wire(canary: Canary) -> pb.Canary:
 
 
 def canary_from_wire(message: pb.Canary) -> Canary | None:
-    """None for an empty message: the publisher sent no canary. Raises InvalidValue where the numbers do not fit."""
+    """Returns None for an empty message: the publisher sent no canary. Raises InvalidValue if its lengths do not match."""
     token_ids = token_ids_from_wire(message.token_ids, "canary.token_ids")
     logprobs = _array(message.logprobs, _FLOAT32, "canary.logprobs")
     if not token_ids and not len(logprobs):
@@ -278,7 +278,7 @@ def _array(content: bytes, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
 
 
 def token_ids_from_wire(content: bytes, name: str) -> tuple[int, ...]:
-    """Raises InvalidValue where the bytes are no whole number of int32."""
+    """Raises InvalidValue unless the bytes are a whole number of int32."""
     return tuple(_array(content, _INT32, name).tolist())
 
 
@@ -294,7 +294,7 @@ def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the values of a kind are written into the message's field of the same name, and read from it."""
+    """How values of a kind are written to the message's field of the same name, and read from it."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any, str], Any]  # and the name, for errors
@@ -302,9 +302,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The same for a kind that ``pb.Trajectory`` holds in fields of its own. ``write`` gives these fields.
+    """The same for a kind with several fields in ``pb.Trajectory``. ``write`` returns these fields.
 
-    It is not asked for None: then no field is written.
+    It is not called for None, which writes no field.
     """
 
     write: Callable[[Any], dict[str, Any]]

@@ -1,7 +1,7 @@
-"""DoraError <-> gRPC status with trailing metadata, in one table. See the header of dora.proto.
+"""Converts between DoraError and gRPC status with trailing metadata, by one table. See the header of dora.proto.
 
-The message says what was given, why not, and what is allowed; the metadata has field, value and allowed for programs,
-percent-encoded as URLs are, because metadata is ASCII.
+The message states the given value, the reason and what is allowed. The metadata has field, value and allowed for
+programs, percent-encoded as in URLs, because metadata is ASCII.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ else:  # generic in the type stubs only
 FIELD_KEY: Final = "dora-error-field"
 VALUE_KEY: Final = "dora-error-value"
 ALLOWED_KEY: Final = "dora-error-allowed"
-_REJECTED: Final = "dora-rejected-"  # of a VersionRejected, which has these keys too: version, reason, ...
-_TEXT_BYTES = 512  # of each part: HTTP/2 headers are limited to 8 KiB in all, and percent-encoding grows them
+_REJECTED: Final = "dora-rejected-"  # prefix of a VersionRejected's additional keys: version, reason, ...
+_TEXT_BYTES = 512  # of each part: HTTP/2 headers have at most 8 KiB in all, and percent-encoding enlarges them
 
 
 class Unauthenticated(InvalidValue):
@@ -36,21 +36,21 @@ class Unauthenticated(InvalidValue):
 
 
 class PermissionDenied(InvalidValue):
-    """The call carried a token that is good for other calls."""
+    """The call carried a token of another role."""
 
     REFUSED = "may not do this"
 
 
 class ServiceUnavailable(DoraError):
-    """The service cannot be reached, or the connection broke. The call may or may not have been carried out."""
+    """The service is unreachable, or the connection broke. The call may or may not have been executed."""
 
 
 class NoAnswer(ServiceUnavailable):
-    """The service was reached and did not answer in time."""
+    """The service was reached but did not answer in time."""
 
 
 class CallFailed(DoraError):
-    """The service answered with a status that says nothing about a field: a bug, or an unexpected failure there."""
+    """The service answered with a status without a field: a bug, or an unexpected failure there."""
 
 
 _STATUS: Final[tuple[tuple[type[InvalidValue], grpc.StatusCode], ...]] = (
@@ -62,15 +62,15 @@ _STATUS: Final[tuple[tuple[type[InvalidValue], grpc.StatusCode], ...]] = (
     (InvalidValue, grpc.StatusCode.INVALID_ARGUMENT),
 )
 _ERROR: Final = {status: error for error, status in _STATUS}
-# What a client sees when the service stops, dies or is restarted, whatever the call was doing at that moment.
+# The statuses that a client sees in any call when the service stops, dies or restarts.
 _BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-# grpc.aio's own status where sending failed before the call's true status had come: the stream is gone.
+# grpc.aio's own status if sending failed before the call's true status came: the stream is closed.
 _SEND_FAILED: Final = "Internal error from Core"
 _DRAIN_S: Final = 30.0
 
 
 def status_of(error: DoraError) -> grpc.StatusCode:
-    """The status that ``error`` travels as."""
+    """Returns the gRPC status of ``error``."""
     if isinstance(error, ServiceUnavailable):
         return grpc.StatusCode.UNAVAILABLE
     for kind, status in _STATUS:
@@ -101,7 +101,7 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
-    """The DoraError that the service raised; ServiceUnavailable for a broken connection; CallFailed for the rest."""
+    """Returns the DoraError that the service raised; ServiceUnavailable for a broken connection; CallFailed otherwise."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoAnswer(details)
@@ -126,7 +126,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
 
 
 class ErrorInterceptor(ServerInterceptor):
-    """Turns a DoraError raised by any method into its status. Streaming methods must be async generators."""
+    """Converts a DoraError raised by any method to its status. Streaming methods must be async generators."""
 
     async def intercept_service(
         self,
@@ -144,7 +144,7 @@ StreamWrapper = Callable[[Callable[..., Any]], Callable[..., AsyncIterator[Any]]
 
 
 def wrapped_handler(handler: Any, unary: UnaryWrapper, stream: StreamWrapper) -> Any:
-    """``handler`` with its behaviour passed through ``unary`` or ``stream``, by how it responds."""
+    """Returns ``handler`` with its behaviour wrapped in ``unary`` or ``stream``, by its kind of response."""
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -177,9 +177,9 @@ def _reporting(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
 
 
 def _draining(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """For a client that streams: it is heard out before it is refused.
+    """Reads a streaming client's messages to their end before refusing it.
 
-    A client that is still sending when the call ends sees its sending fail, and the reason may be lost.
+    If the call ended earlier, the client's sending would fail, and the reason could be lost.
     """
 
     async def call(requests: Any, context: ServicerContext) -> Any:
@@ -211,7 +211,7 @@ def _encoded(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """In bytes, because percent-encoding makes three of each; halves of surrogate pairs are written out."""
+    """Limits bytes, because percent-encoding triples each; lone surrogates are escaped."""
     content = text.encode(errors="backslashreplace")
     if len(content) <= _TEXT_BYTES:
         return content.decode()

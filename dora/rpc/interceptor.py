@@ -1,8 +1,8 @@
-"""The door: who is calling is known before a message is read, and how much may be read before memory is taken.
+"""Identifies the caller before a message is read, and limits the bytes read before memory is taken.
 
-Every call passes here first. One without a token, or with the token of another role, ends before a byte of its message
-is read: HTTP/2 lets a caller send no more than ``LOOKAHEAD_BYTES`` of what nobody reads. gRPC's own handlers of unary
-calls read first and ask later, so here every call is taken as a stream, which on the wire is the same.
+Every call passes this interceptor first. A call without a token, or with another role's, ends before a byte of its
+message is read: HTTP/2 lets a caller send at most ``LOOKAHEAD_BYTES`` unread bytes. gRPC's own handlers of unary calls
+read before authentication, so every call is handled as a stream, which is the same on the wire.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from dora.rpc.errors import (
 from dora.rpc.roles import CALLER, SERVICES, Caller, Role, Tokens
 from dora.system.memory import give_back_memory
 
-SMALL_BYTES: Final = 64 << 10  # of a message with names and numbers only
-COMMIT_BYTES: Final = 4 << 20  # of a commit, with its files' names and its canary, and of many prompts' ids
+SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
+COMMIT_BYTES: Final = 4 << 20  # of a commit with its file names and canary, and of many prompts' ids
 WORKER_BYTES: Final = 16 << 20  # of a worker's message: the tokens of one report
 LARGE_AT_ONCE: Final = 2  # messages of one service that are being read, or are large and not yet answered
 UPLOADS_AT_ONCE: Final = 4  # that are being read; further ones wait, unread
-TRIMMED_BYTES: Final = 8 << 20  # after a message of so much, the C library is told to give memory back
+TRIMMED_BYTES: Final = 8 << 20  # after a message of this size the C library is asked to return memory
 SMALL_S: Final = 10.0  # a small message that is not whole by then is given up
 LARGE_S: Final = 120.0  # any other
 
@@ -49,14 +49,14 @@ CALLS_AT_ONCE: Final[Mapping[Role, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one method."""
+    """The limits of one method."""
 
     message_bytes: int = SMALL_BYTES
     is_upload: bool = False
 
 
 class Counter:
-    """Open calls of one kind, at most ``most``."""
+    """The open calls of one kind, at most ``most``."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -65,7 +65,7 @@ class Counter:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Raises LimitExceeded where one more is too many."""
+        """Raises LimitExceeded at the limit."""
         if self._open >= self._most:
             raise LimitExceeded(self._what, self._open + 1, f"at most {self._most} open at once")
         self._open += 1
@@ -76,7 +76,7 @@ class Counter:
 
 
 class Pool:
-    """What the callers of one service may have open and in memory at once."""
+    """The limits of open calls and memory of one service's callers."""
 
     def __init__(self, role: Role) -> None:
         self.calls = Counter(f"calls of the {role} service", CALLS_AT_ONCE[role])
@@ -85,12 +85,12 @@ class Pool:
 
 
 def server_interceptors(tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Sequence[ServerInterceptor]:
-    """For ``grpc.aio.server``: the door first; within it any DoraError becomes its status. Needs an event loop."""
+    """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop."""
     return (AccessInterceptor(tokens, max_message_bytes), ErrorInterceptor())
 
 
 class AccessInterceptor(ServerInterceptor):
-    """Refuses who has no business here; reads and decodes the messages of the others, within their limits."""
+    """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
     def __init__(self, tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._tokens = tokens
@@ -125,7 +125,7 @@ class AccessInterceptor(ServerInterceptor):
         )
 
     def _caller(self, metadata: Any, needed: Role) -> Caller:
-        """Who is calling. Raises Unauthenticated for nobody known, PermissionDenied for one of another role."""
+        """Returns the caller. Raises Unauthenticated for an unknown token, PermissionDenied for another role."""
         given = ""
         for key, value in metadata or ():
             if key == AUTHORIZATION:
@@ -140,7 +140,7 @@ class AccessInterceptor(ServerInterceptor):
 
 
 def _serializer(handler: Any) -> Callable[[Any], bytes]:
-    """Of a method's replies; those that are bytes are whole messages."""
+    """Returns the serializer of a method's replies; bytes are already whole messages."""
     serialize = handler.response_serializer
     return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
 
@@ -149,7 +149,7 @@ Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
 
 def _admitted(answer: Behaviour, caller: Caller, pool: Pool) -> Behaviour:
-    """``answer`` for this caller, as one of the calls that its service may have open."""
+    """Returns ``answer`` for this caller, counted among its service's open calls."""
 
     async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
         CALLER.set(caller)
@@ -158,7 +158,7 @@ def _admitted(answer: Behaviour, caller: Caller, pool: Pool) -> Behaviour:
                 async for reply in answer(requests, context):
                     yield reply
         except DoraError as error:
-            # Its traceback would keep the message in memory until the caller has heard of it.
+            # The traceback would keep the message in memory until the caller has read the error.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             await abort(context, error)
 
@@ -166,10 +166,9 @@ def _admitted(answer: Behaviour, caller: Caller, pool: Pool) -> Behaviour:
 
 
 def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
-    """Takes a call of any kind as a stream of bytes, and reads no more of it at once than the pool allows.
+    """Handles a call of any kind as a stream of bytes, and reads at once no more than the pool allows.
 
-    It reads by the context: gRPC's own iterator of a call's messages keeps the last one until the garbage collector
-    comes by.
+    It reads through the context: gRPC's own iterator keeps the last message until garbage collection.
     """
     decode = handler.request_deserializer
 
@@ -205,7 +204,7 @@ def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
 
 
 def _refusing(error: DoraError) -> Behaviour:
-    """Ends a call of any kind without reading of it."""
+    """Ends a call of any kind without reading."""
 
     async def refuse(_: Any, context: ServicerContext) -> AsyncIterator[Any]:
         await abort(context, error)
@@ -215,7 +214,7 @@ def _refusing(error: DoraError) -> Behaviour:
 
 
 async def _only(context: ServicerContext, most_bytes: int) -> bytes:
-    """A unary call's message. Raises InvalidValue where none comes, or not in time."""
+    """Returns a unary call's message. Raises InvalidValue if none comes in time."""
     limit_s = SMALL_S if most_bytes <= SMALL_BYTES else LARGE_S
     try:
         async with asyncio.timeout(limit_s):
@@ -235,7 +234,7 @@ async def _each(context: ServicerContext, decode: Callable[[bytes], Any], most_b
 
 
 def _decoded(content: bytes, decode: Callable[[bytes], Any], most_bytes: int) -> Any:
-    """Raises LimitExceeded for a message that is larger than its method's may be, InvalidValue for one that is none."""
+    """Raises LimitExceeded for a message over its method's limit, InvalidValue for a malformed one."""
     if len(content) > most_bytes:
         raise LimitExceeded("message: bytes", len(content), f"at most {most_bytes} for this method")
     try:

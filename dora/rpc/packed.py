@@ -1,7 +1,7 @@
-"""Prompt groups in columns on the wire: what a trainer takes fifty thousand responses a second of.
+"""Prompt groups in columns on the wire, which let a trainer receive fifty thousand responses a second.
 
-A packed group is a TrajectoryGroup as any other. Its tokens stay what came, or what the book holds, until somebody asks
-for them: the service joins the book's bytes into a message, and the client reads them out of it.
+A packed group is a TrajectoryGroup like any other. Its tokens stay as received, or as the response buffer has them,
+until they are accessed: the service joins the buffer's bytes into a message, and the client reads them from it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,21 +28,22 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES, PACKED_BYTES
 from dora.rpc.packed_columns import COLUMNS, DEFAULTS, FOLLOWING, LENGTHS, equal, packed_message
 
-TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])  # as the book holds it, and TrajectoryBatch.tokens
+# as the response buffer and TrajectoryBatch.tokens hold it
+TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
 Content = bytes | bytearray | memoryview
 
 _ARRAYS: Final = {"response_token_ids": "token_id", "logprobs": "logprob"}  # in TOKEN
-_ENVELOPE_BYTES: Final = 64  # of a batch, around what is in it
+_ENVELOPE_BYTES: Final = 64  # of a batch, around its content
 _TOKENS_FIELD: Final = pb.TrajectoryBatch.DESCRIPTOR.fields_by_name["tokens"].number
 _BY_LENGTH: Final = 2  # protobuf's wire type of bytes, texts and messages
 _TOKENS_TAG: Final = bytes([_TOKENS_FIELD << 3 | _BY_LENGTH])
 
 
 class PackedGroup(TrajectoryGroup):
-    """A group whose responses are made when they are asked for; all else is read from its columns."""
+    """A group whose responses are created on access; everything else is read from its columns."""
 
     def __init__(self, message: pb.PackedGroup, tokens: Sequence[Content], decoder: Decoder | None = None) -> None:
-        """``tokens``: of each response a TOKEN each; they must not change. Raises InvalidValue for a misshapen one."""
+        """``tokens``: for each response, its TOKENs; they must not change. Raises InvalidValue for a malformed group."""
         responses = len(message.trajectory_ids)
         for name, is_rare in LENGTHS:
             given = len(getattr(message, name))
@@ -67,7 +68,7 @@ class PackedGroup(TrajectoryGroup):
 
     @cached_property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Made at the first access."""
+        """Created on first access."""
         return tuple(self._trajectories())
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class PackedGroup(TrajectoryGroup):
 
     def _trajectories(self) -> Iterator[Trajectory]:
         columns = {name: column.read(self.message) for name, column in COLUMNS.items()}
-        rows = zip(range(len(self)), *columns.values(), strict=False)  # some repeat one value for ever
+        rows = zip(range(len(self)), *columns.values(), strict=False)  # some repeat one value indefinitely
         for index, *row in rows:
             values = dict(zip(columns, row, strict=True))
             tokens = np.frombuffer(self.contents[index], TOKEN)
@@ -126,7 +127,7 @@ class PackedGroup(TrajectoryGroup):
 
 
 def pack(group: TrajectoryGroup) -> PackedGroup | None:
-    """The same group in columns; None if they cannot hold all of it."""
+    """Returns the group in columns; None if they cannot hold all of it."""
     members = group.trajectories
     if not members or not all(map(_follows, members)):
         return None
@@ -143,7 +144,7 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
 
 
 def _follows(trajectory: Trajectory) -> bool:
-    """Whether the fields that columns leave out are as they follow from the others."""
+    """Returns whether the fields that columns leave out follow from the others."""
     values = {name: getattr(trajectory, name) for name in DECLARED}
     return all(equal(values[name], follows(values)) for name, follows in FOLLOWING.items()) and all(
         equal(values[name], default) for name, default in DEFAULTS.items()
@@ -160,7 +161,7 @@ def packed_batches(
     batch_bytes: int = PACKED_BYTES,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator[bytes | pb.TrajectoryBatch]:
-    """As :func:`dora.rpc.convert.trajectory_batches`: packed groups as the bytes of their messages, others as messages.
+    """Like :func:`dora.rpc.convert.trajectory_batches`; packed groups become bytes of messages, others messages.
 
     Raises LimitExceeded for a trajectory over the limit.
     """
@@ -181,21 +182,21 @@ def packed_batches(
 
 
 def _size_bytes(group: TrajectoryGroup) -> int | None:
-    """Of a message with this packed group alone; None for another group."""
+    """Returns the size of a message with this packed group alone; None for another group."""
     if not isinstance(group, PackedGroup):
         return None
     return group.message.ByteSize() + sum(map(len, group.contents)) + _ENVELOPE_BYTES
 
 
 def _joined(step: int, groups: Sequence[PackedGroup]) -> bytes:
-    """The message, as protobuf would serialise it: but its tokens are copied once."""
+    """Returns the message as protobuf would serialise it, but copies its tokens only once."""
     head = pb.TrajectoryBatch(step=step, packed=[group.message for group in groups]).SerializeToString()
     contents = [content for group in groups for content in group.contents]
     return b"".join([head, _TOKENS_TAG, _varint(sum(map(len, contents))), *contents])
 
 
 def split(content: bytes) -> tuple[pb.TrajectoryBatch, memoryview]:
-    """A batch without its tokens, and the tokens where they lie in ``content``. Raises DecodeError for what is none."""
+    """Returns a batch without its tokens, and the tokens as a view of ``content``. Raises DecodeError if malformed."""
     view, at, tokens = memoryview(content), 0, memoryview(b"")
     rest: list[memoryview] = []
     begun = 0
@@ -216,7 +217,7 @@ def split(content: bytes) -> tuple[pb.TrajectoryBatch, memoryview]:
 
 
 def packed_groups(batch: pb.TrajectoryBatch, tokens: memoryview, decoder: Decoder | None = None) -> list[PackedGroup]:
-    """What :func:`split` has found, as groups. Raises InvalidValue where the tokens are not those of the groups."""
+    """Returns the groups of :func:`split`'s result. Raises InvalidValue if the tokens do not match the groups."""
     groups, at = [], 0
     for message in batch.packed:
         contents = []
@@ -239,7 +240,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where it ends: beyond the content where it is cut."""
+    """Returns the number and its end, which is beyond the content if it is cut."""
     value = shift = 0
     while at < len(content):
         byte = content[at]

@@ -17,7 +17,7 @@ _Convert = Callable[[Any], Any]
 
 
 def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
-    """The columns of a group. ``read``: by the name of a trajectory's field, the function that reads it of a member."""
+    """Returns the columns of a group. ``read``: returns, by a field's name, the function that reads it from a member."""
     written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
     for name, column in _EACH_UNCHANGED.items():
         written[column] = list(map(read(name), members))
@@ -32,10 +32,10 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How ``pb.PackedGroup`` holds one field of all responses.
+    """The form of one field of all responses in ``pb.PackedGroup``.
 
-    ``write`` takes the values, one a response, and gives the message's fields. ``read`` gives the values. ``lengths``:
-    fields of the message that must have a value for each response; if the column is rare, or none.
+    ``write`` converts the values, one for each response, to the message's fields, and ``read`` back. ``lengths``:
+    fields of the message that have one value for each response, or none if the column is rare.
     """
 
     write: Callable[[Sequence[Any]], dict[str, Any]]
@@ -47,7 +47,7 @@ class Column:
 
 
 def _column_of(name: str, declared: Declared) -> Column:
-    """Raises KeyError for a kind whose values no column holds yet."""
+    """Raises KeyError for a kind without a column form."""
     if declared.packing is Packing.SAME:
         return _same(name, declared.kind)
     if declared.kind in _OWN_COLUMNS:
@@ -82,7 +82,7 @@ def _same(name: str, kind: Kind) -> Column:
 
 
 def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> Column:
-    """A value for each response, or no values if all are the empty one."""
+    """A value for each response, or no values if all are empty."""
     nothing = empty()
 
     def write(values: Sequence[Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ _VALUES: Final[Mapping[Kind, tuple[_Convert | None, _Convert | None]]] = {  # to
     Kind.STOP: (_stop_to_wire, _stop_from_wire),
 }
 _OWN_COLUMNS: Final = {
-    Kind.SAMPLING: Column(  # of all responses, but for their seeds
+    Kind.SAMPLING: Column(  # of all responses, except their seeds
         write=lambda values: {
             "sampling": convert.sampling_to_wire(values[0]),
             "seeds": [sampling.seed for sampling in values],
@@ -157,7 +157,7 @@ COLUMNS: Final = {
     for name, each in DECLARED.items()
     if each.packing not in (Packing.TOKENS, Packing.LEFT_OUT)
 }
-# of these, the values that a message holds as they are: a service writes very many
+# those that a message holds unconverted: a service writes very many
 _UNCHANGED: Final = {name: each for name, each in DECLARED.items() if each.kind in convert.UNCHANGED}
 _SAME_UNCHANGED: Final = tuple(name for name, each in _UNCHANGED.items() if each.packing is Packing.SAME)
 _EACH_UNCHANGED: Final = {
@@ -167,7 +167,7 @@ _CONVERTED: Final = {
     name: each for name, each in COLUMNS.items() if name not in _SAME_UNCHANGED and name not in _EACH_UNCHANGED
 }
 LENGTHS: Final = tuple((length, each.is_rare) for each in COLUMNS.values() for length in each.lengths)
-# of the fields that columns leave out: how they follow from the others, and those that have their default
+# fields without a column: how they follow from the others, and those with their default
 FOLLOWING: Final = {name: each.follows for name, each in DECLARED.items() if each.follows is not None}
 DEFAULTS: Final = {
     each.name: each.default

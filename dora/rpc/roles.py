@@ -1,9 +1,9 @@
-"""Who may call what: the roles, the token of each, and what a token says of its caller.
+"""Roles: the calls of each, its token, and the caller that a token identifies.
 
-The owner's token may do everything that a client or a host may. The others follow from it, by a hash that is slow to
-guess backwards (scrypt; RFC 7914), so a service that is started again with the same token has the same tokens for all
-roles. A worker that the service starts, or a host's agent for it, has a token of its own, which is good for its name
-alone, until that worker is started again or its host is lost.
+The owner's token may do everything that a client or a host may. The other tokens are derived from it by a hash that is
+slow to invert (scrypt; RFC 7914), so a service restarted with the same token has the same tokens for all roles. A
+worker that the service or a host's agent starts has a token of its own. It is valid for that worker's name until the
+worker is restarted or its host is lost.
 """
 
 import base64
@@ -23,7 +23,7 @@ _SCRYPT: Final = {"n": 1 << 14, "r": 8, "p": 1}  # 16 MiB and some 50 ms a guess
 
 
 class Role(StrEnum):
-    """What a caller is to the service."""
+    """The role of a caller."""
 
     OWNER = "owner"
     TRAINER = "trainer"
@@ -39,12 +39,12 @@ SERVICES: Final[Mapping[str, Role]] = {
     "Operator": Role.OPERATOR,
     "Worker": Role.WORKER,
     "Host": Role.HOST,
-}  # of dora.proto, with the role that each is for
+}  # services of dora.proto, with the role for each
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is calling. ``worker_id``: of a worker that the service has started, the one name that it may take."""
+    """A caller. ``worker_id``: for a worker that the service started, the only name that it may use."""
 
     role: Role
     worker_id: str = ""
@@ -54,7 +54,7 @@ class Caller:
         return self.role is needed or (self.role is Role.OWNER and needed is not Role.WORKER)
 
 
-CALLER: Final[ContextVar[Caller]] = ContextVar("caller")  # of the call that is being answered
+CALLER: Final[ContextVar[Caller]] = ContextVar("caller")  # of the current call
 
 
 class Tokens:
@@ -72,11 +72,11 @@ class Tokens:
         self._grants = 0
 
     def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None for nobody's. Looked up by its digest, so that the time taken tells nothing of it."""
+        """Returns the token's caller; None for an unknown one. Looks up its digest, so that timing reveals nothing."""
         return self._callers.get(_digest(token))
 
     def started(self, worker_id: str) -> str:
-        """A new token for a worker that is being started; the one that it was started with before ends."""
+        """Returns a new token for a worker that is being started; its previous one becomes invalid."""
         self.ended(worker_id)
         self._grants += 1
         token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -85,23 +85,24 @@ class Tokens:
         return token
 
     def ended(self, worker_id: str) -> None:
-        """The token that this worker was started with is good for nothing any more; its name stays the service's."""
+        """Invalidates the worker's token; its name stays the service's."""
         self._callers.pop(self._started.get(worker_id, b""), None)
 
     def mark_of(self, worker_id: str) -> str:
-        """Of the token that this worker was started with: a later service knows it again by that; empty: of none."""
+        """Returns the mark of the worker's token, by which a later service recognises it; empty: it has none."""
         return self._started.get(worker_id, b"").hex()
 
     def known_again(self, worker_id: str, mark: str) -> None:
-        """A worker that an earlier service has started lives on, with its token."""
+        """Accepts the token of a worker that an earlier service started."""
         self.ended(worker_id)
         self._grants += 1
         self._started[worker_id] = bytes.fromhex(mark)
         self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id, self._grants)
 
     def may_take(self, caller: Caller, worker_id: str) -> bool:
-        """Whether a worker may bear this name: one that the service gave out is for the worker that it started, and
-        for as long as that token holds, which the caller has shown some time ago."""
+        """Returns whether a worker may use this name. A name of the service's is for the worker that it started, while
+        its token is valid; the caller showed the token some time ago.
+        """
         if not caller.worker_id:
             return worker_id not in self._started
         held = self._callers.get(self._started.get(worker_id, b""))

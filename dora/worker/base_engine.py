@@ -1,4 +1,4 @@
-"""The common half of all engines: holds requests by name, refuses those that do not fit, and verifies loaded weights."""
+"""The common half of all engines: holds requests by name, refuses unfit ones, and verifies loaded weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ class FakeModel:
         self._window_tokens = window_tokens
 
     def load(self, version: int, folder: Path, reference: Reference | None) -> None:
-        """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they are sound and match the reference."""
+        """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they match the reference."""
         digest = blake3(version.to_bytes(8, "little", signed=True))
         found: dict[str, TensorHeader] = {}
         for name in weight_files(folder):

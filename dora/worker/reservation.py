@@ -84,7 +84,7 @@ class Reservation:
         return None if self._begun is None else self._begun.opening
 
     def start(self, key: str, prefix: Prefix) -> None:
-        """Starts a first round with this key and voids earlier ones. Raises SnapshotRefused if the prefix is not here."""
+        """Starts a first round and voids earlier ones. Raises SnapshotRefused if the prefix is not here."""
         with self._lock:
             if not self._is_open:
                 raise SnapshotRefused("it is expected no longer")

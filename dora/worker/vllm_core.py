@@ -79,7 +79,7 @@ class _Core(EngineCore):
 
 
 def start(model: Path, settings: EngineSettings) -> EngineCore:
-    """Starts an engine with random weights and patches each rank. Raises InvalidValue with vLLM's reason if it refuses."""
+    """Starts an engine with random weights and patches each rank. Raises InvalidValue with vLLM's reason."""
     registry.apply()
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
