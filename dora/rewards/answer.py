@@ -15,7 +15,7 @@ def final_answer(response_text: str) -> str:
 def score(
     prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns 1 if the final answer is ``verifier["answer"]``, else 0. Raises ValueError for a prompt without answer."""
+    """Returns 1 if the final answer is ``verifier["answer"]``, else 0. Raises ValueError without an answer."""
     if "answer" not in verifier:
         raise ValueError("this prompt has no answer; give it one, or name another function with --reward")
     expected, found = str(verifier["answer"]).strip(), final_answer(response_text)

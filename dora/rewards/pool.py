@@ -224,7 +224,7 @@ class _Process:
         await ending
 
     async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float) -> None:
-        """Writes ``frame`` and reads the answers. The supervisor limits the calls' time; here only its own is limited."""
+        """Writes ``frame`` and reads the answers. The supervisor limits the calls' time, this only its own."""
         exchanging = asyncio.create_task(self._written_and_read(frame, jobs))
         try:
             while not exchanging.done():

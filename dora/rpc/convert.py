@@ -169,7 +169,7 @@ def canary_to_wire(canary: Canary) -> pb.Canary:
 
 
 def canary_from_wire(message: pb.Canary) -> Canary | None:
-    """Returns None for an empty message: the publisher sent no canary. Raises InvalidValue if its lengths do not match."""
+    """Returns None for an empty message: no canary was sent. Raises InvalidValue if its lengths do not match."""
     token_ids = token_ids_from_wire(message.token_ids, "canary.token_ids")
     logprobs = _array(message.logprobs, _FLOAT32, "canary.logprobs")
     if not token_ids and not len(logprobs):

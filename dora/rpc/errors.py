@@ -101,7 +101,7 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
-    """Returns the DoraError that the service raised; ServiceUnavailable for a broken connection; CallFailed otherwise."""
+    """Returns the DoraError that the service raised; ServiceUnavailable for a broken connection; else CallFailed."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoAnswer(details)

@@ -43,7 +43,7 @@ class PackedGroup(TrajectoryGroup):
     """A group whose responses are created on access; everything else is read from its columns."""
 
     def __init__(self, message: pb.PackedGroup, tokens: Sequence[Content], decoder: Decoder | None = None) -> None:
-        """``tokens``: for each response, its TOKENs; they must not change. Raises InvalidValue for a malformed group."""
+        """``tokens``: for each response, its TOKENs; they must not change. Raises InvalidValue if malformed."""
         responses = len(message.trajectory_ids)
         for name, is_rare in LENGTHS:
             given = len(getattr(message, name))

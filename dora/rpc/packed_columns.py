@@ -17,7 +17,7 @@ _Convert = Callable[[Any], Any]
 
 
 def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
-    """Returns the columns of a group. ``read``: returns, by a field's name, the function that reads it from a member."""
+    """Returns the columns of a group. ``read``: returns the function that reads a field, by name, from a member."""
     written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
     for name, column in _EACH_UNCHANGED.items():
         written[column] = list(map(read(name), members))
