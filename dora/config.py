@@ -121,7 +121,7 @@ class WindowConfig(Section):
 class RolloutConfig(Section):
     """The sampling of responses, unless their prompt says otherwise."""
 
-    group_size: GroupSize = Field(8, description="responses to one prompt")
+    group_size: GroupSize = Field(8, description="responses per prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
     temperature: float = Field(
         1.0, ge=0.0, le=TEMPERATURE_MAX, description="of sampling; 0: the likeliest token, else at least 0.01"

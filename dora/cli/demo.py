@@ -30,20 +30,20 @@ def demo(
     ] = "smollm2",
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     groups: Annotated[int | None, typer.Option(help="Prompt groups a step.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Responses to one prompt.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Responses per prompt.")] = None,
     window: Annotated[
-        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live; auto: as many as pay.")
+        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions; auto adapts it.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for prompts and sampling.")] = 0,
     settings: SettingsOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and record.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and run record.")] = Path("out/demo"),
     kill_worker_after_s: Annotated[
         float | None,
         typer.Option(
-            "--kill-worker-after", metavar="SECONDS", help="Kill one worker (SIGKILL) after so long: nothing is lost."
+            "--kill-worker-after", metavar="SECONDS", help="Kill one worker (SIGKILL) after this time. Nothing is lost."
         ),
     ] = None,
     as_json: JsonOption = False,

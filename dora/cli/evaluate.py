@@ -25,7 +25,7 @@ REPORT_FILE: Final = "evaluation.json"
 
 def evaluate(
     prompts: Annotated[
-        str, typer.Argument(metavar="PROMPTS", help="A .jsonl or .parquet file, or a dataset's folder, as `--prompts`.")
+        str, typer.Argument(metavar="PROMPTS", help="A .jsonl or .parquet file, or a dataset folder, as `--prompts`.")
     ],
     version: Annotated[
         str, typer.Option(metavar="VERSION", help="A live version, or latest: the newest that workers may load.")
@@ -33,24 +33,24 @@ def evaluate(
     share: Annotated[
         float,
         typer.Option(
-            help="Of the slots and KV of that version's workers, and of the workers, what is lent to it: 0 to 0.5. "
-            "0: slots that training leaves idle."
+            help="Share of that version's slots and KV, and of the workers, allotted to the evaluation: 0 to 0.5. "
+            "With 0 it uses only slots that training leaves idle."
         ),
     ] = 0.0,
     samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Responses to each prompt; by default the file's.")
+        int | None, typer.Option(min=1, metavar="N", help="Responses per prompt; default: the file's.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of all prompts; by default the file's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each response; by default the file's.")] = None,
-    by: Annotated[str, typer.Option(metavar="COLUMN", help="Also a row for each value of this column.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="For all prompts; default: the file's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="For each response; default: the file's.")] = None,
+    by: Annotated[str, typer.Option(metavar="COLUMN", help="Add a row for each value of this column.")] = "",
     other_columns: Annotated[
-        str, typer.Option(metavar="WHAT", help="Columns that are no field: refuse, ignore, or verifier.")
+        str, typer.Option(metavar="WHAT", help="For columns that are not prompt fields: refuse, ignore, or verifier.")
     ] = "refuse",
     split: Annotated[str, typer.Option(help="Of a dataset's folder.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
-    name: Annotated[str, typer.Option(help="What `dora status` calls it.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
+    name: Annotated[str, typer.Option(help="Name shown by `dora status`.")] = "",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder for the trajectories and the numbers.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder for the trajectories and the scores.")
     ] = None,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
@@ -116,7 +116,7 @@ def _prompts(
         fields = {field: row[column] for field, column in place.columns.items() if column in row}
         others = {column: value for column, value in row.items() if column not in place.columns.values()}
         for column in sorted(others.keys() - {by}) if other_columns == "refuse" else ():
-            raise place.invalid(column, others[column], "a field of a prompt; or say what --other-columns are")
+            raise place.invalid(column, others[column], "a field of a prompt, or covered by --other-columns")
         if other_columns == "verifier":
             fields["verifier"] = {**others, **fields.get("verifier", {})}
         stem = Path(source).stem
@@ -124,7 +124,7 @@ def _prompts(
         if by:
             values = {**fields.get("verifier", {}), **fields, **others}
             if by not in values:
-                raise place.invalid(by, "(none)", "a column of every row, as --by names it")
+                raise place.invalid(by, "(none)", "a column of every row, because --by names it")
             value_of[str(fields["prompt_id"])] = str(values[by])
         rows.append(fields)
     if not rows:
@@ -144,7 +144,7 @@ def _override(row: dict[str, Any], samples: int | None, temperature: float | Non
 
 def _version(version: str) -> int:
     if not version.isdecimal():
-        raise InvalidValue("--version", version, f"a live version, as `dora versions` lists them, or {LATEST}")
+        raise InvalidValue("--version", version, f"a live version of `dora versions`, or {LATEST}")
     return int(version)
 
 
@@ -156,4 +156,4 @@ def _new_record(folder: Path) -> Any:
     except FileExistsError as error:
         raise InvalidValue("--out", str(folder), f"a folder without a {RECORD_FILE}") from error
     except OSError as error:
-        raise InvalidValue("--out", str(folder), f"a folder that can be written ({error.strerror})") from error
+        raise InvalidValue("--out", str(folder), f"a writable folder ({error.strerror})") from error

@@ -31,14 +31,14 @@ class ExitCode(IntEnum):
 
 MEANINGS = {
     ExitCode.OK: "done",
-    ExitCode.FAILED: "a check failed (verify, the demo's bars), the service failed, or the output cannot be written",
-    ExitCode.USAGE: "bad usage or a bad value",
+    ExitCode.FAILED: "a check failed (verify, the demo's limits), the service failed, or the output cannot be written",
+    ExitCode.USAGE: "bad usage or an invalid value",
     ExitCode.UNREACHABLE: "the service cannot be reached",
-    ExitCode.REFUSED: "the service refused: not found, or not possible now",
-    ExitCode.UNAUTHENTICATED: "no token, a wrong one, or that of another role",
-    ExitCode.NO_ANSWER: "the service did not answer in time, though something listens at its address",
+    ExitCode.REFUSED: "the service refused the call: something was not found, or the state does not allow it",
+    ExitCode.UNAUTHENTICATED: "the token is missing, wrong, or of another role",
+    ExitCode.NO_ANSWER: "the service accepts connections, but did not answer in time",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
-    ExitCode.UNREAD: "nobody reads the output any more",
+    ExitCode.UNREAD: "the reader of the output has closed it",
 }
 
 

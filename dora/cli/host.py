@@ -20,33 +20,33 @@ EXAMPLE = "dora host --join 10.0.0.5:7070 --workers 2"
 
 def host(
     join: Annotated[
-        str, typer.Option("--join", metavar="HOST:PORT", help="Where the service listens.", show_default=False)
+        str, typer.Option("--join", metavar="HOST:PORT", help="Address of the service.", show_default=False)
     ],
     workers: Annotated[
         int | None,
-        typer.Option(min=0, max=256, metavar="N", help="Workers; default: as the service's own host."),
+        typer.Option(min=0, max=256, metavar="N", help="Worker count; default: as the service's own host."),
     ] = None,
     name: Annotated[
-        str, typer.Option(metavar="NAME", help="Begins the ids of its workers; default: what the system calls it.")
+        str, typer.Option(metavar="NAME", help="Prefix of its workers' ids; default: the machine's host name.")
     ] = "",
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1; default: the GPUs that there are, else cpu.")
+        str, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1; default: all GPUs, or cpu if there are none.")
     ] = "",
     model: Annotated[
-        str, typer.Option(metavar="DIR", help="The service's model, if it is on this host; default: it is fetched.")
+        str, typer.Option(metavar="DIR", help="The service's model, if on this host; default: fetch it.")
     ] = "",
     folder: Annotated[
         str,
-        typer.Option(metavar="DIR", help="For weights, in memory, and kept; default: a new folder in shared memory."),
+        typer.Option(metavar="DIR", help="Permanent in-memory folder for weights; default: a temporary one."),
     ] = "",
     kv_host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where others reach this host; default: that towards the service.")
+        str, typer.Option(metavar="ADDRESS", help="Address for other hosts; default: the one used for the service.")
     ] = "",
     zone: Annotated[
-        str, typer.Option(metavar="NAME", help="Its datacentre, if not the service's: versions cross to it once.")
+        str, typer.Option(metavar="NAME", help="Its datacentre, if not the service's: each version is sent there once.")
     ] = "",
     rejoin_s: Annotated[
-        float, typer.Option(min=0.0, metavar="S", help="Try so long to join again after the service is lost.")
+        float, typer.Option(min=0.0, metavar="S", help="How long to try to rejoin after the service is lost.")
     ] = 600.0,
     token: Annotated[
         str | None,

@@ -46,43 +46,43 @@ WAITS: Final = "the next one waits"
 
 def limits() -> Iterator[tuple[str, str, str]]:
     """Yields the bounded thing, its bound, and the effect of exceeding it."""
-    yield "connections", f"{CONNECTIONS_MAX:,}, or half of the process's open files", "closed"
+    yield "connections", f"{CONNECTIONS_MAX:,}, or half of the process's limit of open files", "closed"
     clients = (Role.TRAINER, Role.SUBMITTER, Role.OPERATOR)
     yield "open calls of trainers, submitters, operators", _numbers(CALLS_AT_ONCE[role] for role in clients), REFUSED
     machines = (Role.WORKER, Role.HOST)
     yield "open calls of workers, hosts", _numbers(CALLS_AT_ONCE[role] for role in machines), REFUSED
     yield "open watches", f"{WATCHES_MAX}", REFUSED
     yield "a message", _size(SMALL_BYTES), REFUSED
-    yield "a commit; ids to cancel", f"{_size(COMMIT_BYTES)}; {IDS_MAX:,} ids", REFUSED
+    yield "a commit; ids in one cancel", f"{_size(COMMIT_BYTES)}; {IDS_MAX:,} ids", REFUSED
     yield "a worker's message", _size(WORKER_BYTES), REFUSED
     yield "prompts, or a chunk of an upload, in a message", "`service.max_message_bytes`", REFUSED
-    yield "large messages in work, of each service; uploads", f"{LARGE_AT_ONCE}; {UPLOADS_AT_ONCE}", WAITS
-    yield "time to send a small message; a large one", f"{SMALL_S:g} s; {LARGE_S:g} s", "the call ends"
-    yield "silence of an upload", f"{UPLOAD_SILENCE_S:g} s", "the upload is removed"
-    yield "hosts; workers of a host", f"{HOSTS_MAX:,}; {HOST_WORKERS_MAX:,}", REFUSED
+    yield "large messages processed at once, per service; uploads", f"{LARGE_AT_ONCE}; {UPLOADS_AT_ONCE}", WAITS
+    yield "time to send a small message; a large message", f"{SMALL_S:g} s; {LARGE_S:g} s", "the call ends"
+    yield "idle time of an upload", f"{UPLOAD_SILENCE_S:g} s", "the upload is removed"
+    yield "hosts; workers per host", f"{HOSTS_MAX:,}; {HOST_WORKERS_MAX:,}", REFUSED
     yield "connected workers; pools", f"{WORKERS_MAX:,}; {POOLS_MAX:,}", REFUSED
-    yield "commands that wait for a worker", f"{COMMANDS_QUEUED_MAX:,}", "the worker is replaced"
+    yield "queued commands of a worker", f"{COMMANDS_QUEUED_MAX:,}", "the worker is replaced"
     yield "requests in the window", f"{WINDOW_REQUESTS_MAX:,}", REFUSED
     yield "responses to a prompt", f"{GROUP_SIZE_MAX:,}", REFUSED
     yield "prompts of a file or dataset", f"{PROMPTS_MAX:,}", REFUSED
-    yield "submitted prompts that wait", f"`service.prompts_queued_max`; {_size(QUEUED_BYTES_MAX)}", REFUSED
+    yield "queued prompts", f"`service.prompts_queued_max`; {_size(QUEUED_BYTES_MAX)}", REFUSED
     yield (
         "a prompt's text; its `verifier`; its `sampling`",
         _sizes(TEXT_BYTES_MAX, VERIFIER_BYTES_MAX, SAMPLING_BYTES_MAX),
         REFUSED,
     )
     yield "the name of a prompt or task", f"{ID_CHARACTERS_MAX} characters", REFUSED
-    yield "impossible prompts of a source, in a row", f"{REFUSED_MAX:,}", "the source has failed"
-    yield "evaluations; responses of one", f"{EVALUATIONS_MAX}; {RESPONSES_MAX:,}", REFUSED
-    yield "share of the workers for all evaluations", f"{SHARE_MAX:g}", REFUSED
+    yield "consecutive invalid prompts of a source", f"{REFUSED_MAX:,}", "the source fails"
+    yield "evaluations; responses per evaluation", f"{EVALUATIONS_MAX}; {RESPONSES_MAX:,}", REFUSED
+    yield "share of the workers allotted to all evaluations", f"{SHARE_MAX:g}", REFUSED
     yield "prompts of all evaluations", _size(PROMPT_BYTES_MAX), REFUSED
     yield "unread results of an evaluation", _size(UNREAD_BYTES_MAX), "the evaluation ends"
     yield "metrics of a commit", f"{METRICS_MAX}", REFUSED
-    yield "responses that wait for a verdict", "`reward.queued_max`", WAITS
+    yield "responses waiting for a verdict", "`reward.queued_max`", WAITS
     yield "components of a verdict", f"{COMPONENTS_MAX}", "the verdict fails"
     yield "the log of a verdict; the output of a reward process", _sizes(LOG_MAX_BYTES, LOG_BYTES), "cut"
-    yield "processes that a reward function leaves", f"{PROCESSES_MAX}", "its process is replaced"
-    yield "log records that wait for the disk", _size(BEHIND_BYTES), "nothing is admitted"
+    yield "processes left behind by a reward function", f"{PROCESSES_MAX}", "its process is replaced"
+    yield "log records not yet on disk", _size(BEHIND_BYTES), "nothing is admitted"
 
 
 def _numbers(each: Iterable[int]) -> str:

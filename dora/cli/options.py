@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dora.config import WindowSize
 
 AddressOption = Annotated[
-    str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Where the service listens.")
+    str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service.")
 ]
 TokenOption = Annotated[
     str | None,
@@ -20,7 +20,7 @@ TokenOption = Annotated[
         "--token",
         envvar="DORA_TOKEN",
         show_envvar=True,
-        help="The operator's token, or the owner's; by default what a service of yours on this host left.",
+        help="The operator's or owner's token; default: the one stored by your service on this host.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]

@@ -32,48 +32,48 @@ HardwareName = Annotated[
     str,
     typer.Option(
         autocompletion=completion.hardware,
-        help="Accelerator: h800, h20 or npu-60gb; two datacentres: that of training.",
+        help="Accelerator: h800, h20 or npu-60gb. With two datacentres: the accelerator for training.",
     ),
 ]
-Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
-RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]
-TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for training.")]
+Gpus = Annotated[int, typer.Option(min=0, help="Number of accelerators in one datacentre.")]
+RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: accelerators available for rollout.")]
+TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: accelerators available for training.")]
 RolloutHardware = Annotated[
     str,
     typer.Option(
-        autocompletion=completion.hardware, help="Two datacentres: the accelerator of rollout; by default --hardware."
+        autocompletion=completion.hardware, help="Two datacentres: the accelerator for rollout; default: --hardware."
     ),
 ]
-LinkGbps = Annotated[float, typer.Option(min=0.0, help="Two datacentres: Gbit/s between them.")]
+LinkGbps = Annotated[float, typer.Option(min=0.0, help="Two datacentres: bandwidth between them, in Gbit/s.")]
 TrainSAt = Annotated[
     list[str] | None, typer.Option(metavar="GPUS=SECONDS", help="A measured training step; may be repeated.")
 ]
-TrainMultiple = Annotated[int, typer.Option(help="The trainer has a multiple of so many accelerators.")]
-Window = Annotated[int, typer.Option(help="Policy versions that may be live.")]
+TrainMultiple = Annotated[int, typer.Option(help="The trainer's accelerator count is a multiple of this.")]
+Window = Annotated[int, typer.Option(help="Maximum number of live policy versions.")]
 Groups = Annotated[int, typer.Option(help="Prompt groups a step.")]
-GroupSize = Annotated[int, typer.Option(help="Responses to one prompt.")]
+GroupSize = Annotated[int, typer.Option(help="Responses per prompt.")]
 PromptTokens = Annotated[float, typer.Option(help="Mean prompt length.")]
 MeanTokens = Annotated[float, typer.Option(help="Mean response length.")]
 CapTokens = Annotated[int, typer.Option(help="Longest response.")]
 LengthsOption = Annotated[
-    str, typer.Option(metavar="lognormal:MU,SIGMA,CAP", help="Response lengths, instead of mean and cap.")
+    str, typer.Option(metavar="lognormal:MU,SIGMA,CAP", help="Distribution of response lengths; replaces mean and cap.")
 ]
-Slots = Annotated[int, typer.Option(help="Requests that one engine decodes at once.")]
-GpusPerEngine = Annotated[int, typer.Option(min=0, help="Accelerators of one engine; 0: chosen.")]
+Slots = Annotated[int, typer.Option(help="Concurrent requests per engine.")]
+GpusPerEngine = Annotated[int, typer.Option(min=0, help="Accelerators per engine; 0: chosen automatically.")]
 Cost = Annotated[
     Path | None,
     typer.Option(
-        help="File with the cost of one engine, as `dora profile --out` writes it; without: a roofline model's."
+        help="File with an engine's cost, from `dora profile --out`; default: a roofline model."
     ),
 ]
-Efficiency = Annotated[float, typer.Option(help="Generation time over its bubble-free bound.")]
+Efficiency = Annotated[float, typer.Option(help="Ratio of generation time to its bubble-free bound.")]
 GenerationS = Annotated[
-    float | None, typer.Option(help="Measured generation time of a step: asks how many workers to add.")
+    float | None, typer.Option(help="Measured generation time of a step: computes how many workers to add.")
 ]
 TrainingS = Annotated[
     float | None, typer.Option(help="Measured training time of a step, with --generation-s and --engines.")
 ]
-Engines = Annotated[int, typer.Option(min=0, help="Workers that generate at present.")]
+Engines = Annotated[int, typer.Option(min=0, help="Number of workers that generate now.")]
 
 
 def plan(
@@ -215,7 +215,7 @@ def _adjust(generation_s: float | None, training_s: float | None, engines: int, 
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):
         if not value:
-            raise InvalidValue(option, value, "above 0: all of --generation-s, --training-s and --engines")
+            raise InvalidValue(option, value, "above 0: give all of --generation-s, --training-s and --engines")
     assert generation_s is not None and training_s is not None
     added = groups_to_add(generation_s, training_s, engines)
     expected_s = generation_s * engines / (engines + added)

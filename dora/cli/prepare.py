@@ -19,7 +19,7 @@ def prepare(
             metavar="MODEL", autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."
         ),
     ],
-    cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; by default the user's cache.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; default: the user's cache.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create the model's Hugging Face folder in the cache from installed packages. Nothing is downloaded."""

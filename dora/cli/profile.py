@@ -31,30 +31,30 @@ def profile(
     model: Annotated[
         str, typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")
     ] = "smollm2",
-    slots: Annotated[int, typer.Option(help="Requests that the engine decodes at once.")] = 8,
-    kv_tokens: Annotated[int, typer.Option(help="The engine's KV-cache, in tokens.")] = 16384,
+    slots: Annotated[int, typer.Option(help="Concurrent requests of the engine.")] = 8,
+    kv_tokens: Annotated[int, typer.Option(help="The engine's KV cache, in tokens.")] = 16384,
     max_model_len: Annotated[
-        int, typer.Option(help=f"Tokens of prompt and response; 0: the model's, at most {CONTEXT_TOKENS}.")
+        int, typer.Option(help=f"Tokens of prompt and response; 0: the model's limit, at most {CONTEXT_TOKENS}.")
     ] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and KV.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of the order of timing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for the prompts and the order of the timed steps.")] = 0,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Repetitions of the whole measurement; the fastest steps count.")
+        int, typer.Option(min=1, help="Repetitions of the whole measurement; the fastest time of each step counts.")
     ] = 4,
     clock: Annotated[
         ClockName,
         typer.Option(
-            help="Clock of the steps; cpu: the engine's time on a core, for a busy machine and one thread only."
+            help="Clock for the steps; cpu: the engine's CPU time, for a busy machine and a single thread."
         ),
     ] = "wall",
     engines: Annotated[
-        int, typer.Option(min=1, help="Engines to time beside each other, as they will run; their usual steps count.")
+        int, typer.Option(min=1, help="Engines to time at the same time, as they will run; their typical steps count.")
     ] = 1,
     tolerance: Annotated[
-        float, typer.Option(help="Largest relative error that the predicted throughput may have.")
+        float, typer.Option(help="Largest relative error allowed for the predicted throughput.")
     ] = 0.15,
-    out: Annotated[Path | None, typer.Option(help="File for the coefficients: FILE.toml or FILE.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file for the coefficients: FILE.toml or FILE.json.")] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Write the file even if the check fails.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,12 +67,12 @@ def profile(
     """
     if out is not None:
         if out.suffix not in FORMATS:
-            raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
+            raise InvalidValue("--out", str(out), f"a file name ending in {' or '.join(FORMATS)}")
         check_folder("--out", out)
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
     if clock == "cpu" and threads > 1:
-        raise InvalidValue("--clock", clock, f"wall, for an engine of {threads} threads: the time of one is measured")
+        raise InvalidValue("--clock", clock, f"wall for an engine of {threads} threads: cpu measures only one thread")
     measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, clock, engines)
     conclude(model, measurement, tolerance, out, force=force, as_json=as_json)
 
@@ -111,14 +111,14 @@ def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: P
     cost = fitted.coefficients
     zero = [name for name, value in (("k1", cost.kv_token_s), ("k3", cost.request_s), ("k4", cost.step_s)) if not value]
     if zero:
-        lines.append(f"  fitted as 0: {', '.join(zero)}; mean error of the steps fitted {fitted.decode_error:.1%}")
+        lines.append(f"  fitted as 0: {', '.join(zero)}; mean error of the fitted steps {fitted.decode_error:.1%}")
     lines.append(f"  the machine took {checked.slowdown:.2f} times as long as the steps that count")
     lines.append(
-        "  leave the machine to the engine, or measure more with --rounds; where that does not help, the cost model "
+        "  run nothing else on the machine, or measure longer with --rounds; if that does not help, the cost model "
         "does not describe this engine"
     )
     if unwritten is not None:
-        lines.append(f"  {unwritten} is not written; --force writes it all the same")
+        lines.append(f"  {unwritten} was not written; --force writes it anyway")
     return lines
 
 
@@ -148,7 +148,7 @@ def _measure(
     from dora.worker.timing import Timing, measure_alone
 
     if find_spec("torch") is None or find_spec("vllm") is None:
-        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]'; docs/install.md has more")
+        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]'; see docs/install.md")
     folder = resolve_model(model)
     stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))

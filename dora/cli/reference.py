@@ -111,14 +111,14 @@ def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     """Yields title, headings and rows of each table about the simulator, the planner and the profiler."""
     yield "Settings of a scenario: `dora simulate`", SETTINGS, _settings(Scenario)
     yield "One run, over the measured steps: `dora simulate`", ("field", "line", "meaning"), _run_fields()
-    yield "A run that broke a promise", FIELDS, _fields(BrokenReport)
+    yield "A run that violated a guarantee", FIELDS, _fields(BrokenReport)
     yield "All policies: `dora simulate --compare`", COLUMNS, _columns(comparison.COLUMNS)
     yield "The same as JSON", FIELDS, _fields(ComparisonTree, ("policies[].", comparison.Compared))
     yield "Presets: `dora simulate presets`", FIELDS, _fields(PresetRow)
     yield "Fault sweeps: `dora simulate sweep`", FIELDS, _fields(SweepReport)
     yield "Faults", ("kind", "what happens"), _named({name: kind.meaning for name, kind in KINDS.items()})
     yield "Splits: `dora plan`", COLUMNS, _columns(plan.COLUMNS)
-    yield "The same as JSON; the best split's fields stand beside these", FIELDS, _fields(plan.PlanReport)
+    yield "The same as JSON, beside the fields of the best split", FIELDS, _fields(plan.PlanReport)
     yield "Workers to add: `dora plan --generation-s`", FIELDS, _fields(plan.Adjustment)
     yield "Cost of an engine: `dora profile`", FIELDS, _fields(ProfileReport)
 
@@ -128,7 +128,7 @@ def meanings(kind: Any) -> dict[str, str]:
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is not Annotated or not isinstance(hint.__metadata__[0], str):
-            raise TypeError(f"{kind.__name__}.{name} does not say what it means")
+            raise TypeError(f"{kind.__name__}.{name} has no description")
         found[name] = hint.__metadata__[0]
     return found
 
@@ -195,7 +195,7 @@ def _run_fields() -> Rows:
     for kind in (Report, Division, Origin):
         for name, meaning in meanings(kind).items():
             yield f"`{name}`", lines.get(name, ""), meaning
-    yield "`replay`", "", "the command that runs it again"
+    yield "`replay`", "", "the command that repeats the run"
 
 
 def _settings(model: type[BaseModel], place: str = "", defaults: object = None) -> Rows:
@@ -208,7 +208,7 @@ def _settings(model: type[BaseModel], place: str = "", defaults: object = None) 
         elif field.description:
             yield f"`{place}{name}`", _default(default), _allowed(field), field.description
         else:
-            raise TypeError(f"{model.__name__}.{name} does not say what it means")
+            raise TypeError(f"{model.__name__}.{name} has no description")
 
 
 def _default(value: object) -> str:

@@ -21,21 +21,21 @@ EXAMPLE = "dora replay out/state --from 100 --to 200 --only StepCommitted"
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="LOG", help="A state folder of a service with service.keep_events.")],
-    first: Annotated[int, typer.Option("--from", min=1, metavar="N", help="Show from event N on.")] = 1,
+    file: Annotated[Path, typer.Argument(metavar="LOG", help="State folder of a service with service.keep_events.")],
+    first: Annotated[int, typer.Option("--from", min=1, metavar="N", help="First event to show.")] = 1,
     last: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="Stop after event N.")] = None,
     only: Annotated[
         str | None,
         typer.Option(
             metavar="KIND,...",
             autocompletion=completion.event_kinds,
-            help="Show only events of these kinds, and events that led to commands of these kinds.",
+            help="Show only events of these kinds, and events that caused commands of these kinds.",
         ),
     ] = None,
     decisions: Annotated[
         bool,
         typer.Option(
-            "--decisions", metavar="", help="Show only events at which the core decided or refused something."
+            "--decisions", metavar="", help="Show only events at which the core made a decision or refused something."
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -55,7 +55,7 @@ def replay(
     log = read_log(file)
     events = sum(1 for _ in islice(log, last))  # refuses a damaged log before printing anything
     if log.torn_bytes:
-        stderr().print(f"dora: {file}: the last {log.torn_bytes} bytes were cut short by a crash", soft_wrap=True)
+        stderr().print(f"dora: {file}: the last {log.torn_bytes} bytes are incomplete (crash)", soft_wrap=True)
 
     def shown(decision: "Decision") -> bool:
         return (

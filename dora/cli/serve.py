@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record"
 
-TOKEN_NOT_LEFT = "the token cannot be left for commands: no folder for it can be written; set DORA_TOKEN for them"
+TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it is writable; set DORA_TOKEN for them"
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers.
 Ctrl-C drains and stops.
@@ -49,9 +49,9 @@ def serve(
     config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
     settings: SettingsOption = None,
     window: Annotated[
-        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live (window.size).")
+        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions (window.size).")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of rollout workers to start (workers.count).")] = None,
     model: Annotated[
         str | None,
         typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
@@ -69,10 +69,10 @@ def serve(
             metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."
         ),
     ] = None,
-    record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
+    record: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for trajectories and versions.")] = None,
     state: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Carry on from here after a stop or a crash (service.state)."),
+        typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
     ] = None,
     kv_tier: Annotated[
         str | None,
@@ -87,10 +87,10 @@ def serve(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", metavar="", help="Check all that a start checks, print the configuration, end."),
+        typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Configuration, or how to attach, as JSON.")
+        bool, typer.Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")
     ] = False,
 ) -> None:
     """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
@@ -130,7 +130,7 @@ def _run_preflight(config: Config) -> None:
     asyncio.run(run_preflight(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
     if token_folder() is None:
         _print_progress(TOKEN_NOT_LEFT)
-    _print_progress("a start with this configuration is not refused")
+    _print_progress("The configuration is valid. (No engine was started.)")
 
 
 async def _serve(config: Config, as_json: bool) -> int:
@@ -149,7 +149,7 @@ async def _serve(config: Config, as_json: bool) -> int:
 
         def ready(handle: "ServiceHandle") -> None:
             if until_end.enter_context(left_token(handle.address, handle.token)) is None and has_folder:
-                _print_progress("the token could not be left for commands: set DORA_TOKEN for them")
+                _print_progress("cannot store the token for commands; set DORA_TOKEN for them")
             _print_attach(handle, config, as_json)
 
         telling = asyncio.create_task(limit.telling())

@@ -45,7 +45,7 @@ def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
 
 def versions(
     workers: Annotated[
-        bool, typer.Option("--workers", help="List the workers of each version: its DP groups.")
+        bool, typer.Option("--workers", help="List the workers (DP groups) of each version.")
     ] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
@@ -99,7 +99,7 @@ def trajectories(
         TrajectoryState | None,
         typer.Option(metavar="STATE", help="Only those waiting, running, moving, parked, finished or leased."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Maximum number to list.")] = 100,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
@@ -125,7 +125,7 @@ def migrate(
             "--to",
             metavar="WORKER",
             autocompletion=completion.ends,
-            help="A worker that hosts the same version, or a pool, which parks it.",
+            help="A worker that hosts the same version, or a pool, which parks the request.",
         ),
     ],
     address: AddressOption = DEFAULT_ADDRESS,
@@ -160,11 +160,11 @@ def drain(
 
 
 def scale(
-    workers: Annotated[int, typer.Option("--workers", min=0, max=65_536, metavar="N", help="That are to be there.")],
+    workers: Annotated[int, typer.Option("--workers", min=0, max=65_536, metavar="N", help="Target worker count.")],
     host: Annotated[
         str,
         typer.Option(
-            metavar="HOST", autocompletion=completion.hosts, help="Of this host; default: of all hosts together."
+            metavar="HOST", autocompletion=completion.hosts, help="The host to scale; default: all hosts together."
         ),
     ] = "",
     address: AddressOption = DEFAULT_ADDRESS,
@@ -198,7 +198,7 @@ def checkpoint(
 
 def cancel(
     names: Annotated[list[str], typer.Argument(metavar="PROMPT_OR_GROUP...", help="Prompt ids, or group ids.")],
-    reason: Annotated[str, typer.Option(help="For the record: at most 200 characters.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the run record, at most 200 characters.")] = "",
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
@@ -220,12 +220,12 @@ def cancel(
 
 
 def watch(
-    period_ms: Annotated[int, typer.Option(min=50, max=60_000, metavar="MS", help="Time between two updates.")] = 500,
+    period_ms: Annotated[int, typer.Option(min=50, max=60_000, metavar="MS", help="Time between updates.")] = 500,
     updates: Annotated[
-        int, typer.Option(min=0, metavar="N", help="End after so many updates; 0: when the service ends.")
+        int, typer.Option(min=0, metavar="N", help="Exit after this many updates; 0: when the service ends.")
     ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON document a line, one an update.")
+        bool, typer.Option("--json", metavar="", help="Print one JSON document per update, each on a line.")
     ] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
@@ -284,13 +284,13 @@ def ask(
             except ServiceUnavailable as error:
                 if isinstance(error, NoAnswer) or await _listens(address):
                     raise NoAnswer(
-                        f"{address} takes connections, and no service answers there in time: {error}"
+                        f"{address} accepts connections, but no service answered in time: {error}"
                     ) from error
                 raise ServiceUnavailable(f"no service answers at {address}: {error}") from error
             except Unauthenticated as error:
                 if secret:
                     raise
-                allowed = f"the service's token for this, or its owner's: {WHERE}"
+                allowed = f"the service's token for this role, or its owner's: {WHERE}"
                 raise Unauthenticated("token", MISSING, allowed) from error
 
     return asyncio.run(run())

@@ -21,16 +21,16 @@ SHOWN_VIOLATIONS = 20
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `--record DIR` filled.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by `--record DIR`.")],
     atol: Annotated[
         float | None,
-        typer.Option(help="Largest difference of a logprob; else 0.001 in fp32, 0.2 in bf16, 0.1 in int8."),
+        typer.Option(help="Tolerance of a logprob; default: 0.001 in fp32, 0.2 in bf16, 0.1 in int8."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Recompute only so many trajectories; every line is checked all the same.")
+        int | None, typer.Option(help="Recompute only this many trajectories; every line is still checked.")
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1, whatever the record says.")
+        int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1, regardless of the run record.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,7 +54,7 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
     table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
     table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
     if report.router_ties:
-        table.add_row("router ties", f"{report.router_ties:,} (choices of experts that rounding decides)")
+        table.add_row("router ties", f"{report.router_ties:,} (choices of experts decided by rounding)")
     for sentence in report.violations[:SHOWN_VIOLATIONS]:
         table.add_row(Text("violation", "red"), sentence)
     if report.violations_total > SHOWN_VIOLATIONS:

@@ -54,7 +54,7 @@ class AllRanks:
         Returns once all tensors are gathered. Raises InvalidValue if the leader has refused the weights.
         """
         if not self._told(go=None):
-            raise InvalidValue("weights", "AllRanks", "accepted by the leading rank, whose error says why they are not")
+            raise InvalidValue("weights", "AllRanks", "accepted by the leading rank, whose error gives the reason")
         for _ in self._gathered():
             pass
 
@@ -87,10 +87,10 @@ class AllRanks:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise InvalidValue("weights", "AllRanks", "in a process of torch.distributed's group")
+            raise InvalidValue("weights", "AllRanks", "in a process of the torch.distributed group")
         leads = dist.get_rank(self._group) == 0
         if leads is (go is None):
-            allowed = "committed by rank 0 of its group" if go is not None else "committed: rank 0 of its group leads"
+            allowed = "committed by rank 0 of its group" if go is not None else "committed by rank 0, which this is"
             raise InvalidValue("weights", f"AllRanks at rank {dist.get_rank(self._group)}", allowed)
         device = next((each.device for _, each in self._items()), torch.device("cpu"))
         flag = torch.tensor([int(bool(go))], device=device)

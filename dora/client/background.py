@@ -96,7 +96,7 @@ class Background:
     def open(self) -> None:
         """Raises Conflict if it is open already, or if the process was forked while a client was open."""
         if _shared.lost_in_fork:
-            allowed = "opened in a process that is spawned, or forked before any client is opened"
+            allowed = "opened in a spawned process, or in one forked before any client is opened"
             raise self._conflict(allowed, "cannot be opened in a process forked while a client was open")
         if self.opened_here:
             raise self._conflict("opened once", "is open already")
@@ -118,8 +118,8 @@ class Background:
         if self._loop is None:
             raise self._conflict("used within its with statement, or between open() and close()", "is not open")
         if self._process != os.getpid():
-            allowed = "used in the process that opened it; open one of its own here"
-            raise self._conflict(allowed, f"was opened by process {self._process}, of which this is a fork")
+            allowed = "used in the process that opened it; open a new one here"
+            raise self._conflict(allowed, f"was opened by process {self._process}, which forked this one")
         if not self._busy.acquire(blocking=False):
             raise self._conflict("used by one thread at a time", "is in use by another thread")
         under_way = _Call(call, self._loop)
@@ -133,7 +133,7 @@ class Background:
                     under_way.outcome.exception()  # waits for the end, ignoring the result
                 raise
         except CancelledError as error:
-            raise self._conflict("open as long as it is used", "was closed meanwhile") from error
+            raise self._conflict("kept open while it is in use", "was closed meanwhile") from error
         finally:
             if not under_way.outcome.done():
                 under_way.give_up()

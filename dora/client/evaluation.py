@@ -21,15 +21,15 @@ from dora.rpc.errors import ServiceUnavailable
 class Score:
     """Statistics of responses. NaN means that no response gives the value."""
 
-    groups: Annotated[int, "prompts whose responses are all there"]
+    groups: Annotated[int, "prompts whose responses are complete"]
     responses: Annotated[int, "their responses"]
     reward_mean: Annotated[float, "mean reward, over valid verdicts"]
-    reward_error: Annotated[float, "standard error of that mean, where each prompt's mean is one sample"]
-    verdicts_failed: Annotated[int, "responses that the reward function gave no number"]
+    reward_error: Annotated[float, "standard error of that mean, with each prompt's mean as one sample"]
+    verdicts_failed: Annotated[int, "responses without a valid verdict of the reward function"]
     length_mean_tokens: Annotated[float, "mean length of the responses"]
-    length_p90_tokens: Annotated[float, "90th percentile of the same"]
-    stopped: Annotated[int, "responses that the model, a stop string or a stop token ended"]
-    cut: Annotated[int, "responses that were cut at their longest"]
+    length_p90_tokens: Annotated[float, "90th percentile of the lengths"]
+    stopped: Annotated[int, "responses ended by the model, a stop string or a stop token"]
+    cut: Annotated[int, "responses cut at their maximum length"]
 
 
 class Evaluation:
@@ -95,7 +95,7 @@ class Evaluation:
     async def _receive(self) -> None:
         part: pb.EvaluationPart | None = await self._connection.read(self._replies)
         if part is None:
-            raise ServiceUnavailable(f"evaluation {self.evaluation_id} broke off: the service has gone")
+            raise ServiceUnavailable(f"evaluation {self.evaluation_id} was interrupted: connection lost")
         if part.evaluation_id:
             self.evaluation_id, self.version = part.evaluation_id, part.version
         self.refused.update((refused.prompt_id, refused.reason) for refused in part.refused)

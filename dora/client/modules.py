@@ -44,7 +44,7 @@ def whole(tensor: Any, name: str) -> Any:
             "a whole tensor: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
             "cpu_offload=True)) on every rank, and its result on the one that commits"
         )
-        raise InvalidValue(f"weights: {name}", f"one rank's part of a DTensor {tuple(tensor.shape)}", allowed)
+        raise InvalidValue(f"weights: {name}", f"one rank's shard of a DTensor {tuple(tensor.shape)}", allowed)
     return tensor.to_local()
 
 

@@ -52,7 +52,7 @@ class Prompts(Client):
         LimitExceeded if the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
         """
         if isinstance(prompts, str | Mapping):
-            raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
+            raise InvalidValue("prompts", prompts, "a list of prompts, even for a single one")
         request = pb.SubmitRequest(prompts=[_to_wire(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
@@ -76,7 +76,7 @@ class Prompts(Client):
         prompts or evaluations, Unauthenticated, ServiceUnavailable.
         """
         if isinstance(prompts, str | Mapping):
-            raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
+            raise InvalidValue("prompts", prompts, "a list of prompts, even for a single one")
         if version is not None:
             check_count("version", version)
         if type(share) not in (int, float):
@@ -101,7 +101,7 @@ class Prompts(Client):
         step has taken stays. May be repeated. Raises InvalidValue for more than 4,096 ids.
         """
         if isinstance(ids, str):
-            raise InvalidValue("ids", ids, "a list of ids, also where it is one")
+            raise InvalidValue("ids", ids, "a list of ids, even for a single one")
         request = pb.CancelRequest(ids=ids, reason=reason)
         reply = await self._connection.call(self._connection.stub(PromptsStub).Cancel, request)
         return [Cancelled(outcome.id, outcome.state, outcome.group_id) for outcome in reply.outcomes]
@@ -117,7 +117,7 @@ def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
     try:
         return prompt_to_wire(prompt)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidValue("prompt", prompt, f"a Prompt of the declared types ({error})") from error
+        raise InvalidValue("prompt", prompt, f"a Prompt with fields of the declared types ({error})") from error
 
 
 def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
@@ -147,5 +147,5 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
         if "messages" in record:
             message.messages_json = json.dumps(record["messages"])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidValue("prompt", dict(record), f"fields of the types that JSON has ({error})") from error
+        raise InvalidValue("prompt", dict(record), f"a mapping with JSON values ({error})") from error
     return message

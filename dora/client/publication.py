@@ -85,7 +85,7 @@ def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pat
         if not is_full(error):
             raise
         size_bytes = sum(header.content_bytes for header in expected)
-        allowed = f"what {folder} has room for ({error.strerror}); repeat it later"
+        allowed = f"at most the free space of {folder} ({error.strerror}); free some and retry"
         raise LimitExceeded("weights", f"{size_bytes:,} bytes", allowed) from error
 
 
@@ -136,7 +136,7 @@ def weight_paths(weights: object) -> tuple[Path, ...]:
         raise InvalidValue("weights", str(weights)[:80], "at least one safetensors file")
     names = [check_file_name(path.name) for path in paths]
     if len(set(names)) < len(names):
-        raise InvalidValue("weights", sorted(names), "files of different names")
+        raise InvalidValue("weights", sorted(names), "files with different names")
     return paths
 
 

@@ -156,7 +156,7 @@ async def end(session: Session, hurried: bool) -> None:
             await settle(session)
             return
         if not await publication.ends_within(_HURRY_S):
-            log.warning("the commit of step %d is given up", publication.step)
+            log.warning("the commit of step %d was cancelled: it did not end in time", publication.step)
     finally:
         session.publishing = None
         await publication.give_up()

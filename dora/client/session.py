@@ -143,7 +143,7 @@ class Session:
         if self._tokenizer_folder is not None:
             return Path(self._tokenizer_folder)
         if self.attachment.store_folder is None:
-            allowed = "given, with the model's folder on this host: dora.Trainer(..., tokenizer=FOLDER)"
+            allowed = "given as the model's folder on this host: dora.Trainer(..., tokenizer=FOLDER)"
             raise Conflict("tokenizer", MISSING, allowed)
         return Path(self.attachment.model)
 
@@ -162,7 +162,7 @@ class Session:
         service refuses ``groups``, Unauthenticated, ServiceUnavailable after ``connect_s``.
         """
         if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MAX:
-            raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 for what the service has")
+            raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 to keep the service's")
         self._groups_per_step, self._begun = int(groups), False
         patience = Patience(self._connect_s)
         while True:

@@ -18,7 +18,7 @@ from dora.rpc.convert import group_from_wire
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.packed import packed_groups
 
-_BEGUN_ANEW: Final = "left, and begun anew by steps()"
+_BEGUN_ANEW: Final = "left, and restarted by steps()"
 
 
 class Step:
@@ -204,7 +204,7 @@ class Step:
             raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
         if self._repeated != self._seen:
             gone = sorted(self._seen - self._repeated)
-            why = f"is not as it was: the service has put other groups in place of {gone}"
+            why = f"has changed: the service replaced the groups {gone}"
             raise Conflict("step", self.number, _BEGUN_ANEW, why)
         self._complete = True
 
@@ -213,7 +213,7 @@ class Step:
         self._check_current(attachment)
         self._stream, self._complete = None, False
         if await self._has_groups(time.monotonic()):
-            why = "is not as it was: the service has put other groups into it since it was trained"
+            why = "has changed: the service added groups to it since it was trained"
             raise Conflict("step", self.number, _BEGUN_ANEW, why)
 
     def _check_taken(self) -> None:
@@ -224,7 +224,7 @@ class Step:
 
     def _check_current(self, attachment: Attachment) -> None:
         if attachment.next_step != self.number:
-            why = "is over: another trainer committed in the meantime"
+            why = "has ended: another trainer has committed it"
             raise Conflict("step", self.number, f"{attachment.next_step}, the service's next", why)
 
 

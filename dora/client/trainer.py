@@ -62,7 +62,7 @@ class Trainer(Session):
                 await settle(self)
                 return
             if not step.committed:
-                raise Conflict("step", number, "committed before the next one is asked for", why="is not committed")
+                raise Conflict("step", number, "committed before the next one is requested", why="is not committed")
             number += 1
 
     async def republish(self, weights: Weights, *, version: int, canary: Canary | None = None) -> None:

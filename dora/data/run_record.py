@@ -60,13 +60,13 @@ class CommittedStep:
     version: int  # that it published: step + 1
     groups: Mapping[str, int]  # group id -> its trajectories
     committed_at: float  # seconds since the Unix epoch
-    staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
+    staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
     waited_s: float | None = None  # the trainer's wait for groups; None: unknown
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
     """The refusal of a folder to which no record can be written."""
-    return InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})")
+    return InvalidValue("record", str(folder), f"a writable folder ({error.strerror})")
 
 
 class Recorder:
@@ -174,7 +174,7 @@ class Recorder:
         self._kept.pop(version, None)
         kept, gone = self._versions / str(version), self._versions / f".{version}"
         if kept.is_dir():
-            os.rename(kept, gone)  # a reader sees the whole folder or none
+            os.rename(kept, gone)  # readers see the whole folder or none
             shutil.rmtree(gone)
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ class Trajectory:
         return self.decoder(token_ids.tolist(), special_tokens)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The trajectory record: plain JSON values, keys as the fields. float32 values survive exactly, NaN is null."""
+        """The trajectory as plain JSON values, keyed by field. float32 values survive exactly, NaN becomes null."""
         return {name: JSON[declared.kind].write(getattr(self, name)) for name, declared in DECLARED.items()}
 
     @classmethod

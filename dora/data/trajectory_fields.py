@@ -101,7 +101,7 @@ def declarations(kind: type) -> tuple[dict[str, Declared], dict[str, str]]:
 
 
 def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
-    """``values`` as a new one-dimensional array. Raises InvalidValue where they are none."""
+    """Copies ``values`` into a new one-dimensional array. Raises InvalidValue if that is impossible."""
     kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
     try:
         given = np.asarray(values)

@@ -178,7 +178,7 @@ class Canary:
 
 
 class Segment(NamedTuple):
-    """A stretch ``[first_token, last_token]`` of one response on one worker, and how the request came there."""
+    """The tokens ``[first_token, last_token]`` of one response on one worker, and how the request arrived there."""
 
     worker_id: str
     first_token: int
@@ -189,7 +189,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEvent:
-    """Something that happened within a response: a tool call, its result, an environment's turn."""
+    """An event within a response: a tool call, its result, an environment's turn."""
 
     position_token: int  # index of the first response token after the event
     kind: str  # e.g. "tool_call", "tool_result", "observation"

@@ -113,7 +113,7 @@ def _text(field: FieldInfo, value: Any) -> str:
         return "a text, in quotes"
     if any(getattr(each, "pattern", None) for each in field.metadata) and field.description:
         return field.description
-    return "a text that is not empty" if not value else "a text in UTF-8"
+    return "a non-empty text" if not value else "a text in UTF-8"
 
 
 def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:

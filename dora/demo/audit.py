@@ -55,7 +55,7 @@ def read_record(path: Path) -> list[Row]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise InvalidValue(f"{path.name} line {number}", line[:80], "one JSON object a line") from error
+            raise InvalidValue(f"{path.name} line {number}", line[:80], "one JSON object per line") from error
     return rows
 
 

@@ -59,4 +59,4 @@ class OutFolder:
                 if version.name.isdigit():
                     shutil.rmtree(version)
         except OSError as error:
-            raise InvalidValue("--out", str(self.root), f"a folder that can be written ({error.strerror})") from error
+            raise InvalidValue("--out", str(self.root), f"a writable folder ({error.strerror})") from error

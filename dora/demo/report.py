@@ -25,46 +25,46 @@ class DemoReport(TypedDict):
     """The content of ``report.json``. Group counts and staleness come from the run record and the trainer's list."""
 
     model: Annotated[str, "the model"]
-    window: Annotated[int, "policy versions that may be live; of an adaptive window the most"]
+    window: Annotated[int, "maximum number of live policy versions, also of an adaptive window"]
     workers: Annotated[int, "rollout workers"]
     groups_per_step: Annotated[int, "prompt groups a step"]
-    group_size: Annotated[int, "responses to one prompt"]
+    group_size: Annotated[int, "responses per prompt"]
     steps: Annotated[int, "steps that the trainer committed"]
     groups_admitted: Annotated[int, "groups admitted into the window"]
     groups_trained: Annotated[int, "groups that the trainer trained on"]
     groups_cancelled: Annotated[int, "groups ended without training"]
-    groups_open_at_end: Annotated[int, "groups admitted and not committed when the trainer had ended"]
-    groups_lost: Annotated[int, "groups that vanished: must be 0"]
+    groups_open_at_end: Annotated[int, "groups admitted but not committed when the trainer ended"]
+    groups_lost: Annotated[int, "groups lost: must be 0"]
     groups_duplicated: Annotated[int, "groups trained on or delivered twice: must be 0"]
     staleness_max: Annotated[int, "largest staleness: must be at most window - 1"]
-    versions_live_max: Annotated[int, "most versions in the window at once"]
+    versions_live_max: Annotated[int, "largest number of versions in the window at once"]
     c1_violations: Annotated[int, "trajectories that mixed versions: must be 0"]
-    migrations_kv: Annotated[int, "requests that moved with their KV-cache"]
-    migrations_reprefill: Annotated[int, "requests that went on elsewhere by computing their KV again"]
-    migrations_failed: Annotated[int, "handoffs that were undone"]
+    migrations_kv: Annotated[int, "requests moved with their KV cache"]
+    migrations_reprefill: Annotated[int, "requests resumed elsewhere by computing their KV again"]
+    migrations_failed: Annotated[int, "failed handoffs"]
     tokens_reprefilled: Annotated[int, "tokens whose KV was computed a second time"]
     tokens_generated: Annotated[int, "tokens delivered"]
-    requests_parked: Annotated[int, "requests that were parked in a pool"]
-    requests_resumed: Annotated[int, "requests that went on from a pool, with their KV"]
-    blackout_ms_p50: Annotated[float | None, "median time for which a request that went to another worker got no token"]
+    requests_parked: Annotated[int, "requests parked in a pool"]
+    requests_resumed: Annotated[int, "requests resumed from a pool, with their KV"]
+    blackout_ms_p50: Annotated[float | None, "median time without tokens of a request that moved to another worker"]
     blackout_ms_p99: Annotated[float | None, "99th percentile of the same"]
-    parked_ms_p50: Annotated[float | None, "median time for which a request that went through a pool got no token"]
+    parked_ms_p50: Annotated[float | None, "median time without tokens of a request that was parked in a pool"]
     parked_ms_p99: Annotated[float | None, "99th percentile of the same"]
     workers_lost: Annotated[int, "workers whose connection broke"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
     reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
-    answer_first: Annotated[str, "what the verifier said of a middling response of the first step; may be empty"]
-    answer_last: Annotated[str, "the same of the last step"]
-    tokens_per_s: Annotated[float, "tokens delivered, from the service's first answer to the last commit"]
-    seconds_model: Annotated[float, "until the model was prepared"]
-    seconds_start: Annotated[float, "from there until all workers answered"]
-    seconds_first_step: Annotated[float, "from there to the first commit, the trainer's start included"]
-    seconds_later_steps: Annotated[float, "from there to the last commit"]
-    seconds_end: Annotated[float, "from there to the end: the workers' end, the audit"]
-    seconds_total: Annotated[float, "the whole run, in seconds"]
-    disagreements: Annotated[list[str], "what the service's counters and the record say differently"]
-    failures: Annotated[list[str], "every promise that was broken, in a sentence"]
+    answer_first: Annotated[str, "the verifier's log for the response of median reward in the first step; may be empty"]
+    answer_last: Annotated[str, "the same for the last step"]
+    tokens_per_s: Annotated[float, "delivered tokens/s, from the service's first reply to the last commit"]
+    seconds_model: Annotated[float, "time to prepare the model"]
+    seconds_start: Annotated[float, "time from there until all workers were ready"]
+    seconds_first_step: Annotated[float, "time from there to the first commit, including the trainer's start"]
+    seconds_later_steps: Annotated[float, "time from there to the last commit"]
+    seconds_end: Annotated[float, "time from there to the end: shutdown of the workers and the audit"]
+    seconds_total: Annotated[float, "time of the whole run"]
+    disagreements: Annotated[list[str], "differences between the service's counters and the run record"]
+    failures: Annotated[list[str], "a sentence for each violated guarantee"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
         # The service counts staleness when a step takes a group, so its maximum includes an uncommitted step.
         recomputed["staleness_max"] = max(recomputed["staleness_max"], int(counters.get("staleness_max", 0)))
     sentences = [
-        f"{name}: the service counts {counters.get(name, 0):g}, record and trainer give {value}"
+        f"{name}: the service counts {counters.get(name, 0):g}, run record and trainer {value}"
         for name, value in recomputed.items()
         if int(counters.get(name, 0)) != value
     ]
@@ -173,7 +173,7 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
         )
     if found.staleness_misstated:
         sentences.append(
-            f"staleness: {len(found.staleness_misstated)} trajectories carry a staleness that is not "
+            f"staleness: {len(found.staleness_misstated)} trajectories have a staleness that is not "
             f"trained_step - behaviour_version, e.g. {found.staleness_misstated[0]}"
         )
     return sentences
@@ -183,7 +183,7 @@ def _failures(report: DemoReport, run: DemoRun) -> list[str]:
     zeroes = {name: report[name] for name in ("groups_lost", "groups_duplicated", "c1_violations")}
     sentences = [f"{name} = {count}, must be 0" for name, count in zeroes.items() if count]
     if report["staleness_max"] > run.window - 1:
-        sentences.append(f"staleness_max = {report['staleness_max']}, must be at most window - 1 = {run.window - 1}")
+        sentences.append(f"staleness_max = {report['staleness_max']}: it must be at most window - 1 = {run.window - 1}")
     if report["steps"] != run.steps_asked:
         sentences.append(f"steps = {report['steps']}, must be {run.steps_asked}")
-    return sentences + [f"service and record disagree: {sentence}" for sentence in report["disagreements"]]
+    return sentences + [f"service and run record disagree: {sentence}" for sentence in report["disagreements"]]

@@ -208,7 +208,7 @@ def _kill_busiest(status: Status, screen: Screen) -> bool:
     victim = max(mine, key=lambda worker: worker.running)
     with suppress(ProcessLookupError):
         os.kill(victim.pid, signal.SIGKILL)
-        screen.line(f"killed {victim.worker_id} (pid {victim.pid}, {victim.running} requests), as asked")
+        screen.line(f"killed {victim.worker_id} (pid {victim.pid}, {victim.running} requests), as requested")
     return True
 
 
@@ -227,4 +227,4 @@ async def _read_books(operator: Operator) -> Books:
             }
             return Books(after, len(open_groups), len(overdue))
         before = after
-    raise BooksUnsettled(f"groups were admitted during each of {BOOKS_TRIES} readings of the service's books")
+    raise BooksUnsettled(f"the service's counters changed during each of {BOOKS_TRIES} attempts to read them")

@@ -45,7 +45,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "promises",
         f"{report['groups_lost']} groups lost, {report['groups_duplicated']} delivered twice, "
-        f"{report['c1_violations']} responses of mixed versions",
+        f"{report['c1_violations']} responses with mixed versions",
     )
     yield "staleness", f"at most {report['staleness_max']} (allowed: {report['window'] - 1})"
     yield "versions", f"{report['versions_live_max']} live at once, {report['steps']} published"
@@ -54,14 +54,14 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, answer in (("first", report["answer_first"]), ("last", report["answer_last"])):
         if answer:
             yield f"{name} step", answer
-    yield "tokens", f"{report['tokens_generated']:,} generated, {report['tokens_per_s']:.0f} a second beside training"
+    yield "tokens", f"{report['tokens_generated']:,} generated, {report['tokens_per_s']:.0f}/s during training"
     yield "time", _time(report)
 
 
 def _moves(report: Mapping[str, Any]) -> str:
-    text = f"{report['migrations_kv']} requests went to another worker with their KV"
+    text = f"{report['migrations_kv']} requests moved to another worker with their KV"
     if report["blackout_ms_p50"] is not None:
-        text += f" (half of them without a token for {report['blackout_ms_p50'] / 1000:.1f} s or less)"
+        text += f" (median time without tokens {report['blackout_ms_p50'] / 1000:.1f} s)"
     text += f", {report['migrations_reprefill']} without it"
     if report["requests_parked"]:
         text += f"; {report['requests_parked']} were parked, {report['requests_resumed']} resumed"

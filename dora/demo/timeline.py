@@ -46,7 +46,7 @@ def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title
 
 
 def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
-    _panel(axes, "Mean reward (dashed: of the first and of the last quarter of the steps)", "training step", "reward")
+    _panel(axes, "Mean reward (dashed: first and last quarter of the steps)", "training step", "reward")
     _whole_ticks(axes.xaxis)
     scored = [(step.step, step.mean_reward) for step in steps if step.mean_reward is not None]
     if not scored:
@@ -65,7 +65,7 @@ def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
 
 
 def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> None:
-    _panel(axes, "Staleness of what was trained", "training step", "versions")
+    _panel(axes, "Staleness of the trained groups", "training step", "versions")
     _whole_ticks(axes.xaxis)
     _whole_ticks(axes.yaxis)
     numbers = [step.step for step in steps]

@@ -48,7 +48,7 @@ class KeptVersions:
     def drop(self, version: int) -> None:
         kept, gone = self.folder / str(version), self.folder / f".{version}"
         with suppress(FileNotFoundError):
-            os.rename(kept, gone)  # a reader sees the whole folder or none
+            os.rename(kept, gone)  # readers see the whole folder or none
             shutil.rmtree(gone)
 
     def only(self, versions: Iterable[int]) -> None:

@@ -268,7 +268,7 @@ class Tier:
             whole += 1
         if whole < len(chunks):
             self._tell(damaged_chunks=self._load.damaged_chunks + 1)
-            log.warning("the KV tier has a chunk that is not whole: it and those after it are computed anew")
+            log.warning("the KV tier has an incomplete chunk: that chunk and those after it are computed again")
         search.chunks = chunks[:whole] if whole else None
 
     def _keep(self, keeping: _Keeping) -> None:
@@ -279,7 +279,7 @@ class Tier:
         context = _field(self._connection.call("prepare_store", key, self.instance), "context", dict)
         slots, indices = context.get("slots", []), context.get("chunk_indices", [])
         if len(slots) != len(indices) or not set(indices) <= set(range(len(keeping.chunks))):
-            raise TransferFailed("LMCache's server wants other chunks than it was offered")
+            raise TransferFailed("LMCache's server requested chunks that it was not offered")
         for slot, index in zip(slots, indices, strict=True):
             self._slot(slot)[:] = keeping.chunks[index]
         if slots:  # empty: it has them all, or no room
@@ -309,7 +309,7 @@ class Tier:
         offset, length = _field(slot, "offset", int), _field(slot, "length", int)
         assert self._segment is not None
         if length != self._shape.sealed_bytes or not 0 <= offset <= len(self._segment) - length:
-            raise TransferFailed(f"LMCache's server names {length} bytes at {offset}, which is no place for a chunk")
+            raise TransferFailed(f"LMCache's server named {length} bytes at {offset}, which cannot hold a chunk")
         return self._segment[offset : offset + length]
 
     def _tell(self, **changes: Any) -> None:

@@ -56,7 +56,7 @@ class Connection:
                 raise TransferFailed(f"LMCache's server did not answer {operation} in {self._timeout_s:g} s")
             answer = self._socket.recv_multipart(zmq.NOBLOCK)
             if len(answer) < 2 or answer[0] != uid:
-                raise TransferFailed(f"LMCache's server answered {operation} with something else")
+                raise TransferFailed(f"LMCache's server sent an invalid answer to {operation}")
             return msgpack.unpackb(answer[2]) if len(answer) > 2 else None
         except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
             self.reset()

@@ -74,7 +74,7 @@ class Arena:
             os.posix_fallocate(self._descriptor, 0, STATE_BYTES)
             self._mapped = mmap.mmap(self._descriptor, STATE_BYTES + self.most_bytes)
         except OSError as error:
-            raise InvalidValue("snapshot folder", str(folder), f"with room for a pool ({error.strerror})") from error
+            raise InvalidValue("snapshot folder", str(folder), f"one with room for it ({error.strerror})") from error
         self._mapped[:MARK_BYTES] = self.mark
         self._address = int(np.frombuffer(self._mapped, np.uint8, 1).ctypes.data)
 
@@ -149,13 +149,13 @@ class Arena:
         try:
             os.posix_fallocate(self._descriptor, self._grown_bytes, grown - self._grown_bytes)
         except OSError as error:
-            why = "no room left" if is_full(error) else f"it cannot be written ({error.strerror})"
+            why = "no room left" if is_full(error) else f"the file cannot be written ({error.strerror})"
             raise SnapshotRefused(f"snapshot folder = {str(self._folder)!r}: {why}") from error
         if not self._unpinned:
             size_bytes = grown - self._grown_bytes
             self._unpinned = self._pin(self._address + self._grown_bytes, size_bytes)
             if self._unpinned:
-                log.info("pool: %d bytes of its memory are pinned and no more: %s", self.pinned_bytes, self._unpinned)
+                log.info("pool: only %d bytes of its memory are pinned: %s", self.pinned_bytes, self._unpinned)
             else:
                 self.pinned_bytes += size_bytes
         self._grown_bytes = grown
@@ -167,7 +167,7 @@ class MappedArena:
     def __init__(self, folder: Path, owner: str, name: str, mark: bytes) -> None:
         """Raises TransferFailed if the file is not that owner's arena, cannot be mapped, or is different memory."""
         if name != f"{owner}/{ARENA_FILE}":
-            raise TransferFailed(f"arena {name!r}: not that of {owner}")
+            raise TransferFailed(f"arena {name!r}: it is not the arena of {owner}")
         try:
             descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
@@ -185,7 +185,7 @@ class MappedArena:
     def array(self, at: int, size_bytes: int) -> np.ndarray:
         """A range of the arena. Raises TransferFailed if it lies outside."""
         if not STATE_BYTES <= at <= at + size_bytes <= len(self._mapped):
-            raise TransferFailed(f"arena: bytes {at} to {at + size_bytes} of {len(self._mapped)}")
+            raise TransferFailed(f"arena: bytes {at} to {at + size_bytes} lie outside its {len(self._mapped)} bytes")
         return np.frombuffer(self._mapped, np.uint8, size_bytes, at)
 
     def touch(self, at: int, size_bytes: int) -> None:

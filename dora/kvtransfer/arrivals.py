@@ -119,7 +119,7 @@ class Arrivals:
         with self._lock:
             if len(self._expected) >= EXPECTED_MAX:
                 raise Conflict(
-                    "snapshots expected", len(self._expected), f"below {EXPECTED_MAX}", why="is too much for another"
+                    "snapshots expected", len(self._expected), f"below {EXPECTED_MAX}", why="leaves no room for another"
                 )
             self._expected[epoch, ticket] = _Expected(most_bytes, ahead)
 
@@ -168,17 +168,17 @@ class Arrivals:
                 raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
             before = self._here.get(after)
             if after and (before is None or not before.leads_to(ticket, epoch)):
-                raise SnapshotRefused(f"round after {after!r}: that is no round of this snapshot which is here")
+                raise SnapshotRefused(f"round after {after!r}: this snapshot has no such round here")
             rounds = [] if before is None else before.rounds()
             whole_bytes = body_bytes + sum(each.size_bytes for each in rounds)
             most_bytes = expected.most_bytes
             if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MAX):
                 raise SnapshotRefused(
-                    f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds, expected are at most {most_bytes} "
+                    f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds: at most {most_bytes} are expected "
                     f"in {ROUNDS_MAX}"
                 )
             if key in self._here:
-                raise SnapshotRefused(f"key {key}: it is in use")
+                raise SnapshotRefused(f"key {key}: it is already in use")
         return before
 
     def begin(self, arrival: Arrival) -> None:
@@ -190,7 +190,7 @@ class Arrivals:
         with self._lock:
             expected = self._expected.get((arrival.epoch, arrival.ticket))
             if not (expected or arrival.ticket == PROBE) or not rounds <= self._here.keys():
-                raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is expected no longer")
+                raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is no longer expected")
             of_it = (arrival.ticket, arrival.epoch)
             self._drop(lambda other: (other.ticket, other.epoch) == of_it and other.key not in rounds)
             self._here[arrival.key] = arrival
@@ -205,7 +205,7 @@ class Arrivals:
             except InvalidValue as error:
                 raise SnapshotRefused(str(error)) from error
             if expected is None or expected.ahead is None or not arrival.goes_on:
-                raise SnapshotRefused(f"prefix of {prefix.blocks} blocks: none is kept here for it")
+                raise SnapshotRefused(f"prefix of {prefix.blocks} blocks: it is not stored here")
         if expected is not None and expected.ahead is not None:
             with expected.writing:
                 expected.ahead.start(arrival.key, prefix)

@@ -153,7 +153,7 @@ def snapshot_of(
     closing = view[len(opening.raw) :]
     manifest = _unsealed(closing)
     if closing.nbytes != _HEAD_START + manifest.nbytes:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}, its parts end before")
+        raise SnapshotRefused(f"head bytes = {view.nbytes}: its parts end before")
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
@@ -176,15 +176,15 @@ def _seal_of(part: Buffer) -> bytes:
 def _unsealed(view: memoryview) -> memoryview:
     """The manifest of the first part of a head, after its seal was checked."""
     if view.nbytes <= _HEAD_START:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}, each of its parts has more than {_HEAD_START}")
+        raise SnapshotRefused(f"head bytes = {view.nbytes}: each of its parts must have more than {_HEAD_START}")
     magic, schema, manifest_bytes = _PREAMBLE.unpack_from(view)
     if magic != MAGIC:
-        raise SnapshotRefused(f"magic = {magic!r}, a snapshot begins with {MAGIC!r}")
+        raise SnapshotRefused(f"magic = {magic!r}: a snapshot begins with {MAGIC!r}")
     if schema != SCHEMA:
         raise SnapshotRefused(f"schema = {schema}, this build reads {SCHEMA}")
     manifest = view[_HEAD_START : _HEAD_START + manifest_bytes]
     if manifest.nbytes != manifest_bytes:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}, its part makes it {_HEAD_START + manifest_bytes}")
+        raise SnapshotRefused(f"head bytes = {view.nbytes}: its part claims {_HEAD_START + manifest_bytes}")
     if blake3(view[: _PREAMBLE.size]).update(manifest).digest() != _seal_of(view):
         raise SnapshotRefused("checksum: the head's bytes are not those that were written")
     return manifest
@@ -246,7 +246,7 @@ def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | Sam
 
 def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
     if manifest["opening"] != _seal_of(opening.raw):
-        raise SnapshotRefused("head: its closing is that of another opening")
+        raise SnapshotRefused("head: its closing belongs to another opening")
     layout, before = opening.layout, opening.request
     output_token_ids, logprobs = _read_outputs(manifest)
     request = replace(
@@ -284,7 +284,7 @@ def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) 
         ahead_bytes -= _bytes_of(layout, counts[first])
         first += 1
     if ahead_bytes or first == len(counts):
-        raise SnapshotRefused(f"rounds = {len(counts)}: those that came ahead end within one, or are all of them")
+        raise SnapshotRefused(f"rounds = {len(counts)}: the bytes sent ahead end within one, or include the last")
     return first
 
 
@@ -292,7 +292,7 @@ def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.n
     round_bytes = [_bytes_of(layout, each) for each in counts]
     found_bytes = sum(body.nbytes for body in bodies)
     if sum(round_bytes) != found_bytes or min(map(min, counts)) < 0:
-        raise SnapshotRefused(f"body bytes = {found_bytes}, the head makes it {sum(round_bytes)}")
+        raise SnapshotRefused(f"body bytes = {found_bytes}: the head claims {sum(round_bytes)}")
     blocks: dict[str, list[np.ndarray]] = {name: [] for name, _ in layout.layers}
     rest = iter(bodies)
     body, start = next(rest), 0
@@ -300,7 +300,7 @@ def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.n
         if start == body.nbytes:
             body, start = next(rest), 0
         if start + whole_bytes > body.nbytes:
-            raise SnapshotRefused(f"rounds = {len(counts)}: the bodies end within one")
+            raise SnapshotRefused(f"rounds = {len(counts)}: the bodies end within a round")
         for (name, block_bytes), count in zip(layout.layers, each, strict=True):
             if count:
                 blocks[name].append(body[start : start + count * block_bytes].reshape(count, block_bytes))

@@ -78,7 +78,7 @@ class Endpoint:
     def plane(self) -> DataPlane:
         """Raises Conflict if there is none."""
         if self._plane is None:
-            raise Conflict("data plane", MISSING, "there, for a request to move with its KV", why="is missing")
+            raise Conflict("data plane", MISSING, "present, to move a request with its KV", why="is missing")
         return self._plane
 
     def reserve(self, order: ReserveOrder) -> "Future[None] | None":

@@ -63,7 +63,7 @@ class Incoming:
             voided = connection.under_way()
             if not stopping.is_set() and (voided or not isinstance(error, Gone)):
                 # Logged as text: a stored log record would otherwise reference the error's frames, and so memory of KV.
-                log.warning("kv: from %s: %s; %d snapshots on their way are void", peer.worker_id, str(error), voided)
+                log.warning("kv: from %s: %s; voided %d incoming snapshots", peer.worker_id, str(error), voided)
         finally:
             connection.close()
 
@@ -117,7 +117,7 @@ class _Connection:
         while not stopping.is_set():
             if not self._stream.is_readable(TICK_S):
                 if self._uses and time.monotonic() - heard_s > timeout_s:
-                    raise TransferFailed(f"it stopped in the middle of a snapshot for {timeout_s:g} s")
+                    raise TransferFailed(f"it stalled within a snapshot for {timeout_s:g} s")
                 continue
             frame = self._stream.receive()
             heard_s = time.monotonic()
@@ -127,7 +127,7 @@ class _Connection:
             try:
                 obey(frame)
             except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-                raise TransferFailed(f"its {frame.kind.name} makes no sense: {error!r}") from error
+                raise TransferFailed(f"its {frame.kind.name} is invalid: {error!r}") from error
 
     def under_way(self) -> int:
         """The number of snapshots or rounds that have begun and are not complete."""
@@ -194,15 +194,15 @@ class _Connection:
             self._skip(self._void[key].receiver, frame)
             return
         if key not in self._uses:
-            raise TransferFailed(f"its CHUNK is of {key!r}, which it has not opened")
+            raise TransferFailed(f"its CHUNK belongs to {key!r}, which it has not opened")
         receiver, arrival = self._uses[key].receiver, self._arrivals.find(key)
         if arrival is None:
             self._skip(receiver, frame)
-            self._refuse(key, "it is expected no longer")
+            self._refuse(key, "it is no longer expected")
             return
         if at != arrival.filled_bytes or not 0 < size <= CHUNK_MAX or at + size > arrival.body.nbytes:
             whole, before = arrival.body.nbytes, arrival.filled_bytes
-            raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
+            raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole} cannot follow {before}")
         target = arrival.body[at : at + size].data
         arrival.filled_bytes += size
         arrival.chunk_bytes = max(arrival.chunk_bytes, size)
@@ -240,7 +240,7 @@ class _Connection:
             return
         use = self._uses.pop(key, None)
         if use is None:
-            raise TransferFailed(f"its COMMIT is of {key!r}, which it has not opened")
+            raise TransferFailed(f"its COMMIT belongs to {key!r}, which it has not opened")
         arrival = self._arrivals.find(key)
         reason = self._complete(key, head, sums, expected)
         use.end()
@@ -254,9 +254,9 @@ class _Connection:
         """Completes a snapshot after its sender's commit. Returns why it is refused; empty: it has arrived."""
         arrival = self._arrivals.find(key)
         if arrival is None:
-            return "it is expected no longer"
+            return "it is no longer expected"
         if arrival.filled_bytes != arrival.body.nbytes:
-            return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
+            return f"{arrival.filled_bytes} bytes arrived, {arrival.body.nbytes} were announced"
         has_head = arrival.goes_on or head or any(each.head for each in arrival.rounds())
         if not has_head or self._digest([*sums, head]) != expected:
             return "checksum of the head: its bytes are not those that were sent"
@@ -265,7 +265,7 @@ class _Connection:
             number = next((number for number, (sent, found) in pairs if sent != found), len(arrival.sums))
             return f"checksum of chunk {number}: its bytes are not those that were sent"
         try:
-            return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
+            return "" if self._arrivals.complete(arrival, head) else "it is no longer expected"
         except SnapshotRefused as error:
             return str(error)
 
@@ -285,7 +285,7 @@ class _Connection:
         if use is not None:
             self._void[key] = use
             if len(self._void) > VOID_MAX:
-                raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
+                raise TransferFailed(f"{len(self._void)} snapshots were refused and neither ended nor cancelled")
         self._arrivals.drop(key)
-        log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
+        log.warning("kv: refused %s from %s: %s", key, self._peer.worker_id, reason)
         self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport, "full": full})

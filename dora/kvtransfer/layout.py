@@ -92,21 +92,21 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     request, layout = snapshot.request, snapshot.layout
     outputs = len(request.output_token_ids)
     if outputs == 0 or not request.prompt_token_ids:
-        raise SnapshotRefused("request: a snapshot is of a request with a prompt and at least one output token")
+        raise SnapshotRefused("request: a snapshot needs a prompt and at least one output token")
     if len(request.logprobs) != outputs:
         raise SnapshotRefused(f"request.logprobs: {len(request.logprobs)} for {outputs} output tokens")
     kv_tokens = len(request.prompt_token_ids) + outputs - 1
     if snapshot.kv_tokens != kv_tokens:
-        raise SnapshotRefused(f"kv_tokens = {snapshot.kv_tokens}, its tokens make it {kv_tokens}")
+        raise SnapshotRefused(f"kv_tokens = {snapshot.kv_tokens}: its tokens require {kv_tokens}")
     draws = rng_draws(outputs, request.sampling.temperature)
     if snapshot.rng_draws != draws:
-        raise SnapshotRefused(f"rng_draws = {snapshot.rng_draws}, its tokens make it {draws}")
+        raise SnapshotRefused(f"rng_draws = {snapshot.rng_draws}: its tokens require {draws}")
     names = tuple(name for name, _ in layout.layers)
     if set(snapshot.blocks) != set(names):
         raise SnapshotRefused(f"blocks: layers {_short(sorted(snapshot.blocks))}, the layout has {_short(names)}")
     count = blocks_for(kv_tokens, layout.block_tokens)
     if not 0 <= snapshot.ahead < count:
-        raise SnapshotRefused(f"ahead = {snapshot.ahead}, of {count} blocks: the last never is")
+        raise SnapshotRefused(f"ahead = {snapshot.ahead} of {count} blocks: the last block cannot be ahead")
     counts = block_counts(layout, kv_tokens, count - snapshot.ahead)
     for (name, block_bytes), count in zip(layout.layers, counts, strict=True):
         pieces = snapshot.blocks[name]

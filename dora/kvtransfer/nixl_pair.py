@@ -72,7 +72,7 @@ class NixlSender(Sender):
     def begun(self, answer: dict[str, Any]) -> None:
         address, metadata = answer.get("address"), answer.get("agent")
         if not isinstance(address, int) or not isinstance(metadata, bytes):
-            raise TransferFailed("nixl: the other end names no memory")
+            raise TransferFailed("nixl: the other end named no memory")
         with _failing():
             self._peer = self._agent.add_remote_agent(metadata)
             self._peer = self._peer.decode() if isinstance(self._peer, bytes) else self._peer

@@ -101,7 +101,7 @@ class Pair:
         except TransferFailed as error:
             self._break(str(error))
         finally:
-            self._break("the pair has ended")
+            self._break("the pair is closed")
             if self._current is not None:
                 self._current.fail(self.broken)
             if hearing is not None:
@@ -144,7 +144,7 @@ class Pair:
                     self._copy(probe, name)
                     probe.done.result(self._timeout_s)
             except TimeoutError as error:
-                raise TransferFailed(f"the other end answers no probe for {self._timeout_s:g} s") from error
+                raise TransferFailed(f"the other end answered no probe for {self._timeout_s:g} s") from error
             except (TransferFailed, _Void) as error:
                 if self.broken:
                     raise TransferFailed(self.broken) from error
@@ -296,7 +296,7 @@ class Pair:
         def ask(offer: dict[str, Any]) -> dict[str, Any]:
             kind, answer = self._ask(Kind.ATTACH, {**offer, "transport": name}, Kind.ATTACHED)
             if kind is Kind.REFUSED:
-                raise TransferFailed(f"the other end refuses it: {answer.get('reason')}")
+                raise TransferFailed(f"the other end refused it: {answer.get('reason')}")
             return answer
 
         try:
@@ -323,7 +323,7 @@ class Pair:
         try:
             answer = self._replies.wait(self._timeout_s)
         except queue.Empty:
-            self._break(f"{self._peer.worker_id} does not answer for {self._timeout_s:g} s")
+            self._break(f"{self._peer.worker_id} did not answer for {self._timeout_s:g} s")
             raise TransferFailed(self.broken) from None
         if self.broken:
             raise TransferFailed(self.broken)

@@ -73,7 +73,7 @@ def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
     _expect(stream, Kind.WELCOME)
     found = _identity(challenge)
     if (found.worker_id, found.epoch) != (peer.worker_id, peer.epoch):
-        raise TransferFailed(f"this is {found.worker_id} in epoch {found.epoch}, wanted is epoch {peer.epoch}")
+        raise TransferFailed(f"this is {found.worker_id} in epoch {found.epoch}, but epoch {peer.epoch} was wanted")
     _check_model(found, own)
     return found
 
@@ -91,7 +91,7 @@ def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
     stream.authenticate(*(_proof(secret, role, greeting, challenge) for role in (b"from R", b"from S")))
     found = _identity(greeting)
     if greeting.get("wanted") != [own.worker_id, own.epoch]:
-        raise _refused(stream, f"wanted is {greeting.get('wanted')!r}, this is {own.worker_id} in epoch {own.epoch}")
+        raise _refused(stream, f"{greeting.get('wanted')!r} was wanted, this is {own.worker_id} in epoch {own.epoch}")
     try:
         _check_model(found, own)
     except TransferFailed as error:
@@ -113,7 +113,7 @@ def _identity(said: dict[str, Any]) -> Identity:
     texts = [said.get(name) for name in ("worker_id", "fingerprint", "host")]
     epoch = said.get("epoch")
     if not isinstance(epoch, int) or not all(isinstance(text, str) and len(text) <= _TEXT_MAX for text in texts):
-        raise TransferFailed("the other end does not say who it is")
+        raise TransferFailed("the other end did not identify itself")
     worker_id, fingerprint, host = map(str, texts)
     return Identity(worker_id, epoch, fingerprint, host)
 

@@ -25,7 +25,7 @@ def reblocked(snapshot: KvSnapshot, layout: KvLayout) -> KvSnapshot:
     if found == layout:
         return snapshot
     if snapshot.ahead:
-        raise LayoutMisfit(f"ahead = {snapshot.ahead}: blocks of another layout were written as they are")
+        raise LayoutMisfit(f"ahead = {snapshot.ahead}: blocks of another layout were written unconverted")
     snapshot = resliced(snapshot, layout.shards)
     if snapshot.layout == layout:
         return snapshot

@@ -94,4 +94,4 @@ def check_transports(names: str) -> None:
     """Raises InvalidValue if ``kv.transports``, a comma-separated list, has an unknown name."""
     for name in names.split(","):
         if name not in TRANSPORTS:
-            raise InvalidValue("kv.transports", names, f"names with commas, each {one_of(name, TRANSPORTS)}")
+            raise InvalidValue("kv.transports", names, f"comma-separated names, each {one_of(name, TRANSPORTS)}")

@@ -103,7 +103,7 @@ def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     """The layers, with equal shards."""
     count = len(layout.layers)
     if not 1 <= layout.shards <= SHARDS_MAX or {len(layout.windows), len(layout.interiors)} - {0, count}:
-        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.interiors of {len(layout.interiors)} layers")
+        raise SnapshotRefused(f"layout.shards = {layout.shards}: layout.interiors has {len(layout.interiors)} layers")
     windows, interiors = layout.windows or (0,) * count, layout.interiors or (UNKNOWN,) * count
     found: dict[str, list[tuple[str, tuple[int, int, Interior]]]] = {}  # by layer: its shards
     for (name, size), window, interior in zip(layout.layers, windows, interiors, strict=True):
@@ -113,7 +113,7 @@ def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     for name, parts in found.items():
         alike = {part for _, part in parts}
         if [shard for shard, _ in parts] != shard_names(name, layout.shards) or len(alike) > 1:
-            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many that are alike, in order")
+            raise SnapshotRefused(f"layout.shards = {layout.shards}: {name!r} lacks that many equal shards in order")
         size, window, (heads, strips) = alike.pop()
         wholes[name] = _Whole(size * layout.shards, window, (heads * layout.shards, strips))
     return wholes

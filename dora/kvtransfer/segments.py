@@ -53,7 +53,7 @@ class Segment(Sized):
         except OSError as error:
             with suppress(OSError):
                 self._file.unlink(missing_ok=True)
-            why = "no room left" if is_full(error) else f"it cannot be written ({error.strerror})"
+            why = "no room left" if is_full(error) else f"the file cannot be written ({error.strerror})"
             raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {why}") from error
         finally:
             os.close(descriptor)
@@ -81,9 +81,9 @@ class SegmentPool(Shelf[Segment]):
     def __init__(self, folder: Path, owner: str, most_bytes: int) -> None:
         super().__init__(most_bytes)
         if not _OWNER.fullmatch(owner):
-            raise InvalidValue("owner", owner, "1 to 32 digits and small letters")
+            raise InvalidValue("owner", owner, "1 to 32 digits and lowercase letters")
         if not folder.is_dir():
-            raise InvalidValue("snapshot folder", str(folder), "an existing folder, best on a tmpfs")
+            raise InvalidValue("snapshot folder", str(folder), "an existing folder, preferably on a tmpfs")
         self._folder, self._owner = folder, owner
         (folder / owner).mkdir(mode=0o700)
         self._lock_descriptor = hold_new(folder / owner / LOCK_FILE)
@@ -150,7 +150,7 @@ class MappedSegments:
     def _map(self, name: str) -> mmap.mmap:
         owner, _, file = name.partition("/")
         if owner != self._owner or not _SEGMENT.fullmatch(file):
-            raise SnapshotRefused(f"segment {name!r}: not one of {self._owner}")
+            raise SnapshotRefused(f"segment {name!r}: it is not a segment of {self._owner}")
         try:
             descriptor = os.open(self._folder / name, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:

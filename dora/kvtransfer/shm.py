@@ -59,7 +59,7 @@ class ShmSender(Sender):
         if self._arena is not None:
             at, size_bytes = answer.get("at"), answer.get("size")
             if not isinstance(at, int) or not isinstance(size_bytes, int):
-                raise TransferFailed("arena: no place in it is named")
+                raise TransferFailed("arena: no offset is named")
             self._at, self._place = at, self._arena.array(at, size_bytes)
 
     def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
@@ -102,7 +102,7 @@ class ShmReceiver(Receiver):
     def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         name, mark = opening.get("segment"), opening.get("mark")
         if not isinstance(name, str) or not isinstance(mark, bytes):
-            raise SnapshotRefused("segment: none is named")
+            raise SnapshotRefused("segment: no segment is named")
         return Landing(self._segments.array(name, mark, body_bytes), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

@@ -37,6 +37,6 @@ class TcpReceiver(Receiver):
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         if frame.body_bytes != len(target):
-            raise TransferFailed(f"a chunk of {frame.body_bytes} bytes, its head says {len(target)}")
+            raise TransferFailed(f"a chunk has {frame.body_bytes} bytes, but its head says {len(target)}")
         stream.read_into(target)
         return self._helpers.submit(digest, [target]).result

@@ -127,7 +127,7 @@ class TorchReceiver(Receiver):
 
         host, port, prefix = offer.get("host"), offer.get("port"), offer.get("prefix")
         if not isinstance(host, str) or not isinstance(port, int) or not isinstance(prefix, str):
-            raise SnapshotRefused("store: none is named")
+            raise SnapshotRefused("store: no store is named")
         with _failing(self._backend, SnapshotRefused):
             timeout = timedelta(seconds=self._timeout_s)
             self._store = distributed.TCPStore(host, port, None, False, timeout, False)

@@ -152,16 +152,16 @@ class Stream:
         magic, kind, reserved, head_bytes, body_bytes = PREAMBLE.unpack(preamble)
         known = magic == MAGIC and kind in Kind._value2member_map_ and not reserved
         if not known or head_bytes > HEAD_MAX or body_bytes > BODY_MAX:
-            raise TransferFailed(f"the other end sent no frame, but {preamble!r}")
+            raise TransferFailed(f"the other end sent {preamble!r} instead of a frame")
         tag, packed = self.read(TAG_BYTES), self.read(head_bytes)
         if not hmac.compare_digest(tag, self._receiving.next(preamble, packed)):
-            raise TransferFailed("a frame is damaged, or not the one that the other end sent next")
+            raise TransferFailed("a frame is damaged or out of order")
         try:
             head = msgpack.unpackb(packed)
         except ValueError as error:
-            raise TransferFailed(f"the other end sent a frame without a head: {error!r}") from error
+            raise TransferFailed(f"the other end sent a frame with an invalid head: {error!r}") from error
         if not isinstance(head, dict):
-            raise TransferFailed(f"the other end sent {type(head).__name__} for a frame's head")
+            raise TransferFailed(f"the other end sent a frame's head of type {type(head).__name__}")
         return Frame(Kind(kind), head, body_bytes)
 
     def read_into(self, target: memoryview) -> None:
@@ -169,7 +169,7 @@ class Stream:
             while target:
                 taken = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
                 if not taken:
-                    raise Gone("the other end has gone")
+                    raise Gone("the other end has disconnected")
                 target = target[taken:]
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "says nothing")) from error

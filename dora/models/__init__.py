@@ -53,7 +53,7 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
     if (folder / "adapter_config.json").exists():
         why = "is a LoRA adapter, which is not offered"
         raise InvalidValue(
-            "--model", name, "a whole model: merge the adapter into its base (PEFT: merge_and_unload)", why
+            "--model", name, "a complete model: merge the adapter into its base (PEFT: merge_and_unload)", why
         )
     if not (folder / "config.json").is_file():
         raise InvalidValue("--model", name, f"{one_of(name, NAMES)}, or a folder with config.json")
@@ -79,7 +79,7 @@ def made_model(name: str, cache: Path | None = None) -> Path | None:
 
 def unwritable_cache(error: OSError) -> str:
     """The ``allowed`` text of an error about a cache folder that cannot be written."""
-    return f"a cache folder that can be written, as --set cache=FOLDER names it ({error})"
+    return f"a writable cache folder, set with --set cache=FOLDER ({error})"
 
 
 def _made_folder(name: str, cache: Path) -> Path:
@@ -94,7 +94,7 @@ def _check_config(folder: Path, name: str) -> None:
         allowed = 'a folder whose config.json names its "architectures", e.g. ["Qwen3ForCausalLM"]'
         raise InvalidValue("--model", name, f"{allowed}; it has {architectures!r}")
     if not isinstance(kind, str) or not kind:
-        raise InvalidValue("--model", name, f'a folder whose config.json names its "model_type"; it has {kind!r}')
+        raise InvalidValue("--model", name, f'a folder whose config.json names its "model_type", not {kind!r}')
     for field in ("vocab_size", "max_position_embeddings"):
         tokens = config.get(field, 1)
         if type(tokens) is not int or tokens < 1:

@@ -22,7 +22,7 @@ def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None
     if total < 2:
         return None
     if not 1 <= chosen <= total:
-        raise InvalidValue(f"{source}: {_TOKEN_EXPERTS[0]}", chosen, f"1 to the {total} experts there")
+        raise InvalidValue(f"{source}: {_TOKEN_EXPERTS[0]}", chosen, f"1 to the {total} experts of a layer")
     return total, chosen
 
 

@@ -44,6 +44,6 @@ def _existing(folder: Path, recipe: Mapping[str, str | int]) -> Path:
     file = folder / RECIPE_FILE
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     if found != dict(recipe):
-        allowed = f"a folder not yet there, or one with {RECIPE_FILE} = {dict(recipe)}"
+        allowed = f"a folder that does not exist yet, or one with {RECIPE_FILE} = {dict(recipe)}"
         raise Conflict("folder", str(folder), allowed, why="holds something else")
     return folder

@@ -68,7 +68,7 @@ def gguf_file() -> Path:
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise NotFound("--model", "smollm2", f"a .gguf file in the package {PACKAGE}", why="is not in its package")
+    raise NotFound("--model", "smollm2", f"a .gguf file in the package {PACKAGE}", why="is missing from its package")
 
 
 def _convert(source: Path, folder: Path, dtype: Dtype) -> None:

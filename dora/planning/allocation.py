@@ -83,7 +83,7 @@ class TrainingTime:
             raise InvalidValue("train_s_at", self.points, "at least one measured point")
         for gpus, seconds in self.points:
             if gpus < 1 or not 0.0 < seconds < math.inf:
-                raise InvalidValue("train_s_at", f"{gpus}={seconds}", "1 or more GPUs, seconds finite and above 0")
+                raise InvalidValue("train_s_at", f"{gpus}={seconds}", "1 or more GPUs, and seconds finite and above 0")
         for (fewer, slower), (more, faster) in pairwise(self.points):
             if more <= fewer or faster > slower:
                 raise InvalidValue("train_s_at", f"{more}={faster:g}", f"more GPUs than {fewer}, at most {slower:g} s")
@@ -139,7 +139,7 @@ def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Sp
         for rollout_gpus in range(1, gpus - training.least + 1)
     )
     if not candidates:
-        raise InvalidValue("gpus", gpus, f"enough, with room for one engine and a trainer of {training.least}")
+        raise InvalidValue("gpus", gpus, f"enough for one engine and a trainer of {training.least}")
     return min(candidates, key=lambda split: split.rank), candidates
 
 
@@ -153,10 +153,10 @@ def allocate_across(
     """
     whole = min(ways(rollout_gpus), key=lambda way: (way.seconds, way.gpus), default=None)
     if whole is None:
-        raise InvalidValue("rollout_gpus", rollout_gpus, "enough, with room for one engine")
+        raise InvalidValue("rollout_gpus", rollout_gpus, "enough for one engine")
     trainers = training.numbers(train_gpus)
     if not trainers:
-        raise InvalidValue("train_gpus", train_gpus, f"enough, with room for a trainer of {training.least}")
+        raise InvalidValue("train_gpus", train_gpus, f"enough for a trainer of {training.least}")
     training_s, on_policy = training.seconds(trainers[-1]), bool(whole.ready_s)
     if on_policy or whole.seconds < training_s:
         candidates = _best_of_each(

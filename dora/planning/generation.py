@@ -72,7 +72,7 @@ def bound_s(
     _check_positive("engines", engines)
     for field, value in (("n_tokens", n_tokens), ("c_tokens", c_tokens)):
         if not 0.0 <= value < math.inf:
-            raise InvalidValue(field, value, "a finite number, 0 or above")
+            raise InvalidValue(field, value, "a finite number of 0 or more")
     steps = max(n_tokens / slots, c_tokens / kv_tokens)
     one_read, full_read = (read_share(cost.expert_fraction, cost.shared_fraction, batch) for batch in (1, slots))
     read_s = cost.weights_s * max(one_read * steps, full_read * n_tokens / slots)
@@ -179,7 +179,7 @@ def _check_engine(cost: CostModel | CostConfig, slots: int, kv_tokens: int) -> N
     for field in ("kv_token_s", "weights_s", "request_s", "step_s", "imbalance"):
         value = getattr(cost, field)
         if not 0.0 <= value < math.inf:
-            raise InvalidValue(f"cost.{field}", value, "a finite number, 0 or above")
+            raise InvalidValue(f"cost.{field}", value, "a finite number of 0 or more")
     if not 0.0 < cost.expert_fraction <= 1.0:
         raise InvalidValue("cost.expert_fraction", cost.expert_fraction, "above 0, at most 1")
     if not 0.0 <= cost.shared_fraction < 1.0:

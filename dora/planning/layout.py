@@ -32,10 +32,10 @@ class Replica:
     pipeline: Annotated[int, "stages of layers"]
     context: Annotated[int, "ranks that share one sequence"]
     expert: Annotated[
-        int, "ranks, of one replica or several, that share the experts of a layer; they are no further accelerators"
+        int, "ranks, of one replica or several, that share the experts of a layer; they need no additional accelerators"
     ]
-    recompute: Annotated[bool, "whether all of a layer but its input is computed again for the backward pass"]
-    micro_batch_tokens: Annotated[int, "tokens of a micro-batch: of a longest response with its prompt, or of several"]
+    recompute: Annotated[bool, "whether everything in a layer except its input is recomputed for the backward pass"]
+    micro_batch_tokens: Annotated[int, "tokens of a micro-batch: one longest response with its prompt, or several"]
 
     @property
     def gpus(self) -> int:

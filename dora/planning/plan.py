@@ -99,14 +99,14 @@ def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkloa
 def _check_room(question: Question, engine_gpus: int, trainer_gpus: int) -> None:
     """Raises InvalidValue for a budget without room for the smallest engine, or the smallest trainer that fits."""
     engine = f"an engine of {engine_gpus}"
-    trainer = f"a trainer of {trainer_gpus}, the least with a layout that fits into memory"
+    trainer = f"a trainer of {trainer_gpus}, the smallest with a layout that fits into memory"
     for field, least, parts in (
         ("gpus", engine_gpus + trainer_gpus, f"{engine} and {trainer}"),
         ("rollout_gpus", engine_gpus, engine),
         ("train_gpus", trainer_gpus, trainer),
     ):
         if 0 < getattr(question, field) < least:
-            raise InvalidValue(field, getattr(question, field), f"at least {least}: room for {parts}")
+            raise InvalidValue(field, getattr(question, field), f"at least {least}, to have room for {parts}")
 
 
 def _options(question: Question) -> tuple[EngineOption, ...]:

@@ -82,7 +82,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
         times_s=np.array([sample.step_s for sample in decode]),
     )
     if len(np.unique(steps.running)) < 2 or len(np.unique(np.round(steps.kv / steps.running))) < 2:
-        raise InvalidValue("decode samples", len(decode), "two numbers of requests and two contexts at least")
+        raise InvalidValue("decode samples", len(decode), "of at least two numbers of requests and two contexts")
     dense, kink = _fit_dense(steps)
     cost = dense if experts is None else fit_mixture(steps, experts, dense)
     cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
@@ -127,7 +127,7 @@ def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -
 def validate(coefficients: CostConfig, measurement: Measurement) -> Validation:
     """The prediction for the measured mixed workload. Raises InvalidValue if none was measured."""
     if not measurement.mixed_wall_s:
-        raise InvalidValue("mixed workload", len(measurement.mixed_wall_s), "one measured run at least")
+        raise InvalidValue("mixed workload", len(measurement.mixed_wall_s), "at least one measured run")
     return Validation(
         tokens=sum(request.response_tokens for request in measurement.mixed),
         measured_s=measurement.mixed_s,

@@ -12,8 +12,8 @@ ClockName = Literal["wall", "cpu"]  # real time, or the thread's own time on a c
 class DecodeSample:
     """The time of a step, out of several, in which ``running`` requests decoded one token each."""
 
-    running: Annotated[int, "requests that decoded a token each"]
-    kv_tokens: Annotated[float, "their cached tokens together"]
+    running: Annotated[int, "requests that decoded one token each"]
+    kv_tokens: Annotated[float, "total of their cached tokens"]
     step_s: Annotated[float, "time of the step"]
 
 
@@ -22,7 +22,7 @@ class PrefillSample:
     """One step that computed the KV of ``prompt_tokens`` for ``running`` new requests and their first tokens."""
 
     running: Annotated[int, "new requests"]
-    prompt_tokens: Annotated[int, "their prompt tokens together"]
+    prompt_tokens: Annotated[int, "total of their prompt tokens"]
     step_s: Annotated[float, "time of the step"]
 
 

@@ -37,7 +37,7 @@ class Trainers:
         least = [option.least_gpus(time.multiple) for tier in self._tiers for option in tier.options]
         if not least:
             most = longest_that_fits(model, hardware, batch.longest_tokens) - ceil(workload.prompt_tokens)
-            allowed = f"at most {max(0, most):,}: no layout of {model.name} on {hardware.name} holds a longer response"
+            allowed = f"at most {max(0, most):,}: no layout of {model.name} on {hardware.name} fits a longer response"
             raise InvalidValue("cap_tokens", workload.cap_tokens, allowed)
         self.least = min(least)
         self._found, self.seconds = cache(self._find), cache(self._seconds)  # queried for every split
@@ -77,7 +77,7 @@ class Trainers:
     def _known(self, gpus: int) -> tuple[Layout, float]:
         found = self._found(gpus)
         if found is None:
-            raise InvalidValue("train_gpus", gpus, f"a number on which a layout fits, as on {self.least}")
+            raise InvalidValue("train_gpus", gpus, f"a number on which a layout fits, such as on {self.least}")
         return found
 
     def _find(self, gpus: int) -> tuple[Layout, float] | None:

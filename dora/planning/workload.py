@@ -63,9 +63,9 @@ class Lognormal:
 def lognormal_of_mean(mean_tokens: float, cap_tokens: int, sigma: float = SIGMA) -> Lognormal:
     """The lognormal of that spread whose mean, limited to ``cap_tokens``, is ``mean_tokens``."""
     if cap_tokens < 2:
-        raise InvalidValue("cap_tokens", cap_tokens, "2 or above: the mean lies between 1 and it")
+        raise InvalidValue("cap_tokens", cap_tokens, "2 or above, as the mean lies between 1 and it")
     if not 1.0 <= mean_tokens < cap_tokens:
-        raise InvalidValue("mean_tokens", mean_tokens, f"1 to below the longest response, {cap_tokens}")
+        raise InvalidValue("mean_tokens", mean_tokens, f"at least 1 and below the longest response, {cap_tokens}")
     low, high = math.log(mean_tokens) - sigma**2, math.log(cap_tokens) + 10 * sigma
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -85,7 +85,7 @@ def step_workload(lengths: Lognormal, groups: int, group_size: int, prompt_token
     ):
         if not valid:
             raise InvalidValue(
-                field, value, "1 or above" if field != "prompt_tokens" else "a finite number, 0 or above"
+                field, value, "1 or above" if field != "prompt_tokens" else "a finite number of 0 or more"
             )
     responses, mean = groups * group_size, lengths.moment(1)
     context = prompt_tokens * mean + (lengths.moment(2) - mean) / 2  # sum of prompt + i over i = 0 .. length - 1

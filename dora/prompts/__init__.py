@@ -69,5 +69,5 @@ def _check_has_effect(config: PromptsConfig) -> None:
     without = PromptsConfig(source=config.source, then=config.then)
     for name, value in config:
         if value != getattr(without, name):
-            allowed = f"left out: only files and dataset folders have it, and the source is {config.source}"
+            allowed = f"left out: it applies only to files and dataset folders, and the source is {config.source}"
             raise InvalidValue(f"prompts.{name}", value if not hasattr(value, "model_dump") else "(set)", allowed)

@@ -15,16 +15,16 @@ def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
     the template. Raises InvalidValue, naming ``field``.
     """
     if not isinstance(value, list) or not value:
-        raise InvalidValue(field, value, "a list of {role, content} objects, at least one")
+        raise InvalidValue(field, value, "a list of at least one {role, content} object")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidValue(field, message, "objects with role and content, of which role is a text")
+            raise InvalidValue(field, message, "an object with role and content, whose role is a text")
         if "content" not in message and "tool_calls" not in message:
-            raise InvalidValue(field, message, "objects with role and content, of which role is a text")
+            raise InvalidValue(field, message, "an object with role and content, whose role is a text")
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
             raise InvalidValue(
-                field, message, "objects whose content is a text, a list of parts, or null for tool calls"
+                field, message, "an object whose content is a text, a list of parts, or null for tool calls"
             )
     return value
 
@@ -35,7 +35,7 @@ def check_name(name: Any, field: str) -> None:
         raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MAX} characters")
     check_text(name, field)
     if not name.isprintable():  # names appear on terminals and in logs
-        raise InvalidValue(field, name, "a printable id, in one line")
+        raise InvalidValue(field, name, "a printable id, on one line")
 
 
 def check_size(text: Any, field: str, bytes_most: int) -> None:
@@ -55,7 +55,7 @@ def check_priority(priority: Any, field: str) -> None:
 def check_verifier(verifier_json: Any, place: str) -> None:
     """Raises InvalidValue unless it is a JSON object, which reward functions require."""
     if not isinstance(verifier_json, str):
-        raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text with a JSON object")
+        raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text that contains a JSON object")
     verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MAX)
     if not isinstance(verifier, dict):
         raise InvalidValue(f"{place}: verifier_json", json.dumps(verifier)[:80], "a JSON object")

@@ -36,7 +36,7 @@ def dataset_files(folder: Path, split: str) -> list[Path]:
         return _saved(folder / _chosen(splits, split, folder))
     if (folder / "state.json").is_file():
         if split:
-            raise InvalidValue("prompts.split", split, f"empty: {folder} is a dataset of one split")
+            raise InvalidValue("prompts.split", split, f"empty, because {folder} is a dataset with one split")
         return _saved(folder)
     return _found(folder, split)
 
@@ -48,7 +48,7 @@ def _saved(folder: Path) -> list[Path]:
     listed = files if isinstance(files, list) else []
     names: list[Any] = [each.get("filename") if isinstance(each, dict) else None for each in listed]
     if not names or not all(map(_is_name, names)):
-        raise InvalidValue("--prompts", str(folder), "a folder whose state.json names its _data_files")
+        raise InvalidValue("--prompts", str(folder), "a folder whose state.json has a list _data_files")
     return [folder / name for name in names]
 
 
@@ -62,7 +62,7 @@ def _found(folder: Path, split: str) -> list[Path]:
         if path.suffix in SUFFIXES and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             found.setdefault(_split_of(path.relative_to(folder)), []).append(path)
     if not found:
-        allowed = f"a dataset: a folder of {' or '.join(SUFFIXES)} files, or what datasets.save_to_disk leaves"
+        allowed = f"a dataset: a folder of {' or '.join(SUFFIXES)} files, or the output of datasets.save_to_disk"
         raise InvalidValue("--prompts", str(folder), allowed)
     files = found[_chosen(list(found), split, folder)]
     for kind, kinds in (("folder", {path.parent for path in files}), ("kind", {path.suffix for path in files})):
@@ -91,7 +91,7 @@ def _chosen(splits: Sequence[str], split: str, folder: Path) -> str:
         return splits[0]
     wanted = split if split in splits else _SPLIT_OF.get(split, split)
     if not split or wanted not in splits:
-        raise InvalidValue("prompts.split", split, f"one of {known}, which {folder} has")
+        raise InvalidValue("prompts.split", split, f"one of {known}, the splits of {folder}")
     return wanted
 
 

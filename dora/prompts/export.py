@@ -70,7 +70,7 @@ def exported(folder: Path, cache: Path) -> Exported:
             return _read(Path(passing))
     except OSError as error:
         raise InvalidValue(
-            "cache", str(cache), f"a folder with room to write in ({error.strerror or error})"
+            "cache", str(cache), f"a writable folder with free space ({error.strerror or error})"
         ) from error
 
 
@@ -97,7 +97,7 @@ def _run(folder: Path, made: Path) -> None:
         allowed = f"a tokenizer that transformers loads within {EXPORT_TIMEOUT_S:g} s"
         raise InvalidValue("tokenizer", str(folder), allowed) from error
     if done.returncode == os.EX_IOERR:
-        raise OSError(f"what is read of the tokenizer cannot be left in {made}")
+        raise OSError(f"the exported tokenizer cannot be written to {made}")
     if done.returncode:
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         reason = lines[-1] if lines else f"exit code {done.returncode}"
@@ -148,7 +148,7 @@ def export(folder: Path, made: Path) -> None:
         loaded = PreTrainedTokenizerFast.from_pretrained(folder)  # no file of the folder names a class
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"{type(loaded).__name__} has no tokenizer of the library tokenizers")
+        raise ValueError(f"{type(loaded).__name__} has no tokenizer of the tokenizers library")
     rest: dict[str, Any] = {
         "special_tokens": dict(loaded.special_tokens_map),
         "encode_special_tokens": bool(backend.encode_special_tokens),

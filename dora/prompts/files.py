@@ -77,13 +77,13 @@ def _files(config: PromptsConfig) -> tuple[Path, list[Path]]:
     """The file or folder, and the files with its rows."""
     path = path_of(config.source, "--prompts")
     if config.split and not path.is_dir():
-        raise InvalidValue("prompts.split", config.split, "empty: a file has no splits")
+        raise InvalidValue("prompts.split", config.split, "empty, because a file has no splits")
     return path, dataset_files(path, config.split) if path.is_dir() else [path]
 
 
 def _rows(file: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     if file.exists() and not file.is_file():  # reading a pipe could block forever
-        raise InvalidValue("--prompts", str(file), "a regular file: all rows are read before anything starts")
+        raise InvalidValue("--prompts", str(file), "a regular file, because all rows are read before the start")
     if file.suffix != ".jsonl":
         yield from table_rows(file, columns)
         return
@@ -111,5 +111,5 @@ def _check_for_epochs(prompt_id: str, place: RowLocation) -> None:
     """Checks that a prompt's id stays valid and unique with the suffix of later epochs."""
     most = ID_CHARACTERS_MAX - len(f"{SUFFIX}{EPOCHS_MAX}")
     if len(prompt_id) > most or _LATER_EPOCH.search(prompt_id):
-        allowed = f"of at most {most} characters, without {SUFFIX} and a number at its end, which later epochs add"
+        allowed = f"at most {most} characters long, without {SUFFIX} and a number at its end, which later epochs add"
         raise place.invalid("prompt_id", prompt_id, allowed)

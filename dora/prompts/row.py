@@ -53,13 +53,13 @@ class Columns:
         for name in FIELDS:
             if name in self.given:
                 if self.given[name] not in present:
-                    allowed = f"a column of every row, as prompts.columns.{name} names it"
+                    allowed = f"a column of every row, because prompts.columns.{name} names it"
                     raise place.invalid(self.given[name], MISSING, f"{allowed}; this one has {', '.join(present)}")
                 used[name] = self.given[name]
                 continue
             found = [each for each in OWN_NAMES[name] if each in present and each not in self.given.values()]
             if len(found) > 1:
-                raise place.invalid(found[1], present[found[1]], f"left out where there is {found[0]}")
+                raise place.invalid(found[1], present[found[1]], f"left out, because the row also has {found[0]}")
             if found:
                 used[name] = found[0]
         return used
@@ -93,10 +93,10 @@ def prompt_of_row(
     if others == "refuse":
         for unknown in sorted(further, key=str):
             allowed = f"only the fields {', '.join(FIELDS)}"
-            hint = "prompts.columns gives a column to a field, prompts.other_columns says what becomes of the rest"
+            hint = "set prompts.columns to map a column to a field, or prompts.other_columns to accept the rest"
             raise place.invalid(str(unknown), further[unknown], f"{allowed}; {hint}")
     if not any(form in record for form in FORMS):
-        allowed = f"exactly one of {', '.join(FORMS)}, or a column that prompts.columns names for one"
+        allowed = f"exactly one of {', '.join(FORMS)}, or a column mapped to one by prompts.columns"
         raise place.invalid("prompt", MISSING, f"{allowed}; this row has {', '.join(map(str, row)) or 'nothing'}")
     text, token_ids = _tokens(record, place, tokenizer)
     if not token_ids:
@@ -166,7 +166,7 @@ def _verifier_json(record: dict[str, Any], others: dict[str, Any], place: RowLoc
         return json.dumps(verifier, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         name, value = next((each for each in verifier.items() if not _is_json(each[1])), ("verifier", verifier))
-        raise place.invalid(name, value, "a value that JSON has") from None
+        raise place.invalid(name, value, "a JSON value") from None
 
 
 def _is_json(value: Any) -> bool:
@@ -180,6 +180,6 @@ def _is_json(value: Any) -> bool:
 def _field(record: dict[str, Any], name: str, kind: type, default: Any, place: RowLocation) -> Any:
     value = record.get(name, default)
     if type(value) is not kind or (kind is str and not value):
-        names = {str: "a text that is not empty", int: "an integer", dict: "an object"}
+        names = {str: "a non-empty text", int: "an integer", dict: "an object"}
         raise place.invalid(name, value, names[kind])
     return value

@@ -37,7 +37,7 @@ class PromptStore:
     def append(self, prompt: Prompt, path: Path, row: int) -> None:
         """Raises InvalidValue if there are too many prompts, or if the temporary file has no room."""
         if len(self) >= PROMPTS_MAX:
-            raise InvalidValue("--prompts", str(path), f"of at most {PROMPTS_MAX:,} prompts")
+            raise InvalidValue("--prompts", str(path), f"a source of at most {PROMPTS_MAX:,} prompts")
         packed = msgpack.packb(
             (
                 prompt.prompt_id,
@@ -53,7 +53,7 @@ class PromptStore:
         try:
             self._file.write(packed)
         except OSError as error:
-            allowed = f"small enough for the folder for temporary files, TMPDIR ({error.strerror})"
+            allowed = f"small enough for the temporary folder, TMPDIR ({error.strerror})"
             raise InvalidValue("--prompts", str(path), allowed) from error
         if not self._positions or self._positions[-1][1] != path:
             self._positions.append((len(self), path))
@@ -72,7 +72,7 @@ class PromptStore:
                 (path, row), (before, line) = self._place(second), self._place(first)
                 where = f"line {line}" if before == path else f"{before}:{line}"
                 why = f"is used in {where} already"
-                raise Conflict(f"{path}:{row}: prompt_id", name, "an id not used before", why)
+                raise Conflict(f"{path}:{row}: prompt_id", name, "a unique id", why)
         del digests
         self._digests, self._rows, self._positions = array("Q"), array("I"), []
 

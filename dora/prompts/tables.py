@@ -66,7 +66,7 @@ def _check_names(names: Sequence[str], path: Path) -> None:
     """Raises InvalidValue for a duplicate column, of which a row would silently keep only one."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidValue("--prompts", str(path), f"a file whose columns have different names; twice: {twice[0][:80]}")
+        raise InvalidValue("--prompts", str(path), f"a file with distinct column names; duplicate: {twice[0][:80]}")
 
 
 def _cells(row: dict[str, Any], used: dict[str, str], place: RowLocation) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ChatTokenizer:
         except InvalidValue:
             raise
         except Exception as error:  # a template is a program, which may fail in any way
-            raise InvalidValue("messages", messages, f"what the chat template takes ({error})") from error
+            raise InvalidValue("messages", messages, f"messages that the chat template accepts ({error})") from error
         return text
 
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:

@@ -109,7 +109,7 @@ class Ledger:
     resizes: list[do.ResizeWindow] = field(default_factory=list)
     cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
     publications: Counter[int] = field(default_factory=Counter)  # version -> times that it was published anew
-    rejected: set[int] = field(default_factory=set)  # versions that are to be published anew
+    rejected: set[int] = field(default_factory=set)  # versions that must be published again
     evaluations: dict[str, Asked] = field(default_factory=dict)
 
     def duplicated(self) -> int:

@@ -9,14 +9,14 @@ from typing import Annotated, Final
 class Report:
     """Result of one run over its measured steps (after warm-up). Times are simulated unless the name says otherwise."""
 
-    preset: Annotated[str, "the preset, or `custom`"]
+    preset: Annotated[str, "name of the preset, or `custom`"]
     policy: Annotated[str, "the strategy"]
     window: Annotated[int | str, "policy versions that may be live, or `auto`"]
     window_last: Annotated[int | None, "the window in force at the end; null: the strategy knows no versions"]
     window_changes: Annotated[tuple[str, ...], "with `auto`: each change, warm-up included, with its reason"]
     predictor: Annotated[str, "of response lengths"]
-    seed: Annotated[int, "of prompts and lengths"]
-    steps: Annotated[int, "steps measured, after the warm-up"]
+    seed: Annotated[int, "seed of prompts and lengths"]
+    steps: Annotated[int, "measured steps, after the warm-up"]
     engines: Annotated[int, "workers, one engine each"]
     step_time_min: Annotated[float, "mean time from one publish to the next"]
     rollout_only_fraction: Annotated[
@@ -79,11 +79,11 @@ class Report:
 class BrokenReport:
     """A run that ended because a promise was broken, or an exception raised: what is left to say of it."""
 
-    preset: Annotated[str, "the preset, or `custom`"]
+    preset: Annotated[str, "name of the preset, or `custom`"]
     policy: Annotated[str, "the strategy"]
     window: Annotated[int | str, "policy versions that may be live, or `auto`"]
     predictor: Annotated[str, "of response lengths"]
-    seed: Annotated[int, "of prompts and lengths"]
+    seed: Annotated[int, "seed of prompts and lengths"]
     violations: Annotated[int, "broken promises of any kind: 1"]
     lost: Annotated[int, "1 if a group vanished"]
     duplicated: Annotated[int, "1 if a group was delivered twice"]

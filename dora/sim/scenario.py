@@ -66,11 +66,11 @@ class Cluster(Section):
 
     gpus: Count = Field(64, description="all accelerators; colocated: both roles use all of them in turn")
     rollout_gpus: Count = Field(24, description="accelerators that generate")
-    gpus_per_engine: Count = Field(4, description="accelerators of one worker")
+    gpus_per_engine: Count = Field(4, description="accelerators per worker")
     colocated: bool = Field(False, description="training and rollout share the accelerators, one at a time")
     slots: Count = Field(256, description="requests one engine decodes at once")
-    kv_tokens: KvTokens = Field(772_000, description="KV-cache of one engine")
-    kv_token_bytes: TokenBytes = Field(262_144.0, description="KV of one token")
+    kv_tokens: KvTokens = Field(772_000, description="KV cache of one engine")
+    kv_token_bytes: TokenBytes = Field(262_144.0, description="KV size of one token")
     gpu_memory_bytes: Bytes = Field(80e9, description="memory of one accelerator, 0: not checked")
     weights_bytes: PositiveBytes = Field(
         65.5e9, description="weights of one engine, for that check alone: load_s is their time"
@@ -173,7 +173,7 @@ class Task(Section):
 class Workload(Section):
     """Prompts and how long their responses become."""
 
-    group_size: GroupSize = Field(16, description="responses to one prompt")
+    group_size: GroupSize = Field(16, description="responses per prompt")
     prompts: int = Field(17_000, ge=1, le=PROMPTS_MAX, description="size of the prompt set; an epoch draws each once")
     prompt_tokens: PromptTokens = Field(150, description=f"mean prompt length; lognormal, cut at {PROMPT_TOKENS_MAX}")
     prompt_lengths: Literal["lognormal", "trace"] = Field(

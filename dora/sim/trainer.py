@@ -31,7 +31,7 @@ class SimTrainer:
         self.world, self.pace = world, pace
         self.epoch = 0
         self.step = 0
-        self.committed = 0  # steps
+        self.committed = 0  # in steps
         self.alive = True
         self.ended = False  # it was told that prompts have run out
         self.holds_gpus = False

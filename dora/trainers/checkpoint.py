@@ -99,7 +99,7 @@ def position_of(checkpoint: Path) -> Position:
     try:
         return Position(int(found["step"]), int(found["reference_version"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidValue(f"checkpoint: {STATE_FILE}", found, "step and reference_version, whole numbers") from error
+        raise InvalidValue(f"checkpoint: {STATE_FILE}", found, "step and reference_version, both integers") from error
 
 
 def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def set_moments(module: Any, optimizer: torch.optim.Optimizer, moments: Mapping[
     for name, values in found.items():
         shape = parameters[name].shape if name in parameters else None
         if any(each.shape not in ((), shape) for each in values.values()):
-            allowed = f"of shape {list(shape)}" if shape is not None else "of a parameter that is trained"
+            allowed = f"of shape {list(shape)}" if shape is not None else "those of a trained parameter"
             raise InvalidValue(
                 f"checkpoint: moments of {name}", [list(each.shape) for each in values.values()], allowed
             )

@@ -22,7 +22,7 @@ def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int 
         name = f"trajectory {each.trajectory_id}"
         logprobs = each.logprobs[each.loss_mask != 0]
         if not np.isfinite(logprobs).all():
-            allowed = "finite for every token in the loss mask: without it there is no importance ratio"
+            allowed = "finite for every token in the loss mask, to compute the importance ratio"
             raise InvalidValue(f"{name}: logprobs", float(logprobs[~np.isfinite(logprobs)][0]), allowed)
         for kind in ("prompt_token_ids", "response_token_ids"):
             token_ids = getattr(each, kind)
@@ -31,7 +31,7 @@ def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int 
                 allowed = f"0 to {vocab_size - 1}, the trainer's vocabulary: the service has another model"
                 raise InvalidValue(f"{name}: {kind}", outside, allowed)
         if reference_version is not None and each.reference_version != reference_version:
-            why = "is not the version that the trainer's KL term refers to"
+            why = "is not the version of the trainer's KL term"
             raise Conflict(f"{name}: reference_version", each.reference_version, str(reference_version), why)
 
 

@@ -175,7 +175,7 @@ class Learner:
         self._vocab_size = vocab_size_of(getattr(module, "config", None))
         self._reference_version = reference_version if config.objective.needs_reference else None
         if config.objective.needs_reference and reference is None:
-            raise Conflict("reference", MISSING, "the reference version's model, where kl_coefficient is above 0")
+            raise Conflict("reference", MISSING, "the reference version's model, as kl_coefficient is above 0")
         self._routers = RouterReplay(module) if config.router_replay else None
         packing = config.packing and packs(module)
         self._cut = packed_batches if packing else padded_batches
@@ -315,7 +315,7 @@ class Learner:
             case "moments":
                 gathered(moments_of(self.module, self._optimiser), self._ranks)
             case other:
-                raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
+                raise InvalidValue("order", other, "known to this rank: check that all ranks run the same version")
 
     def _backward_of_nothing(self) -> None:
         """A pass without a loss, so that a rank without rows joins the collectives of the others."""

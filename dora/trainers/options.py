@@ -51,14 +51,14 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --lr 1e-5",
     )
     add_common(parser)
-    parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="rows in one sequence")
+    parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="pack rows together")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the GPU of this rank")
-    parser.add_argument("--layers", type=int, default=0, help="train the last so many decoder layers; 0: everything")
+    parser.add_argument("--layers", type=int, default=0, help="train only this many last decoder layers; 0: all")
     parser.add_argument(
         "--autocast",
         choices=("off", "on", "auto"),
         default="off",
-        help="matrix products in bfloat16: faster, rougher ratios; auto: where the processor multiplies them itself",
+        help="matrix products in bfloat16: faster, less exact ratios; auto: if the processor supports them natively",
     )
     add_objective(parser)
     given = parser.parse_args(arguments)
@@ -73,7 +73,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
     parser.add_argument("--token", default=os.environ.get("DORA_TOKEN", ""), help="default: $DORA_TOKEN")
     parser.add_argument("--model", default="", help="Hugging Face folder; default: the service's newest version")
-    parser.add_argument("--groups", type=int, default=0, help="prompt groups a step; 0: what the service has")
+    parser.add_argument("--groups", type=int, default=0, help="prompt groups per step; 0: the service's setting")
     parser.add_argument("--steps", type=int, default=0, help="0: until the prompts are exhausted")
     parser.add_argument("--lr", type=float, default=defaults.learning_rate, help="AdamW's rate (%(default)s)")
     parser.add_argument("--grad-norm-max", type=float, default=defaults.grad_norm_max)
@@ -83,18 +83,18 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--router-replay",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="send tokens to the experts that the record has, if it has any",
+        help="send tokens to the recorded experts, if any",
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--reference", default="", help="folder of the KL reference; default: the service's version")
-    parser.add_argument("--checkpoints", default="", metavar="FOLDER", help="what a trainer needs to go on, by step")
+    parser.add_argument("--checkpoints", default="", metavar="FOLDER", help="where to save and resume, by step")
     parser.add_argument("--checkpoint-every", type=int, default=1, metavar="STEPS")
-    parser.add_argument("--rank-timeout", type=float, default=120.0, metavar="S", help="of a rank that does not answer")
+    parser.add_argument("--rank-timeout", type=float, default=120.0, metavar="S", help="timeout of one rank")
     parser.add_argument("--clip-alarm", type=float, default=defaults.clip_alarm, help="clipped share (%(default)s)")
     parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="event files of the signals")
     parser.add_argument("--wandb", default="", metavar="PROJECT", help="the signals as a run of Weights & Biases")
-    parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per step instead of a text line")
 
 
 def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:

@@ -166,8 +166,8 @@ def _attention(
 
     if pack is None:
         if attention_mask is not None and not attention_mask.numel():
-            why = "does not hand its forward pass's arguments on to its attention"
-            raise Conflict("model", type(module).__name__, "packing = False for this one", why)
+            why = "does not pass its forward arguments on to its attention"
+            raise Conflict("model", type(module).__name__, "packing = False for this model", why)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **others
         )

@@ -55,7 +55,7 @@ def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
         return
     name = f"trajectory {trajectory.trajectory_id}: routed_experts"
     if rows.shape[1:] != (shape.layers, shape.top_k):
-        allowed = f"{shape.layers} layers of {shape.top_k}, as there are routers that can be led, or no router replay"
+        allowed = f"{shape.layers} layers of {shape.top_k}, the routers that can be replayed; or disable router replay"
         given = f"{rows.shape[1]} layers of {rows.shape[2]}"
         raise Conflict(name, given, allowed, "do not fit the trainer's model")
     if rows.size and rows.max() >= shape.experts:

@@ -77,7 +77,7 @@ def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequen
     if config.layers:
         decoder_layers = module.get_decoder().layers
         if config.layers > len(decoder_layers):
-            raise InvalidValue("--layers", config.layers, f"0 to {len(decoder_layers)}, as the model has")
+            raise InvalidValue("--layers", config.layers, f"0 to {len(decoder_layers)}, the layers of the model")
         module.requires_grad_(False)
         decoder_layers[-config.layers :].requires_grad_(True)
     reference = _module(start.reference, config.dtype).to(device).eval() if start.reference else None
@@ -102,7 +102,7 @@ def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
     if not usable:
         if steps:
             why = f"has only checkpoints of later steps, from {steps[0]} on"
-            raise Conflict("--checkpoints", str(folder), f"of step {step} or before, or empty", why)
+            raise Conflict("--checkpoints", str(folder), f"one with step {step} or earlier, or empty", why)
         return None
     found = path_of(folder, usable[-1])
     version = position_of(found).reference_version
@@ -110,7 +110,7 @@ def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
         allowed = f"{attachment.reference_version}, the service's rollout.reference_version"
         raise Conflict(f"{found.name}: reference_version", version, allowed, "is another one")
     if usable[-1] < step:
-        log.warning("the newest checkpoint is of step %d, and the service is at step %d: its weights are gone on from, "
+        log.warning("the newest checkpoint is of step %d, and the service is at step %d: continuing with its weights, "
                     "with the checkpoint's moments", usable[-1], step)  # fmt: skip
     return found
 

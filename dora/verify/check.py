@@ -34,12 +34,12 @@ class VerifyReport:
     versions: Annotated[tuple[int, ...], "versions that sampled them"]
     max_abs_diff: Annotated[float, "largest difference of a logprob"]
     mean_abs_diff: Annotated[float, "mean difference"]
-    router_ties: Annotated[int, "experts of equal logit to within rounding, of which the engine chose the other"]
-    atol: Annotated[float, "the loosest tolerance that was applied"]
+    router_ties: Annotated[int, "ties of router logits, within rounding, at which the engine chose the other expert"]
+    atol: Annotated[float, "the largest tolerance that was applied"]
     violations: Annotated[tuple[str, ...], "the first 1000 violations"]
     violations_total: Annotated[int, "violations in all"]
-    steps: Annotated[int, "steps that the record says were committed"] = 0
-    logprob_mismatches: Annotated[int, "trajectories with a logprob that their version does not give"] = 0
+    steps: Annotated[int, "committed steps in the record"] = 0
+    logprob_mismatches: Annotated[int, "trajectories with a logprob that their version does not reproduce"] = 0
 
     @property
     def ok(self) -> bool:
@@ -167,9 +167,9 @@ def quantisation_of(weights: Path) -> str:
     try:
         quantisation = json.loads(file.read_text())["quantisation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValue(where, repr(error), 'JSON as a service writes it: {"quantisation": "int8"}') from error
+        raise InvalidValue(where, repr(error), 'JSON written by a service: {"quantisation": "int8"}') from error
     if quantisation != INT8:
-        raise InvalidValue(f"{where}: quantisation", quantisation, f"{INT8}; a newer DORA may have written it")
+        raise InvalidValue(f"{where}: quantisation", quantisation, f"{INT8}; it may have been written by a newer DORA")
     return INT8
 
 

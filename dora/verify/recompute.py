@@ -26,7 +26,7 @@ def load_model(folder: Path, quantisation: str = "") -> Any:
     logging.disable_progress_bar()  # the command has its own progress bar
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     if quantisation and not quantise(module):
-        raise InvalidValue("quantisation", quantisation, "empty: the model has no projection that it would change")
+        raise InvalidValue("quantisation", quantisation, "empty: the model has no projection to quantise")
     return module
 
 

@@ -16,9 +16,9 @@ from dora.view.tables import SHEET, Column, Note, Sheet
 
 ROUNDING_MIN: Final = 1e-9
 LEGEND: Final = (
-    "W: window. GPUs: one number where training and rollout take turns. bound: of the bubble-free step. times sync's "
-    "speed: tokens/s over sync's. trainer waits: share of a step; times less: sync's waiting time over this one's. "
-    "work: done over that of the batches trained on, 1 when stationary. stale: in steps. errors: promises broken, "
+    "W: window. GPUs: one number if training and rollout take turns. bound: the bubble-free step. times sync's "
+    "speed: tokens/s relative to sync. trainer waits: share of a step; times less: sync's waiting time over its own. "
+    "work: generated over consumed by training, 1 if stationary. stale: in steps. errors: guarantees violated, "
     "groups lost or duplicated."
 )
 
@@ -27,13 +27,13 @@ LEGEND: Final = (
 class Compared:
     """One policy of a comparison: its report, its split, and its speed relative to sync."""
 
-    report: Annotated[Report, "what `dora simulate` reports of it"]
+    report: Annotated[Report, "the report of `dora simulate`"]
     train_gpus: Annotated[int, "accelerators that train"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
-    colocated: Annotated[bool, "whether both roles have all of them, in turn"]
+    colocated: Annotated[bool, "whether both roles take turns on all accelerators"]
     speedup: Annotated[float | None, "tokens_per_s over that of sync"]
     rollout_speedup: Annotated[
-        float | None, "time of a step in which the trainer waits, that of sync over this one's; null if it never waits"
+        float | None, "waiting time of the trainer per step, sync's over this one's; null if it never waits"
     ]
 
 
@@ -45,16 +45,16 @@ class Shown(NamedTuple):
 
 
 COLUMNS: Final[Sequence[Column[Shown]]] = (
-    Column("policy", "the strategy; that with the shortest step is bold", lambda it: it.row.report.policy, words=True),
+    Column("policy", "the strategy; the fastest is bold", lambda it: it.row.report.policy, words=True),
     Column(
         "W",
-        "window; none for `partial`, which knows no versions",
+        "window; none for `partial`, which has no versions",
         lambda it: str(it.row.report.window) if has_versions(it.row.report.policy) else NONE,
         rank=1,
     ),
     Column(
         "GPUs\ntrain:\nrollout",
-        "accelerators that train and that generate; one number: colocated",
+        "accelerators for training and for generation; one number: colocated",
         lambda it: f"{it.row.train_gpus}" if it.row.colocated else f"{it.row.train_gpus}:{it.row.rollout_gpus}",
         rank=2,
     ),
@@ -62,11 +62,11 @@ COLUMNS: Final[Sequence[Column[Shown]]] = (
     Column("bound", "bubble-free bound of a step", lambda it: step_time(it.row.report.bound_min, it.unit), rank=4),
     Column(
         "over\nbound",
-        "how far the step is above it; none where colocated, as the bound has no training in it",
+        "excess of the step over the bound; none if colocated, because the bound excludes training",
         lambda it: percent(None if it.row.colocated else over_bound(it.row.report)),
     ),
     Column("tokens\n/s", "tokens trained on", lambda it: number(it.row.report.tokens_per_s, 0)),
-    Column("times\nsync's\nspeed", "tokens/s over those of sync", lambda it: number(it.row.speedup, 2)),
+    Column("times\nsync's\nspeed", "tokens/s relative to sync", lambda it: number(it.row.speedup, 2)),
     Column(
         "trainer\nwaits",
         "share of a step in which the trainer waits",
@@ -75,12 +75,12 @@ COLUMNS: Final[Sequence[Column[Shown]]] = (
     Column("times\nless", "sync's waiting time over this one's", lambda it: number(it.row.rollout_speedup, 1), rank=5),
     Column(
         "work\ndone/\nused",
-        "engine work generated, over that of the batches trained on; 1: stationary",
+        "engine work generated over work trained on; 1: stationary",
         lambda it: number(it.row.report.work_done_over_consumed, 3),
         rank=6,
     ),
     Column("stale:\nmean,\nmax", "staleness of the groups trained on", lambda it: staleness(it.row.report, 1), rank=3),
-    Column("errors", "promises broken, groups lost or duplicated: always 0", lambda it: _errors(it.row.report)),
+    Column("errors", "guarantees violated, groups lost or duplicated: always 0", lambda it: _errors(it.row.report)),
 )
 
 

@@ -21,11 +21,11 @@ CONTINUED = 11  # indent of a continuation line
 class DecisionTree(TypedDict):
     """One event of a replay."""
 
-    number: Annotated[int, "of the event, from 1"]
-    time_s: Annotated[float, "since the service started"]
+    number: Annotated[int, "number of the event, from 1"]
+    time_s: Annotated[float, "seconds since the service's start"]
     event: Annotated[dict[str, Any], "its kind and its fields, as in `dora/core/events.py`"]
-    known: Annotated[dict[str, Any], "what the core knew before it"]
-    commands: Annotated[list[dict[str, Any]], "each kind and fields, as in `dora/core/commands.py`"]
+    known: Annotated[dict[str, Any], "what the core knew before the event"]
+    commands: Annotated[list[dict[str, Any]], "kind and fields of each, as in `dora/core/commands.py`"]
     refused: Annotated[str | None, "the error with which the core refused the event, or null"]
     failed: Annotated[str | None, "the bug that ended the service at this event, or null"]
 
@@ -33,10 +33,10 @@ class DecisionTree(TypedDict):
 class ReplayTree(TypedDict):
     """A replay as a whole."""
 
-    started_at: Annotated[float, "when the service started, in seconds of Unix time"]
-    torn_bytes: Annotated[int, "bytes at the end of the log that a crash cut short"]
+    started_at: Annotated[float, "start of the service, in seconds of Unix time"]
+    torn_bytes: Annotated[int, "bytes of an incomplete record at the end of the log, after a crash"]
     decisions: Annotated[list[DecisionTree], "the events shown"]
-    summary: Annotated[dict[str, Any], "how the replay ended"]
+    summary: Annotated[dict[str, Any], "the final state of the replay"]
 
 
 def block(decision: Decision, time_s: float) -> Text:

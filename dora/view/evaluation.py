@@ -22,12 +22,12 @@ class EvaluationReport:
 
     evaluation_id: Annotated[str, "its id in the service"]
     version: Annotated[int, "the policy version that sampled every response"]
-    prompts: Annotated[int, "prompts that were asked for"]
-    missing: Annotated[int, "prompts of which nothing has come, as it ended before"]
-    reason: Annotated[str, "why it ended before; empty: it did not"]
-    refused: Annotated[Mapping[str, str], "prompts that no engine can take, each with the reason"]
+    prompts: Annotated[int, "prompts requested"]
+    missing: Annotated[int, "prompts without a result because of an early end"]
+    reason: Annotated[str, "reason of an early end; empty if there was none"]
+    refused: Annotated[Mapping[str, str], "refused prompts with the reasons"]
     score: Annotated[Score, "of all responses"]
-    by: Annotated[Mapping[str, Mapping[str, Score]], "the same by the values of columns: of task_id, and of `--by`"]
+    by: Annotated[Mapping[str, Mapping[str, Score]], "the same by column value: of task_id, and of `--by`"]
 
     @property
     def whole(self) -> bool:
@@ -41,15 +41,15 @@ class _Row:
 
 
 COLUMNS: Final[Sequence[Column[_Row]]] = (
-    Column("", "all responses, or those of a column's value", lambda row: row.name, words=True),
-    Column("prompts", "prompts whose responses are all there", lambda row: number(row.score.groups), rank=2),
+    Column("", "all responses, or those with this value of the column", lambda row: row.name, words=True),
+    Column("prompts", "prompts whose responses are complete", lambda row: number(row.score.groups), rank=2),
     Column("responses", "their responses", lambda row: number(row.score.responses)),
     Column("reward", "mean reward over valid verdicts", lambda row: measured(row.score.reward_mean)),
     Column("±", "standard error of that mean, over prompts", lambda row: number(row.score.reward_error, 4)),
     Column("tokens", "mean length", lambda row: number(row.score.length_mean_tokens, 1)),
     Column("p90", "90th percentile of the lengths", lambda row: number(row.score.length_p90_tokens, 0), rank=1),
-    Column("cut", "share that was cut at its longest", lambda row: percent(_share(row.score.cut, row.score))),
-    Column("failed", "verdicts that the reward function did not give", lambda row: number(row.score.verdicts_failed)),
+    Column("cut", "share cut at the maximum length", lambda row: percent(_share(row.score.cut, row.score))),
+    Column("failed", "responses without a valid verdict", lambda row: number(row.score.verdicts_failed)),
 )
 
 

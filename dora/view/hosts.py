@@ -20,39 +20,39 @@ STATE_STYLES: Final = {
 HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
     Column(
         "host",
-        "its name, as `drain` and `scale --host` take it; `local`: the service's own",
+        "its name, for `drain` and `scale --host`; `local`: the service's own",
         lambda row: row.name,
         words=True,
     ),
     Column(
         "state",
-        "`ready`; `draining`: its workers are being emptied; `drained`: it has none, as was asked; `failed`: none "
-        "may be started again; `lost`: its agent's connection broke, and the reason stands below the table; `awaited`: "
-        "its agent has not come back yet since the service was started again",
+        "`ready`; `draining`: its workers are draining; `drained`: its workers ended as requested; `failed`: no worker "
+        "may be restarted; `lost`: its agent's connection broke (the reason is below the table); `awaited`: "
+        "its agent has not reconnected since the service's restart",
         lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
         words=True,
     ),
     Column(
         "workers",
-        "those that host a version, of those that it is to run",
+        "those that host a version, out of its target number",
         lambda row: f"{row.workers_ready}/{row.workers}",
     ),
     Column(
         "versions",
-        "the policy versions that it holds",
+        "the policy versions stored on it",
         lambda row: ", ".join(f"v{version}" for version in row.versions[-4:]) or NONE,
         words=True,
     ),
-    Column("place", "as `dora host --zone` named it", lambda row: row.zone or NONE, words=True, rank=4),
+    Column("place", "as given by `dora host --zone`", lambda row: row.zone or NONE, words=True, rank=4),
     Column("cores", "of its processor", lambda row: f"{row.capacity.cores:,}", rank=2),
     Column(
         "memory",
-        "free, of all that it has",
+        "free, out of the total",
         lambda row: f"{size(row.capacity.memory_free_bytes)}/{size(row.capacity.memory_bytes)}",
         rank=1,
     ),
-    Column("GPUs", "that its driver knows", lambda row: f"{len(row.capacity.gpus):,}", rank=2),
-    Column("epoch", "how often a host had joined by then; 0: the service's own", lambda row: f"{row.epoch:,}", rank=3),
+    Column("GPUs", "found by its driver", lambda row: f"{len(row.capacity.gpus):,}", rank=2),
+    Column("epoch", "number of the join, over all hosts; 0: the service's own", lambda row: f"{row.epoch:,}", rank=3),
     Column("pid", "its agent's process", lambda row: str(row.pid or NONE), rank=4),
 )
 

@@ -38,7 +38,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
     Column("worker", "its id", lambda worker: worker.worker_id, words=True),
     STATE,
     HOSTED,
-    Column("running", "requests that it decodes, of its slots", lambda worker: _slots(worker)),
+    Column("running", "requests being decoded, out of its slots", lambda worker: _slots(worker)),
     WAITING,
     KV_USE,
     PACE,

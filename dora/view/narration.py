@@ -30,7 +30,7 @@ def news(before: Status, after: Status) -> list[str]:
     lines += _version_news(before, after) + _worker_news(before, after)
     if faults_of(after) != faults_of(before):
         fault = faults_of(after)
-        lines.append(f"storage is at fault: {fault}; nothing is admitted" if fault else "storage is well again")
+        lines.append(f"storage fault: {fault}; no group is admitted" if fault else "storage has recovered")
     if after.prompts_failed and not before.prompts_failed:
         lines.append(f"the prompt source failed: {after.prompts_failed}")
     for name, what in COUNTED_EVENTS.items():
@@ -74,7 +74,7 @@ def _version_news(before: Status, after: Status) -> list[str]:
     for row in after.versions:
         was = earlier.get(row.version)
         if row.state == "rejected" and was != "rejected":
-            lines.append(f"v{row.version} rejected ({row.reason}): its trainer has to publish it anew")
+            lines.append(f"v{row.version} rejected ({row.reason}): its trainer must republish it")
         elif was == "rejected" and row.state != "rejected":
             lines.append(f"v{row.version} published anew")
     return lines

@@ -16,7 +16,7 @@ from dora.sim.report import StepUnit, step_unit
 from dora.view.tables import SHEET, Column, Note, Sheet
 
 SHOWN_EACH_SIDE: Final = 4  # candidates on each side of the best
-LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: of an accelerator that trains"
+LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: memory of one training accelerator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +24,33 @@ class TrainerLayout(Replica):
     """The partition of the model over a trainer's accelerators."""
 
     data: Annotated[int, "copies of the model"]
-    memory_bytes: Annotated[float, "what the fullest accelerator of the trainer holds"]
+    memory_bytes: Annotated[float, "memory use of the trainer's fullest accelerator"]
 
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
     """One split: the accelerators of both roles, and the times of a step."""
 
-    gpus: Annotated[int, "accelerators of both roles; the table shows what the budget has beyond them as *unused*"]
+    gpus: Annotated[int, "accelerators of both roles; the table shows the rest of the budget as *unused*"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
     train_gpus: Annotated[int, "accelerators that train"]
     engines: Annotated[int, "workers, one engine each"]
     gpus_per_engine: Annotated[
-        int, "accelerators of one worker: its `workers.tensor_parallel` times its `workers.pipeline_parallel`"
+        int, "accelerators per worker: its `workers.tensor_parallel` times its `workers.pipeline_parallel`"
     ]
-    layout: Annotated[TrainerLayout, "how the accelerators that train divide the model"]
-    generation_s: Annotated[float, "generation of a batch: the longer of the next two"]
-    work_s: Annotated[float, "its work: the bubble-free bound times `--efficiency`"]
+    layout: Annotated[TrainerLayout, "partition of the model over the training accelerators"]
+    generation_s: Annotated[float, "generation time of a batch: the longer of the next two"]
+    work_s: Annotated[float, "time of its work: the bubble-free bound times `--efficiency`"]
     tail_s: Annotated[
         float,
-        "the longest response over the steps that the window gives it, on engines as empty as the work allows; in a "
-        "window of 1 once the batch that empties the engines has ended",
+        "time of the longest response over the steps that the window allows it, on engines as empty as possible; in a "
+        "window of 1, after the batch that empties the engines",
     ]
     training_s: Annotated[float, "one training step"]
     training_measured: Annotated[bool, "whether measured training times enclose `train_gpus`; else extrapolated (*)"]
     step_s: Annotated[
         float,
-        "the longer of generation and training; in a window of 1 until the last micro-batch is trained on and the "
+        "the longer of generation and training; in a window of 1, until the last micro-batch is trained and the "
         "weights are across",
     ]
 
@@ -62,22 +62,22 @@ class PlanReport:
     model: Annotated[str, "the model"]
     rollout_hardware: Annotated[str, "accelerator that generates"]
     train_hardware: Annotated[str, "accelerator that trains"]
-    window: Annotated[int, "policy versions that may be live"]
+    window: Annotated[int, "maximum number of live policy versions"]
     transfer_s: Annotated[
         float | None,
-        "two datacentres: time in which a version's weights cross the link, behind the next step, which cannot be "
+        "two datacentres: time to send a version's weights over the link, during the next step, which cannot be "
         "shorter; in a window of 1 part of the step",
     ]
-    slots: Annotated[int, "requests that one engine decodes at once"]
-    kv_tokens: Annotated[int, "KV-cache of one engine"]
-    kv_token_bytes: Annotated[float, "KV of one token"]
+    slots: Annotated[int, "concurrent requests per engine"]
+    kv_tokens: Annotated[int, "KV cache of one engine"]
+    kv_token_bytes: Annotated[float, "KV size of one token"]
     weights_bytes: Annotated[float, "the model's weights"]
-    cost: Annotated[dict[str, float], "cost of an engine's step, as a scenario's `cluster.cost`"]
-    n_tokens: Annotated[float, "response tokens of a step"]
-    c_tokens: Annotated[float, "tokens of context that each of them attends to, over all of them"]
-    train_s_at: Annotated[list[list[float]], "training times that the plan rests on: accelerators, seconds a step"]
-    train_memory_bytes: Annotated[float, "what an accelerator that trains may hold: 95% of its memory less 5 GB"]
-    candidates: Annotated[list[SplitReport], "all splits tried, each with its best layout"]
+    cost: Annotated[dict[str, float], "cost of an engine's step, like a scenario's `cluster.cost`"]
+    n_tokens: Annotated[float, "response tokens per step"]
+    c_tokens: Annotated[float, "total context tokens attended to, summed over the response tokens"]
+    train_s_at: Annotated[list[list[float]], "training times used by the plan: accelerators, seconds per step"]
+    train_memory_bytes: Annotated[float, "memory limit of a training accelerator: 95% of its memory less 5 GB"]
+    candidates: Annotated[list[SplitReport], "all candidate splits, each with its best layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Adjustment:
     groups_to_add: Annotated[int, "workers to add"]
     engines: Annotated[int, "workers with them"]
     generation_s: Annotated[float, "generation with them"]
-    lag_s: Annotated[float, "generation less training, as measured"]
-    lag_after_s: Annotated[float, "generation less training with them"]
+    lag_s: Annotated[float, "measured generation time less training time"]
+    lag_after_s: Annotated[float, "the same with the added workers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +107,19 @@ class _Shown:
 
 
 COLUMNS: Final[Sequence[Column[_Shown]]] = (
-    Column("", "the best split is named", lambda row: "best" if row.best else ""),
+    Column("", "marks the best split", lambda row: "best" if row.best else ""),
     Column(
         "rollout =\nworkers x GPUs",
-        "accelerators that generate = workers x accelerators of one",
+        "generating accelerators = workers x accelerators per worker",
         lambda row: _workers(row.split.generation),
     ),
     Column(
         "train =\nTxPxD",
-        "accelerators that train = tensor x pipeline x data parallel ranks; c2: 2 ranks share a sequence; e8: 8 ranks "
+        "training accelerators = tensor x pipeline x data parallel ranks; c2: 2 ranks share a sequence; e8: 8 ranks "
         "share the experts; r: activations recomputed",
         lambda row: f"{row.split.train_gpus} = {_ranks(row.layout)}",
     ),
-    Column("unused", "accelerators of the budget that the split leaves", lambda row: f"{row.unused:,}", rank=3),
+    Column("unused", "unused accelerators of the budget", lambda row: f"{row.unused:,}", rank=3),
     Column("generation\n{unit}", "`generation_s`", lambda row: row.time(row.split.generation.seconds)),
     Column(
         "training\n{unit}",
@@ -129,14 +129,14 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
     Column("step\n{unit}", "`step_s`", lambda row: row.time(row.split.step_s)),
     Column(
         "waits\nfor",
-        "what makes the step as long as it is: `rollout` (its work), its `tail`, `train`, or the `link` between "
+        "bottleneck of the step: `rollout` (its work), its `tail`, `train`, or the `link` between "
         "datacentres",
         lambda row: _waits_for(row.split),
         rank=1,
     ),
     Column(
         "GB\nof {limit}",
-        "memory of the trainer's fullest accelerator, of what it may hold",
+        "memory of the trainer's fullest accelerator, out of its limit",
         lambda row: f"{row.layout.memory_bytes / 1e9:.1f}",
         rank=2,
     ),
@@ -234,8 +234,8 @@ def _legend(layouts: list[Layout]) -> str:
     replicas = [layout.replica for layout in layouts]
     parts = [
         LEGEND,
-        *(["c2: 2 ranks for one sequence"] if any(replica.context > 1 for replica in replicas) else []),
-        *(["e8: 8 ranks that share the experts"] if any(replica.expert > 1 for replica in replicas) else []),
+        *(["c2: 2 ranks share a sequence"] if any(replica.context > 1 for replica in replicas) else []),
+        *(["e8: 8 ranks share the experts"] if any(replica.expert > 1 for replica in replicas) else []),
         *(["r: activations recomputed"] if any(replica.recompute for replica in replicas) else []),
     ]
     return "; ".join(parts) + "."
@@ -258,14 +258,14 @@ def _notes(question: Question, answer: Plan, extrapolated: bool) -> list[str]:
     notes = ["* extrapolated"] if extrapolated else []
     on_policy = question.window == 1
     if on_policy:
-        notes.append("window 1: training runs beside generation only as far as a step's own responses have ended")
+        notes.append("window 1: training overlaps generation only as responses of the same step finish")
     if answer.transfer_s is not None:
         if on_policy:
             where = "within the step"
         elif answer.transfer_s < answer.best.step_s:
             where = "hidden behind the next step"
         else:
-            where = "and no step can be shorter"
+            where = "which bounds the step from below"
         notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, {where}")
     return notes
 

@@ -12,28 +12,28 @@ from dora.view.tables import Column, Sheet
 STATE_STYLES: Final = {"ready": "green", "joining": "yellow", "lost": "bold red"}
 
 POOL_COLUMNS: Final[Sequence[Column[PoolStatus]]] = (
-    Column("pool", "its id, as `migrate --to` takes it", lambda row: row.pool_id, words=True),
+    Column("pool", "its id, for `migrate --to`", lambda row: row.pool_id, words=True),
     Column(
         "state",
-        "`joining`: no worker has said yet how large its KV is; `ready`; `lost`: its connection broke, and the reason "
-        "stands below the table",
+        "`joining`: no worker has reported its KV size yet; `ready`; `lost`: its connection broke (the reason "
+        "is below the table)",
         lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
         words=True,
     ),
-    Column("parked", "requests whose KV it keeps", lambda row: f"{row.parked:,}"),
-    Column("tokens", "their KV, of what it has room for", lambda row: f"{row.kv_tokens:,}/{row.capacity_tokens:,}"),
+    Column("parked", "requests whose KV it stores", lambda row: f"{row.parked:,}"),
+    Column("tokens", "their KV, out of its capacity", lambda row: f"{row.kv_tokens:,}/{row.capacity_tokens:,}"),
     Column(
         "memory",
-        "host memory in use, with what is on its way, of `kv.pool_mb`",
+        "host memory in use, including transfers in progress, out of `kv.pool_mb`",
         lambda row: f"{size(row.memory_bytes)}/{size(row.memory_most_bytes)}",
     ),
     Column(
         "disk",
-        "disk in use, of `kv.spill_mb`",
+        "disk space in use, out of `kv.spill_mb`",
         lambda row: f"{size(row.spill_bytes)}/{size(row.spill_most_bytes)}" if row.spill_most_bytes else NONE,
         rank=1,
     ),
-    Column("pinned", "memory that the system does not swap", lambda row: size(row.pinned_bytes), rank=2),
+    Column("pinned", "memory pinned against swapping", lambda row: size(row.pinned_bytes), rank=2),
     Column("pid", "the pool's process", lambda row: str(row.pid or NONE), rank=3),
 )
 

@@ -16,28 +16,28 @@ from dora.view.tables import Facts
 class ProfileReport:
     """All results for one engine."""
 
-    model: Annotated[str, "the model that was timed"]
-    cost: Annotated[CostConfig, "seconds of a step, as a scenario's `cluster.cost`"]
+    model: Annotated[str, "the timed model"]
+    cost: Annotated[CostConfig, "seconds of a step, like a scenario's `cluster.cost`"]
     decode_error: Annotated[float, "mean relative error over the decode steps of the fit"]
     prefill_error: Annotated[float, "mean relative error over the prefill steps of the fit"]
-    kink_requests: Annotated[float, "requests above which a step is bound by computing; 0: at any number"]
-    measured_tokens_per_s: Annotated[float, "throughput on a mixed workload outside the fit, by the steps that count"]
-    predicted_tokens_per_s: Annotated[float, "throughput that the fit predicts for it"]
+    kink_requests: Annotated[float, "requests above which a step is compute-bound; 0: always"]
+    measured_tokens_per_s: Annotated[float, "throughput on a mixed workload outside the fit, from the steps that count"]
+    predicted_tokens_per_s: Annotated[float, "predicted throughput of the same workload"]
     predicted_over_measured: Annotated[float, "ratio of the two"]
-    wall_tokens_per_s: Annotated[float, "its throughput by the clock, whatever else the machine did"]
-    predicted_over_wall: Annotated[float, "the prediction over that"]
-    wall_over_measured: Annotated[float, "the clock's time over that of the steps that count: at most 1.05 if quiet"]
+    wall_tokens_per_s: Annotated[float, "throughput by the clock, including other load of the machine"]
+    predicted_over_wall: Annotated[float, "ratio of the prediction to that"]
+    wall_over_measured: Annotated[float, "time by the clock over that of the steps that count: at most 1.05 if quiet"]
     held: Annotated[tuple[str, ...], "ratios that must be near 1: `measured`, and `wall` if the machine was quiet"]
-    mixed_wall_s: Annotated[tuple[float, ...], "each run of the mixed workload, by the clock"]
-    slots: Annotated[int, "requests that the engine decodes at once"]
-    engines: Annotated[int, "engines timed beside each other"]
-    clock: Annotated[str, "`wall`: the clock; `cpu`: the engine's time on a core"]
-    experts: Annotated[Experts | None, "of a mixture of experts; null for a dense model"]
+    mixed_wall_s: Annotated[tuple[float, ...], "time of each run of the mixed workload, by the clock"]
+    slots: Annotated[int, "concurrent requests of the engine"]
+    engines: Annotated[int, "engines timed at the same time"]
+    clock: Annotated[str, "`wall`: the clock; `cpu`: the engine's CPU time"]
+    experts: Annotated[Experts | None, "fit of a mixture of experts; null for a dense model"]
     dense_error: Annotated[float | None, "decode error of a dense fit to a mixture of experts; null for a dense model"]
     wall_s: Annotated[float, "the whole measurement"]
     decode: Annotated[tuple[DecodeSample, ...], "decode steps of the fit"]
     prefill: Annotated[tuple[PrefillSample, ...], "prefill steps of the fit"]
-    passed: Annotated[bool, "whether the held ratios are within `--tolerance` of 1"]
+    passed: Annotated[bool, "whether the ratios in `held` are within `--tolerance` of 1"]
 
 
 def profile_tree(
@@ -73,7 +73,7 @@ def profile_tree(
 
 def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float) -> Facts:
     """The coefficients, then their check against a mixed workload."""
-    beside = f", {measurement.engines} engines beside each other" if measurement.engines > 1 else ""
+    beside = f", {measurement.engines} engines at once" if measurement.engines > 1 else ""
     title = f"cost of {model}, {measurement.slots} slots{beside}"
     table = Facts(title)
     cost = fitted.coefficients
@@ -85,7 +85,7 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
     if measurement.experts is not None:
         dense = CostModel.of(cost).dense
         bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
-        table.add_row("experts", "not seen in its steps" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
+        table.add_row("experts", "no effect measured" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
     table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")
     table.add_row("mean error", f"decode {fitted.decode_error:.1%}, prefill {fitted.prefill_error:.1%}")
     table.add_section()
@@ -96,8 +96,8 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
 def _add_check(table: Facts, measurement: Measurement, checked: Validation, tolerance: float) -> None:
     """Adds the mixed workload: two measurements, the prediction, and which measurements are checked."""
     fastest = measurement.engines == 1 and measurement.clock == "wall"
-    counted = "by its fastest steps" if fastest else "by its usual steps"
-    counted += ", in time on a core" if measurement.clock == "cpu" else ""
+    counted = "from the fastest steps" if fastest else "from the typical steps"
+    counted += ", in CPU time" if measurement.clock == "cpu" else ""
     table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
     held = checked.held
     for what, seconds, ratio, how in (

@@ -33,76 +33,76 @@ STATE_STYLES: Final = {
 VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red", "gone": "red"}
 
 COUNTERS: Final = {
-    "blackout_ms_p50": "median time for which a request that went to another worker got no token, in milliseconds",
+    "blackout_ms_p50": "median time without tokens of a request that moved to another worker, in milliseconds",
     "blackout_ms_p99": "99th percentile of the same",
     "c1_violations": "trajectories that mixed versions: always 0",
     "groups_admitted": "prompt groups admitted into the window",
-    "groups_cancelled": "groups ended without training: on request, filtered, redundant, or as no engine takes it",
-    "groups_filtered": "of the cancelled groups, those that `selection.filter` let go",
-    "groups_lost": "groups admitted, yet neither held, trained nor cancelled: always 0",
-    "groups_open": "groups held now: admitted, neither committed nor cancelled",
-    "groups_redundant": "of the cancelled groups, those dropped as their step had enough",
-    "groups_taken": "groups that a step has taken",
-    "groups_trained": "groups that the trainer has committed",
+    "groups_cancelled": "groups ended without training: on request, filtered, redundant, or not possible on any engine",
+    "groups_filtered": "cancelled groups that `selection.filter` rejected",
+    "groups_lost": "groups admitted, but neither open, trained nor cancelled: always 0",
+    "groups_open": "groups open now: admitted, neither committed nor cancelled",
+    "groups_redundant": "cancelled groups that their step did not need",
+    "groups_taken": "groups taken by a step",
+    "groups_trained": "groups committed by the trainer",
     "handoffs_now": "handoffs in flight",
-    "kv_bytes": "KV that moved between workers and pools",
-    "kv_fallbacks": "times that a KV transport failed between two workers and the next one was taken",
-    "kv_tokens_parked": "KV in pools now, or on its way there, in tokens",
-    "loads_failed": "weights that a worker could not load",
-    "messages_refused": "wrong reports of workers: nothing of such a one was believed, and its worker was replaced",
-    "migrations_failed": "handoffs that were undone; the request stayed where it was",
-    "migrations_kv": "requests that moved with their KV-cache",
-    "migrations_overtaken": "handoffs that the response's end made needless",
-    "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
-    "parked_lost": "parked requests whose KV a pool lost, dropped or could not give out: computed again",
-    "parked_ms_p50": "median time for which a request that went through a pool got no token, in milliseconds",
+    "kv_bytes": "KV moved between workers and pools",
+    "kv_fallbacks": "failures of a KV transport between two workers, after which the next transport was used",
+    "kv_tokens_parked": "KV tokens now in pools, or on the way there",
+    "loads_failed": "failed loads of weights by workers",
+    "messages_refused": "invalid reports of workers: each was discarded and its worker replaced",
+    "migrations_failed": "failed handoffs; the request stayed at its worker",
+    "migrations_kv": "requests moved with their KV cache",
+    "migrations_overtaken": "handoffs cancelled because the response ended first",
+    "migrations_reprefill": "requests resumed elsewhere by computing their KV again",
+    "parked_lost": "parked requests whose KV a pool lost, dropped or could not return; it is computed again",
+    "parked_ms_p50": "median time without tokens of a request that was parked in a pool, in milliseconds",
     "parked_ms_p99": "99th percentile of the same",
-    "pool_dropped": "snapshots that pools dropped: the disk failed or was slow, or they were damaged",
-    "pool_spilled": "snapshots that pools wrote to disk",
-    "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",
-    "prompts_cancelled": "prompts taken back before they were admitted",
+    "pool_dropped": "snapshots dropped by pools, because they were damaged or the disk failed or was slow",
+    "pool_spilled": "snapshots written to disk by pools",
+    "prompt_sources_failed": "failed prompt sources: only submitted prompts are sampled afterwards",
+    "prompts_cancelled": "prompts cancelled before they were admitted",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
-    "rebalances": "re-balancing cycles run",
+    "rebalances": "rebalancing cycles",
     "requests_orphaned": "requests that lost their worker",
-    "requests_parked": "requests that were parked in a pool",
-    "requests_parked_now": "requests that are parked now",
-    "requests_resumed": "requests that went on from a pool, with their KV",
-    "rewards_failed": "verdicts that the reward function did not give: it raised, hung, or returned no number",
-    "storage_faults": "times that a place could not be written: nothing is admitted meanwhile",
+    "requests_parked": "requests parked in a pool",
+    "requests_parked_now": "requests parked now",
+    "requests_resumed": "requests resumed from a pool, with their KV",
+    "rewards_failed": "missing verdicts: the reward function raised an error, timed out, or returned no number",
+    "storage_faults": "failures to write to a folder: no group is admitted until it can be written",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
-    "tier_chunks_damaged": "chunks found in the KV tier that were not whole: their KV was computed",
-    "tier_losses": "times that a worker lost the KV tier",
-    "tier_tokens_found": "tokens whose KV a worker took from the KV tier, in place of computing it",
-    "tier_tokens_kept": "tokens whose KV was put into the KV tier",
+    "tier_chunks_damaged": "incomplete chunks found in the KV tier; their KV was computed",
+    "tier_losses": "losses of the KV tier by a worker",
+    "tier_tokens_found": "tokens whose KV a worker read from the KV tier instead of computing it",
+    "tier_tokens_kept": "tokens whose KV was stored in the KV tier",
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",
-    "trajectories_evaluated": "responses of evaluations, complete and scored",
-    "trajectories_finished": "responses complete, those of evaluations not among them",
-    "versions_rejected": "versions that no worker could load and two refused; their trainer publishes them anew",
-    "versions_live_max": "most versions in the window at once",
+    "trajectories_evaluated": "complete, scored responses of evaluations",
+    "trajectories_finished": "complete responses, except those of evaluations",
+    "versions_rejected": "versions that two workers refused and none could load; their trainer republishes them",
+    "versions_live_max": "largest number of versions in the window at once",
     "workers_lost": "workers whose connection broke",
 }  # since the service's start
 
 CANCELLED: Final = {
-    "dequeued": "taken out of the queue",
+    "dequeued": "removed from the queue",
     "cancelled": "its group {group} is cancelled",
-    "before": "it was cancelled before",
+    "before": "was cancelled before",
     "taken": "its group {group} stays: a step has taken it",
-    "unknown": "not known: no prompt or group of this name waits or is open",
+    "unknown": "unknown: no waiting prompt or open group has this name",
 }  # results of a cancellation
 
 STATE: Final[Column[WorkerStatus]] = Column(
     "state",
-    "`joining`: no weights yet; `loading`: taking new weights; `ready`; `vacating`: its requests leave before it "
+    "`joining`: no weights yet; `loading`: loading new weights; `ready`; `vacating`: its requests leave before it "
     "changes version; `draining`: they leave before it ends; `drained`: it has "
-    "ended, as was asked; `lost`: its connection broke, and the reason stands below the table",
+    "ended as requested; `lost`: its connection broke (the reason is below the table)",
     lambda worker: Text(worker.state, style=state_style(worker)),
     words=True,
 )
 HOSTED: Final[Column[WorkerStatus]] = Column(
     "version",
-    "the policy version it hosts; `v2 to v3` while it is on its way to another",
+    "the policy version it hosts; `v2 to v3` while it changes to another",
     lambda worker: hosted_version(worker),
     words=True,
 )
@@ -111,7 +111,7 @@ WAITING: Final[Column[WorkerStatus]] = Column(
 )
 KV_USE: Final[Column[WorkerStatus]] = Column(
     "KV\nuse",
-    "share of its KV-cache in use; above `balance.pressure` the worker is relieved",
+    "share of its KV cache in use; above `balance.pressure`, requests are moved away",
     lambda worker: f"{worker.kv_use:.0%}",
     rank=1,
 )
@@ -119,19 +119,19 @@ PACE: Final[Column[WorkerStatus]] = Column(
     "tokens/s", "tokens generated, over the last five seconds", lambda worker: number(worker.tokens_per_s, 0)
 )
 WORKER_COLUMNS: Final[Sequence[Column[WorkerStatus]]] = (
-    Column("worker", "its id, as `migrate --to` and `drain` take it", lambda worker: worker.worker_id, words=True),
+    Column("worker", "its id, for `migrate --to` and `drain`", lambda worker: worker.worker_id, words=True),
     STATE,
     HOSTED,
-    Column("running", "requests that it decodes", lambda worker: f"{worker.running:,}"),
+    Column("running", "requests being decoded", lambda worker: f"{worker.running:,}"),
     WAITING,
-    Column("slots", "requests that it can decode at once", lambda worker: f"{worker.slots:,}", rank=3),
+    Column("slots", "maximum number of requests decoded at once", lambda worker: f"{worker.slots:,}", rank=3),
     KV_USE,
     PACE,
     Column("pid", "the worker's process", lambda worker: str(worker.pid or NONE), rank=4),
 )
 RANKS: Final[Column[WorkerStatus]] = Column(
     "ranks",
-    "processes of its engine, as tensor times pipeline parallelism; shown where a worker has several",
+    "processes of its engine, as tensor times pipeline parallelism; shown if a worker has several",
     lambda worker: f"{worker.tensor_parallel}x{worker.pipeline_parallel}" if worker.tensor_parallel else NONE,
     rank=2,
 )
@@ -144,24 +144,24 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     ),
     Column(
         "deadline\nstep",
-        "the last step that may train on a group of it: version + window - 1",
+        "the last step that may train on its groups: version + window - 1",
         lambda row: f"{row.deadline_step:,}",
     ),
     Column("workers", "workers that host it or are about to", lambda row: f"{row.workers:,}"),
     Column("open", "prompt groups admitted and not yet taken by a step", lambda row: f"{row.groups_open:,}"),
-    Column("finished", "of these, complete and waiting for a step", lambda row: f"{row.groups_finished:,}", rank=1),
+    Column("finished", "open groups, complete and waiting for a step", lambda row: f"{row.groups_finished:,}", rank=1),
     Column("running", "its requests on a worker", lambda row: f"{row.requests_running:,}", rank=2),
     Column("waiting", "its requests on no worker", lambda row: f"{row.requests_waiting:,}", rank=3),
     Column(
         "state",
-        "`published`; `in doubt`: a worker refuses its weights and none has loaded them yet; `rejected`: its trainer "
-        "has to publish it anew; `gone`: no host has its weights, and nothing needs them",
+        "`published`; `in doubt`: a worker refused its weights and none has loaded them yet; `rejected`: its trainer "
+        "must republish it; `gone`: no host has its weights, and nothing needs them",
         lambda row: Text(row.state, style=VERSION_STYLES.get(row.state, "")),
         words=True,
     ),
 )
 TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
-    Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
+    Column("trajectory", "the request's id, for `migrate`", lambda row: row.trajectory_id, words=True),
     Column(
         "state",
         "`waiting`, `running`, `moving` (in a handoff), `parked` (waiting, with its KV in a pool), `finished`, or "
@@ -171,8 +171,8 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     ),
     Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
     Column("deadline\nstep", "the last step that may train on it", lambda row: f"{row.deadline_step:,}", rank=2),
-    Column("worker", "where it runs, or the pool where it is parked", lambda row: row.worker or NONE, words=True),
-    Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
+    Column("worker", "its worker, or the pool that stores it", lambda row: row.worker or NONE, words=True),
+    Column("tokens", "generated tokens, out of the maximum", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
     Column("age", "time since its group was admitted", lambda row: duration(row.age_s), rank=1),
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
@@ -299,7 +299,7 @@ def checkpoint_line(reply: CheckpointReply) -> str:
     """The data on disk, in one line."""
     groups = f"{reply.groups} groups ({reply.groups_leased} with the trainer), {reply.prompts_queued} queued prompts"
     size = (
-        f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it alive"
+        f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it live"
     )
     return f"{reply.folder}: step {reply.step}, {groups}; {size}\n"
 
@@ -344,7 +344,7 @@ def window_lines(status: Status) -> Iterator[str]:
 def filling(status: Status) -> str:
     """The progress of the step being filled."""
     if status.groups_per_step == 0:
-        return f"{status.filling_step}, its size is not set yet (a trainer sets it)"
+        return f"{status.filling_step}; a trainer must set its size"
     taken = status.groups_per_step - status.filling_left
     return f"{status.filling_step}, {taken} of {status.groups_per_step} groups taken"
 
@@ -353,7 +353,7 @@ def storage(status: Status) -> Text:
     """Whether all folders can be written; otherwise the faults and their effect."""
     if not status.storage_faults:
         return Text("well")
-    return Text(f"{faults_of(status)}; nothing is admitted until it can be written", "bold red")
+    return Text(f"{faults_of(status)}; no group is admitted until it can be written", "bold red")
 
 
 def faults_of(status: Status) -> str:
@@ -364,7 +364,7 @@ def faults_of(status: Status) -> str:
 def tier(found: KvTierStatus, workers: int) -> Text:
     """The state of the shared KV tier, its content, and how many workers are connected."""
     if not found.up:
-        return Text(f"down: {found.reason}; workers compute what they would find there", "yellow")
+        return Text(f"down: {found.reason}; workers compute all KV", "yellow")
     used, size = found.used_bytes / 2**20, found.size_bytes / 2**20
     return Text(f"up, {used:,.0f} of {size:,.0f} MiB in {found.chunks:,} chunks, {found.workers} of {workers} workers")
 
@@ -372,7 +372,7 @@ def tier(found: KvTierStatus, workers: int) -> Text:
 def pace(status: Status) -> str:
     """Whether generation keeps up with training, or how many more workers it needs."""
     if not status.HasField("dp_groups_to_add"):
-        return "its pace is known after two steps of a trainer that says how long it waited"
+        return "unknown until a trainer has reported its waiting time for two steps"
     count = status.dp_groups_to_add
     if not count:
         return "keeps up with training"

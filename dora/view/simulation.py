@@ -24,8 +24,8 @@ class Division:
     gpus: Annotated[int, "accelerators in all"]
     train_gpus: Annotated[int, "accelerators that train"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
-    gpus_per_engine: Annotated[int, "accelerators of one worker"]
-    colocated: Annotated[bool, "whether both roles have all accelerators, in turn"]
+    gpus_per_engine: Annotated[int, "accelerators per worker"]
+    colocated: Annotated[bool, "whether the roles take turns on all accelerators"]
 
 
 class Line(NamedTuple):
@@ -41,7 +41,7 @@ LINES: Final = (
     Line("  bubble-free bound", ("bound_min",), lambda run, unit: step_time(run.bound_min, unit)),
     Line("  over the bound", ("step_time_min", "bound_min"), lambda run, unit: percent(over_bound(run))),
     Line(
-        "  bound of the batches consumed",
+        "  bound of the consumed batches",
         ("bound_consumed_min",),
         lambda run, unit: step_time(run.bound_consumed_min, unit),
     ),
@@ -56,7 +56,7 @@ LINES: Final = (
         lambda run, unit: percent(run.rollout_only_fraction),
     ),
     Line(
-        "  in a step, least to most",
+        "  per step, min to max",
         ("step_waited_min",),
         lambda run, unit: f"{step_time(min(run.step_waited_min), unit)} to {step_time(max(run.step_waited_min), unit)}",
     ),
@@ -68,7 +68,7 @@ LINES: Final = (
     Line("tokens/s", ("tokens_per_s",), lambda run, unit: number(run.tokens_per_s, 0)),
     Line("staleness mean, max", ("staleness_mean", "staleness_max"), lambda run, unit: staleness(run, 2)),
     Line("  share of each, from 0", ("staleness_groups",), lambda run, unit: _shares(run)),
-    Line("  mean of a step, least to most", ("step_staleness",), lambda run, unit: _extent(run.step_staleness)),
+    Line("  mean per step, min to max", ("step_staleness",), lambda run, unit: _extent(run.step_staleness)),
     Line("window at the end", ("window_last",), lambda run, unit: str(run.window_last)),
     Line("KV in use", ("kv_utilisation",), lambda run, unit: percent(run.kv_utilisation)),
     Line(
@@ -137,11 +137,11 @@ def stationarity(reports: Sequence[Report]) -> str:
     off = [report for report in reports if not _balanced(report)]
     reasons = []
     if steps < STEPS_MIN:
-        reasons.append(f"{steps} steps were measured, which should be {STEPS_MIN} or more (--steps)")
+        reasons.append(f"{steps} steps were measured, fewer than {STEPS_MIN} (--steps)")
     if off:
         whose = "" if len(reports) == 1 else f" of {', '.join(report.policy for report in off)}"
         reasons.append(f"work done over consumed{whose} is off 1 by more than {WORK_OFF_MAX:.0%}{_cancelled(off)}")
-    return f"not to be taken as stationary: {'; '.join(reasons)}" if reasons else ""
+    return f"may not be stationary: {'; '.join(reasons)}" if reasons else ""
 
 
 def staleness(report: Report, digits: int) -> str:

@@ -65,7 +65,7 @@ def compute_canary(
     config: Any = getattr(module, "config", None)
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is None:
-        raise InvalidValue("weights", type(module).__name__, "a module with config.vocab_size, or a canary of your own")
+        raise InvalidValue("weights", type(module).__name__, "a module with config.vocab_size, or pass a canary")
     training = [(part, part.training) for part in module.modules()]
     module.eval()  # dropout would make it random
     compiled = any("_orig_mod" in part._modules for part in module.modules())

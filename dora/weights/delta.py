@@ -64,7 +64,7 @@ def decode(encoded: Bytes, base: Bytes | None, length: int) -> bytes:
     if base is None or len(base) != length:
         raise InvalidValue("delta: base", None if base is None else len(base), f"{length} bytes of the base version")
     if element_bytes not in _ELEMENTS or length % element_bytes or changed > length // element_bytes:
-        raise InvalidValue("delta: elements", (element_bytes, changed), f"of a piece of {length} bytes")
+        raise InvalidValue("delta: elements", (element_bytes, changed), f"valid for a piece of {length} bytes")
     return _decoded(view[_HEAD.size :], base, element_bytes, changed)
 
 
@@ -119,7 +119,7 @@ def _decoded(view: memoryview, base: Bytes, element_bytes: int, changed: int) ->
     else:
         mask = np.unpackbits(parts[0], count=count).view(bool)
         if int(np.count_nonzero(mask)) != changed:
-            raise InvalidValue("delta: changed elements", int(np.count_nonzero(mask)), f"as its head says, {changed}")
+            raise InvalidValue("delta: changed elements", int(np.count_nonzero(mask)), f"{changed}, as in its head")
         elements[mask] ^= moved
     return found.tobytes()
 
@@ -152,5 +152,5 @@ def _inflated(body: memoryview, length: int) -> bytes:
     except zlib.error as error:
         raise InvalidValue("delta: part", bytes(body[:16]), f"deflated by zlib ({error})") from error
     if not stream.eof:
-        raise InvalidValue("delta: part", bytes(body[:16]), f"deflated by zlib, of {length} bytes")
+        raise InvalidValue("delta: part", bytes(body[:16]), f"deflated by zlib, with {length} bytes")
     return part

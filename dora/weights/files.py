@@ -164,7 +164,7 @@ def _chunks(stream: BufferedReader, name: str, length: int, buffer: memoryview) 
     while length:
         chunk = buffer[: min(length, len(buffer))]
         if stream.readinto(chunk) != len(chunk):
-            raise InvalidValue(f"{name}: bytes", "fewer than a moment ago", "a file that nobody writes any more")
+            raise InvalidValue(f"{name}: bytes", "fewer than at opening", "a file that no process writes")
         yield chunk
         length -= len(chunk)
 
@@ -180,7 +180,7 @@ def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:
     if isinstance(tensor, np.ma.MaskedArray) or not (shape_only or _has_elements(tensor)):
         kind = getattr(tensor, "layout", type(tensor).__name__)
         found = "a tensor on the device meta" if getattr(tensor, "is_meta", False) else str(kind)
-        raise InvalidValue(f"weights: {name}", found, "a dense tensor, with a number for every element")
+        raise InvalidValue(f"weights: {name}", found, "a dense tensor with a value for every element")
     dtype = names.get(str(tensor.dtype))
     if dtype is None:
         raise InvalidValue(f"weights: {name}: dtype", str(tensor.dtype), f"one of {', '.join(names)}")
@@ -280,7 +280,7 @@ def preamble(headers: Iterable[TensorHeader]) -> bytes:
 
 def _numpy_dtype(tensor: Any, header: TensorHeader) -> Any:
     if header.dtype not in _NUMPY_OF:
-        allowed = f"{header.dtype}: numpy has none, use torch"
+        allowed = f"{header.dtype}, which numpy lacks: use torch"
         raise InvalidValue(f"weights: {header.name}: dtype", str(tensor.dtype), allowed)
     return np.dtype(_NUMPY_OF[header.dtype]).newbyteorder("<")
 

@@ -37,7 +37,7 @@ def held(store: Path, name: str, holder: str) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         descriptor = hold_new(file)  # before the second check: a store that retires the version scans for holders last
     except FileNotFoundError as error:
-        raise NotFound("version", name, f"one that {store} holds", why="is in no store: there is none") from error
+        raise NotFound("version", name, f"one that {store} holds", why="is missing: this host has no store") from error
     try:
         yield _check_here(store, name)
     finally:

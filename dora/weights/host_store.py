@@ -100,7 +100,7 @@ class HostStore:
         """A loadable Hugging Face folder. Raises NotFound for a version that is not stored."""
         if not self._is_live(version):
             known = ", ".join(map(str, self.versions()))
-            raise NotFound("version", version, f"one of those held: {known or '(none)'}", why="is not held")
+            raise NotFound("version", version, f"one of the stored versions: {known or '(none)'}", why="is not held")
         return self._versions / str(version)
 
     def name(self, version: int) -> str:
@@ -113,7 +113,7 @@ class HostStore:
         """
         folder = self.folder(version)
         if not (folder / MANIFEST_FILE).is_file():
-            raise NotFound("version", version, "one that was published: every host has the model itself")
+            raise NotFound("version", version, "a published version: every host has the model itself")
         return manifest_in(folder).with_canary(self.canary(version))
 
     def hold(self, version: int, holder: str) -> AbstractContextManager[Path]:
@@ -163,7 +163,7 @@ class HostStore:
         held_bytes = self.held_bytes
         if self.bound_bytes and held_bytes + file_bytes > self.bound_bytes:
             left = max(0, self.bound_bytes - held_bytes)
-            bound = f"this host's store is bound to {self.bound_bytes:,}, of which {held_bytes:,} are in use"
+            bound = f"this host's store is limited to {self.bound_bytes:,}, of which {held_bytes:,} are in use"
             allowed = f"at most {left:,} bytes now: {bound}, by {self._in_use()}"
             raise LimitExceeded(what, f"{file_bytes:,} bytes", allowed)
         room = os.statvfs(self.root)
@@ -179,7 +179,7 @@ class HostStore:
         for version in self.leaving():
             users = ", ".join(holders(self.root, name_of(self._versions / str(version))))
             found.append(f"version {version}, retired and held by {users or 'nobody now'}")
-        found += [f"{folder.name}, on its way in" for folder in sorted(self._receiving_folder.iterdir())]
+        found += [f"{folder.name}, which is arriving" for folder in sorted(self._receiving_folder.iterdir())]
         return "; ".join(found) or "nothing"
 
     # ------------------------------------------------------------------------------------------------------ receiving
@@ -193,7 +193,7 @@ class HostStore:
         with self._changing:
             self._check_absent(manifest)
             if manifest.name in self._receiving:
-                raise Conflict("version", manifest.name, "a version that is not here", why="is on its way in already")
+                raise Conflict("version", manifest.name, "a version that is not stored here", why="is arriving already")
             self.check_tensors({each.header.name: each.header for each in manifest.tensors})
             if manifest.canary is not None:
                 check_canary(manifest.canary, self.reference.vocab_size)
@@ -208,7 +208,7 @@ class HostStore:
                 if not is_full(error):
                     raise
                 what, size = f"weights: version {manifest.version}", f"{manifest.total_bytes:,} bytes"
-                raise LimitExceeded(what, size, f"what {self.root} has room for ({error.strerror})") from error
+                raise LimitExceeded(what, size, f"a size that {self.root} has room for ({error.strerror})") from error
             self._receiving[manifest.name] = receiving
         return receiving
 
@@ -226,7 +226,7 @@ class HostStore:
             found[file.name] = read_header(receiving.folder / file.name)
         placed = {each.header.name: each.header for each in manifest.tensors}
         if {name: header for headers in found.values() for name, header in headers.items()} != placed:
-            raise InvalidValue(f"{manifest.name}: tensors", "other ones than its files hold", "those of its files")
+            raise InvalidValue(f"{manifest.name}: tensors", "different from those in its files", "those in its files")
         with self._changing:
             self._check_absent(manifest)
             return self._admit(receiving.folder, manifest)
@@ -236,7 +236,7 @@ class HostStore:
         if self._is_live(manifest.version):
             found = name_of(self._versions / str(manifest.version))
             why = "is here already" if found == manifest.name else f"is here as {found}"
-            raise Conflict("version", manifest.name, "a version that is not here", why=why)
+            raise Conflict("version", manifest.name, "a version that is not stored here", why=why)
 
     def _received(self, receiving: Receiving) -> None:
         with self._changing:
@@ -319,7 +319,7 @@ class HostStore:
             (folder / RETIRED_FILE).touch()  # no new holders after this; then scan for existing ones
             users = holders(self.root, name) if name else ()  # a version whose name is damaged cannot be held
             if users:
-                log.info("version %d is retired, and kept until %s let it go", version, ", ".join(users))
+                log.info("version %d is retired; it is kept until released by %s", version, ", ".join(users))
                 return None
             self._set_aside_count += 1
             gone = self._versions / f".{version}.gone-{self._set_aside_count}"

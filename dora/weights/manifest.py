@@ -171,11 +171,11 @@ def read_manifest(text: str) -> Manifest:
         raise InvalidValue("manifest", text[:80], "a JSON object")
     if tree.get("format") != _FORMAT or tree.get("chunk_bytes") != CHUNK_BYTES:
         found = {key: tree.get(key) for key in ("format", "chunk_bytes")}
-        raise InvalidValue("manifest: format", found, f"{_FORMAT}, with chunks of {CHUNK_BYTES} bytes: the same DORA")
+        raise InvalidValue("manifest: format", found, f"{_FORMAT}, chunks of {CHUNK_BYTES} bytes: use the same DORA")
     files = tuple(_file(each) for each in _list(tree, "files"))
     if not files or len(files) > _FILES_MAX or [file.name for file in files] != sorted({file.name for file in files}):
         raise InvalidValue(
-            "manifest: files", [file.name for file in files][:20], "at least one file, by name, each once"
+            "manifest: files", [file.name for file in files][:20], "at least one file, by name, without duplicates"
         )
     sizes = {file.name: file.file_bytes for file in files}
     tensors = tuple(_placed(each, sizes) for each in _list(tree, "tensors"))
@@ -184,7 +184,7 @@ def read_manifest(text: str) -> Manifest:
         parsed_name(_text(base, "base"))
     manifest = Manifest(_count(tree.get("version"), "version"), files, tensors, _canary(tree.get("canary")), base)
     if tree.get("digest") != manifest.digest:
-        raise InvalidValue("manifest: digest", tree.get("digest"), f"as its files give it, {manifest.digest}")
+        raise InvalidValue("manifest: digest", tree.get("digest"), f"{manifest.digest}, the digest of its files")
     return manifest
 
 
@@ -210,7 +210,7 @@ def _placed(entry: Any, sizes: Mapping[str, int]) -> PlacedTensor:
         raise InvalidValue("manifest: tensor", entry, "a list of name, dtype, shape, file and offset")
     name, dtype, shape, file, offset = entry
     if not isinstance(shape, list) or not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise InvalidValue("manifest: tensor", entry, f"of a dtype of {', '.join(DTYPE_BYTES)}, with a shape")
+        raise InvalidValue("manifest: tensor", entry, f"of one of the dtypes {', '.join(DTYPE_BYTES)}, with a shape")
     shown = _text(name, "tensor")
     header = TensorHeader(shown, dtype, tuple(_count(extent, f"{shown}: shape") for extent in shape))
     placed = PlacedTensor(header, _text(file, f"{shown}: file"), _count(offset, f"{shown}: offset"))
@@ -223,10 +223,10 @@ def _canary(entry: Any) -> Canary | None:
     if entry is None:
         return None
     if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, list) for part in entry):
-        raise InvalidValue("manifest: canary", entry, "a list of token ids and one of logprobs")
+        raise InvalidValue("manifest: canary", entry, "a list of token ids and a list of logprobs")
     token_ids, logprobs = entry
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in logprobs):
-        raise InvalidValue("manifest: canary", logprobs, "logprobs that are numbers")
+        raise InvalidValue("manifest: canary", logprobs, "a list of numbers")
     return Canary(tuple(_count(each, "canary") for each in token_ids), tuple(float(each) for each in logprobs))
 
 
@@ -245,7 +245,7 @@ def _text(value: Any, field: str) -> str:
 
 def _count(value: Any, field: str) -> int:
     if type(value) is not int or not 0 <= value < _BYTES_MAX:
-        raise InvalidValue(f"manifest: {field}", value, "a whole number, 0 or above")
+        raise InvalidValue(f"manifest: {field}", value, "an integer of 0 or more")
     return value
 
 

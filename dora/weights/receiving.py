@@ -56,7 +56,7 @@ class Receiving:
             return False
         found, expected = sum_of(self._view(file, index)), self._files[file].sums[index]
         if found != expected:
-            allowed = f"as in the manifest of {self.manifest.name}, {expected.hex()}"
+            allowed = f"{expected.hex()}, as in the manifest of {self.manifest.name}"
             raise InvalidValue(f"{file}: checksum of chunk {index}", found.hex(), allowed)
         with self._lock:
             if self._there[file][index]:
@@ -81,7 +81,7 @@ class Receiving:
     def chunk(self, file: str, index: int) -> memoryview:
         """The bytes of an arrived chunk, read-only, to be sent on. Raises Conflict if it has not arrived."""
         if not self.has(file, index):
-            raise Conflict(f"{file}: chunk", index, "one that has come", why="has not come yet")
+            raise Conflict(f"{file}: chunk", index, "a chunk that has arrived", why="has not arrived yet")
         self._check_open()
         return self._view(file, index).toreadonly()
 
@@ -140,7 +140,7 @@ class Receiving:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise Conflict("version", self.manifest.name, "on its way in", why="is sealed, or given up")
+            raise Conflict("version", self.manifest.name, "a version that is arriving", why="is sealed or discarded")
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:

@@ -118,7 +118,7 @@ def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[i
             length = int.from_bytes(stream.read(8), "little")
             most_bytes = min(header_bytes_max, max(0, file_bytes - 8))
             if length > most_bytes:
-                raise InvalidValue(f"{file.name}: header bytes", length, f"at most {most_bytes}, in this file")
+                raise InvalidValue(f"{file.name}: header bytes", length, f"at most {most_bytes} in this file")
             text = stream.read(length)
     except OSError as error:
         raise InvalidValue("weights file", str(file), f"a readable file ({error.strerror})") from error
@@ -141,7 +141,7 @@ def _placed(name: str, text: bytes, tensor_bytes: int) -> tuple[TensorHeader, ..
             raise InvalidValue(f"{name}: {tensor.name}: data_offsets", [start, stop], f"contiguous, from {end} on")
         end = stop
     if end != tensor_bytes:
-        raise InvalidValue(f"{name}: bytes of tensors", tensor_bytes, f"as its header says, {end}")
+        raise InvalidValue(f"{name}: bytes of tensors", tensor_bytes, f"{end}, the number in its header")
     return tuple(tensor for tensor, _, _ in placed)
 
 
@@ -171,14 +171,14 @@ def _header(file_name: str, text: bytes) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise ValueError(f"the key {name!r} stands there twice")
+                raise ValueError(f"the key {name!r} occurs twice")
             found[name] = value
         return found
 
     try:
         header = json.loads(text.decode(), object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidValue(f"{file_name}: header", text[:80], f"in safetensors format ({reason})") from error
     if not isinstance(header, dict) or not text.startswith(b"{"):
         raise InvalidValue(f"{file_name}: header", text[:80], "in safetensors format (a JSON object)")
@@ -191,7 +191,7 @@ def _no_number(text: str) -> None:
 
 def _check_metadata(file_name: str, metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise InvalidValue(f"{file_name}: __metadata__", metadata, "an object of texts")
+        raise InvalidValue(f"{file_name}: __metadata__", metadata, "an object of strings")
 
 
 def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
@@ -207,12 +207,12 @@ def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, in
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise InvalidValue(f"{place}: dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
     if not _are_counts(shape) or len(shape) > _DIMENSIONS_MAX:
-        raise InvalidValue(f"{place}: shape", shape, f"at most {_DIMENSIONS_MAX} whole numbers, 0 or above")
+        raise InvalidValue(f"{place}: shape", shape, f"at most {_DIMENSIONS_MAX} integers of 0 or more")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise InvalidValue(f"{place}: data_offsets", offsets, "two whole numbers, 0 or above")
+        raise InvalidValue(f"{place}: data_offsets", offsets, "two integers of 0 or more")
     tensor = TensorHeader(name, dtype, tuple(shape))
     if offsets[1] - offsets[0] != tensor.content_bytes:
-        raise InvalidValue(f"{place}: data_offsets", offsets, f"{tensor.content_bytes} bytes, as dtype and shape say")
+        raise InvalidValue(f"{place}: data_offsets", offsets, f"{tensor.content_bytes} bytes apart, by dtype and shape")
     return tensor, offsets[0], offsets[1]
 
 

@@ -85,10 +85,10 @@ class WeightStore(HostStore):
             sizes.pop(file, None)
             room_bytes = self.reference.content_bytes + self.header_bytes_max - sum(sizes.values())
             if not 0 < file_bytes <= room_bytes:
-                raise InvalidValue("file_bytes", file_bytes, f"1 to {room_bytes}, by the model's own size")
+                raise InvalidValue("file_bytes", file_bytes, f"1 to {room_bytes}, limited by the model's own size")
             if len(sizes) >= self._files_max:
                 raise InvalidValue(
-                    "file_name", file_name, f"one of at most {self._files_max} files, as the model's tensors"
+                    "file_name", file_name, f"one of at most {self._files_max} files, limited by the model's tensors"
                 )
             if base is None:
                 upload = Upload(file, file_bytes, self._upload_ended)
@@ -97,7 +97,7 @@ class WeightStore(HostStore):
                     based_on = self._base_of(file_name, *base)
                     upload = DeltaUpload(file, file_bytes, self._upload_ended, based_on, piece_bytes)
                 except FileNotFoundError:  # retired meanwhile
-                    raise NotFound("base_version", base[0], "a version that is held") from None
+                    raise NotFound("base_version", base[0], "a stored version") from None
             self._uploading[file] = file_bytes
         return upload
 
@@ -106,7 +106,7 @@ class WeightStore(HostStore):
         for file in self.manifest(version).files:
             if (file.name, file.blake3) == (file_name, blake3):
                 return self.folder(version) / file_name
-        raise NotFound("base_version", version, "a version with this very file", why="has another file of this name")
+        raise NotFound("base_version", version, "a version with exactly this file", why="has another file of this name")
 
     def _upload_ended(self, file: Path) -> None:
         with self._uploads:
@@ -170,7 +170,7 @@ class WeightStore(HostStore):
             for file in self.manifest(version).files:
                 os.rename(self.folder(version) / file.name, incoming / file.name)
         except (OSError, InvalidValue):
-            log.warning("the files of version %d have to be brought again", version, exc_info=True)
+            log.warning("the files of version %d must be sent again", version, exc_info=True)
         self._remove(version)
 
     def withdraw(self, version: int) -> None:
@@ -235,7 +235,7 @@ class WeightStore(HostStore):
         if not files:
             raise InvalidValue("files", [], "at least one safetensors file")
         if len(files) > self._files_max:
-            raise InvalidValue("files", f"{len(files)} files", f"at most {self._files_max}, as the model's tensors")
+            raise InvalidValue("files", f"{len(files)} files", f"at most {self._files_max}, as many as tensors")
         names = [check_file_name(file.name) for file in files]
         if len(set(names)) < len(names):
             raise InvalidValue("files", sorted(names), "every name once")

@@ -36,12 +36,12 @@ class Upload:
         """Completes the file and returns its size. Raises InvalidValue if bytes are missing or its trainer fenced."""
         received_bytes = self._stream.tell()
         if received_bytes != self._expected_bytes:
-            raise InvalidValue("file_bytes", received_bytes, f"the size in the upload's header, {self._expected_bytes}")
+            raise InvalidValue("file_bytes", received_bytes, f"{self._expected_bytes}, the size in the upload's header")
         self._stream.close()
         try:
             os.rename(self._unfinished, self._file)
         except FileNotFoundError as error:
-            allowed = "of the trainer that attached last, before its commit"
+            allowed = "from the trainer that attached last, before its commit"
             raise Conflict("upload", self._file.name, allowed, why="came too late") from error
         return received_bytes
 

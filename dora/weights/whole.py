@@ -22,9 +22,9 @@ def manifest_in(folder: Path) -> Manifest:
     try:
         return read_manifest(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NotFound("manifest", str(file), "in the folder of a version that was published") from error
+        raise NotFound("manifest", str(file), "in the folder of a published version") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue("manifest", str(file), f"a file of JSON that can be read ({error})") from error
+        raise InvalidValue("manifest", str(file), f"a readable JSON file ({error})") from error
 
 
 def canary_in(folder: Path) -> Canary | None:
@@ -36,7 +36,7 @@ def canary_in(folder: Path) -> Canary | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InvalidValue("canary", str(file), f"a file as a store writes it ({error})") from error
+        raise InvalidValue("canary", str(file), f"a file written by a store ({error})") from error
 
 
 def write_canary(folder: Path, canary: Canary) -> None:

@@ -143,7 +143,7 @@ class EngineLoop(CommandLoop[Reporting]):
         held = load.running + load.waiting + self._engine.reserved
         limit = (1 if order.needs_slot else QUEUE_SLOTS) * capability.slots
         if held >= limit:
-            raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
+            raise Conflict("requests held", held, f"below {limit}", why="leaves no room for another")
         if order.kv_tokens > capability.kv_tokens:
             raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
         most_bytes = body_bytes_most(self._engine.layout, capability.max_model_len_tokens)

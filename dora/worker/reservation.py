@@ -87,7 +87,7 @@ class Reservation:
         """Starts a first round and voids earlier ones. Raises SnapshotRefused if the prefix is not here."""
         with self._lock:
             if not self._is_open:
-                raise SnapshotRefused("it is expected no longer")
+                raise SnapshotRefused("it is no longer expected")
             if self._prefixes is not None:
                 self._is_barred = not self._prefixes.withdraw(self.offered)
                 self.offered = self.offered if self._is_barred else ""

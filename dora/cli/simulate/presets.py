@@ -21,10 +21,10 @@ class PresetRow:
     preset: Annotated[str, "its name"]
     train_gpus: Annotated[int, "accelerators that train"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
-    gpus_per_engine: Annotated[int, "accelerators of one worker"]
-    window: Annotated[int | str, "policy versions that may be live"]
+    gpus_per_engine: Annotated[int, "accelerators per worker"]
+    window: Annotated[int | str, "maximum number of live policy versions"]
     groups_per_step: Annotated[int, "prompt groups a step"]
-    group_size: Annotated[int, "responses to one prompt"]
+    group_size: Annotated[int, "responses per prompt"]
     cap_tokens: Annotated[int, "longest response"]
 
 

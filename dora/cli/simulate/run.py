@@ -35,26 +35,26 @@ Preset = Annotated[
     str,
     typer.Option(
         autocompletion=completion.presets,
-        help="A cluster with its workload, such as dora-64: see `dora simulate presets`.",
+        help="A cluster and its workload, such as dora-64; see `dora simulate presets`.",
     ),
 ]
 Policy = Annotated[
     str,
     typer.Option(
         autocompletion=completion.simulated_policies,
-        help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.",
+        help=f"Strategy; default: the scenario's, which is {DEFAULT_POLICY} in presets.",
     ),
 ]
 Window = Annotated[
     str | None,
-    typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live; auto: chosen as the run goes."),
+    typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions; auto adapts it."),
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps to measure.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Training steps to run before those.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")]
+Steps = Annotated[int, typer.Option(min=1, help="Measured training steps.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Training steps before the measurement.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed for prompts and lengths.")]
 Predictor = Annotated[
     str | None,
-    typer.Option(autocompletion=completion.predictors, help="Of response lengths: oracle, statistics or ranker."),
+    typer.Option(autocompletion=completion.predictors, help="Length predictor: oracle, statistics or ranker."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -65,28 +65,28 @@ Settings = Annotated[
         help="Override one field; may be repeated.",
     ),
 ]
-File = Annotated[Path | None, typer.Option(help="A scenario (TOML); its fields override those of a preset.")]
+File = Annotated[Path | None, typer.Option(help="A scenario file (TOML); its fields override the preset's.")]
 Split = Annotated[
-    SplitChoice, typer.Option(help="plan: training and rollout have the accelerators that `dora plan` gives them.")
+    SplitChoice, typer.Option(help="plan: split the accelerators as `dora plan` does.")
 ]
-Compare = Annotated[bool, typer.Option("--compare", metavar="", help="All policies, side by side.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
+Compare = Annotated[bool, typer.Option("--compare", metavar="", help="Compare all policies.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline of the run: .png, .svg or .html.")]
 
 
 class Origin(TypedDict):
     """The command line that a report came from."""
 
-    warmup: Annotated[int, "steps before those measured"]
+    warmup: Annotated[int, "steps before the measured ones"]
     settings: Annotated[list[str], "the values of `--set`"]
-    split: Annotated[str, "`preset` or `plan`: where the division of the accelerators comes from"]
+    split: Annotated[str, "source of the split of accelerators: `preset` or `plan`"]
 
 
 class ComparisonTree(Origin):
     """A comparison of all policies on one preset (`--compare`)."""
 
-    preset: Annotated[str, "the preset, or `custom`"]
-    seed: Annotated[int, "of prompts and lengths"]
-    steps: Annotated[int, "steps measured, after the warm-up"]
+    preset: Annotated[str, "name of the preset, or `custom`"]
+    seed: Annotated[int, "seed of prompts and lengths"]
+    steps: Annotated[int, "measured steps, after the warm-up"]
     policies: Annotated[list[dict[str, Any]], "each policy"]
 
 
@@ -147,7 +147,7 @@ def simulate(
     group was lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
-        reason = f"before {context.invoked_subcommand}, which has options of its own"
+        reason = f"before {context.invoked_subcommand}, which has its own options"
         refuse_given(context, given_options(context), reason)
         return
     from dora.config import merged, settings_tree, tree_of, value_at
@@ -165,7 +165,7 @@ def simulate(
         raise InvalidValue(
             "--preset",
             MISSING,
-            f"given, or replaced by a --file, a --set, or a preset as `{LISTED_BY}` lists them, such as dora-64",
+            f"given, or replaced by a --file, a --set, or a preset of `{LISTED_BY}`, such as dora-64",
         )
     if compare:
         if policy or plot:

@@ -20,7 +20,7 @@ EXAMPLE = "dora simulate sweep --seeds 1000 --faults all"
 
 def sweep(
     context: typer.Context,
-    seeds: Annotated[int, typer.Option(min=1, help="Small clusters to try, one a seed.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of small clusters to try, one per seed.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[
         str, typer.Option(autocompletion=completion.faults, help="all, or kinds separated by commas: kill,hang,...")
@@ -33,7 +33,7 @@ def sweep(
         str, typer.Option(metavar="drawn|auto", help="Of each cluster: drawn from 1 to 4, or one that adapts.")
     ] = "drawn",
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the seeds; by default one a core.")
+        int | None, typer.Option(min=1, help="Window of each cluster: drawn from 1 to 4, or auto, which adapts.")
     ] = None,
     replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
@@ -50,7 +50,7 @@ def sweep(
     load_strategies()
     if replay is not None:
         ignored = [option for option in given_options(context) if option not in ("--replay", "--json")]
-        refuse_given(context, ignored, "with --replay, whose token has all of the trial")
+        refuse_given(context, ignored, "with --replay, whose token defines the whole trial")
         trial, report = sim.replay(replay)
         if not as_json:
             for fault in trial.faults:

@@ -33,7 +33,7 @@ from dora.config import WindowConfig
 PATIENCE: Final = 4
 CLEAR: Final = 2.0  # standard errors, if they are known well
 STEPS_KEPT: Final = 64  # of one size, the latest
-REST_MAX: Final = 1024  # steps
+REST_MAX: Final = 1024  # in steps
 ROOM: Final = 0.7  # of what a signal may reach, up to which a wider window is tried
 TRAINED_MIN: Final = 1e-3  # of a step's time: less is no training
 

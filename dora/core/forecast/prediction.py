@@ -65,7 +65,7 @@ class Predictor(Protocol):
         """What outlives a crash, as plain values: of all prompts and of tasks."""
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Goes on from ``learnt``."""
+        """Restores the values of ``learnt``."""
 
 
 class Trend(Protocol):

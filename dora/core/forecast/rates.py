@@ -46,7 +46,7 @@ class LengthMix:
         return {"prompts": self._prompts, "at": at.tolist(), "means": self._means[:, at].tolist()}
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Goes on from ``learnt``."""
+        """Restores the values of ``learnt``."""
         self._prompts = values["prompts"]
         self._means[:, values["at"]] = values["means"]
 
@@ -92,7 +92,7 @@ class Rates:
         return took_s
 
     def filled(self, now_s: float) -> None:
-        """The last group of a step went to the trainer."""
+        """The last group of a step was delivered."""
         self.filled_s = now_s
 
     def generated(self, tokens: int, took_s: float) -> None:
@@ -106,13 +106,13 @@ class Rates:
         self.pace_s += weight * (pace_s - self.pace_s)
 
     def learnt(self, now_s: float) -> dict[str, Any]:
-        """What outlives a crash, as plain values; times are said as how long ago."""
+        """The estimates as plain values; times as ages."""
         values = {name: getattr(self, name) for name in _LEARNT}
         ago_s = [now_s - self.published_s, now_s - self.filled_s]
         return values | {"ago_s": ago_s, "took_s": list(self.took_s), "mix": self.mix.learnt()}
 
     def learn_again(self, values: Mapping[str, Any], now_s: float) -> None:
-        """Goes on from ``learnt``."""
+        """Restores the values of ``learnt``."""
         for name in _LEARNT:
             setattr(self, name, values[name])
         self.published_s, self.filled_s = (now_s - ago_s for ago_s in values["ago_s"])

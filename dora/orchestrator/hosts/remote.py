@@ -45,7 +45,7 @@ class HostSession:
         self.send(pb.HostOrder(leave=pb.LeaveHost(reason=reason)))
 
     def give_up(self) -> None:
-        """Ends the stream at once, whatever is queued."""
+        """Ends the stream at once and drops queued commands."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
         self._outbox.put_nowait(None)

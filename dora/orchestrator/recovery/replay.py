@@ -59,7 +59,7 @@ class KnownWorker:
     loaded: Annotated[int, "version that it has loaded, -1: none"]
     target: Annotated[int, "version that it will host, -1: none"]
     draining: Annotated[bool, "whether it will end once it is empty"]
-    slots: Annotated[int, "requests that it can decode at once"]
+    slots: Annotated[int, "maximum number of requests decoded at once"]
     held: Annotated[int, "requests that it has or that are on their way to it"]
     queued: Annotated[int, "of these, not in a slot, as last reported"]
     kv_tokens: Annotated[int, "size of its KV-cache"]

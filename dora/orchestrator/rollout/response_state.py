@@ -81,7 +81,7 @@ class ResponseState:
         )
 
     def worker_history(self) -> tuple[Segment, ...]:
-        """Which worker sampled which tokens."""
+        """The segments of the response: which worker sampled which tokens."""
         segments, end = [], len(self)
         for segment_start in reversed(self.segment_starts):
             segments.append(
@@ -93,7 +93,7 @@ class ResponseState:
         return tuple(reversed(segments))
 
     def trajectory(self, step: int, reference_version: int) -> Trajectory:
-        """The finished response as the trainer gets it for ``step``."""
+        """The finished response as the trainer of ``step`` gets it."""
         return Trajectory(**{name: read(self) for name, read in readers(step, reference_version).items()})
 
     def verdict(self) -> Reward:

@@ -27,8 +27,6 @@ LATENCY_BOUNDS_S: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One committed step."""
-
     step: int
     committed_at: float
     mean_reward: float

@@ -150,7 +150,7 @@ class TrainerService(stubs.TrainerServicer):
             raise stream.error
         if stream.superseded:
             raise Conflict(
-                "step", request.step, "read from the stream that was opened last", why="is streamed by a later call"
+                "step", request.step, "is streamed by a later call", why="is streamed by a later call"
             )
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)

@@ -34,12 +34,12 @@ class Architecture:
         if self.config.get("hidden_act") != "silu":
             raise InvalidValue("model: hidden_act", self.config.get("hidden_act"), "silu")
         if self.config.get("use_sliding_window"):
-            raise InvalidValue("model: use_sliding_window", True, "false: layers that read a whole row")
+            raise InvalidValue("model: use_sliding_window", True, "false: every layer must read the whole row")
         rope_type = self._rope.get("rope_type", "default")
         if rope_type != "default":
             raise InvalidValue("model: rope_type", rope_type, "default")
         if self.config.get("mlp_only_layers") or self.config.get("decoder_sparse_step", 1) != 1:
-            raise InvalidValue("model: mlp_only_layers", "given", "none: experts in every layer")
+            raise InvalidValue("model: mlp_only_layers", "given", "absent: every layer must have experts")
 
     @classmethod
     def of(cls, folder: Path) -> "Architecture":

@@ -154,7 +154,7 @@ class MegatronLearner:
                 if not math.isclose(known, value, rel_tol=1e-6):
                     raise RanksDisagree(
                         f"the ranks disagree on the weights {name}: rank {first} has a squared norm of {known:.9g}, "
-                        f"rank {rank} of {value:.9g}; nothing is committed"
+                        f"rank {rank} has {value:.9g}; nothing is committed"
                     )
 
     def weights(self) -> list[Path]:
@@ -206,7 +206,7 @@ class MegatronLearner:
     def _write(self, folder: Path, dtypes: dict[str, str]) -> dict[str, str]:
         """Every rank's part of an export. Returns the file of each tensor of all ranks."""
         if not folder.is_dir():
-            raise InvalidValue("--scratch", str(folder), "a folder that all ranks see")
+            raise InvalidValue("--scratch", str(folder), "a folder visible to all ranks")
         expected = {name: TensorHeader(name, dtype, ()) for name, dtype in dtypes.items()}
         file, tensors = write(self.part.built, folder, expected)
         found: dict[str, str] = {}
@@ -236,4 +236,4 @@ class MegatronLearner:
             case "save":
                 self._save(Path(order.content.decode()))
             case other:
-                raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
+                raise InvalidValue("order", other, "known to this rank: check that all ranks run the same version")

@@ -83,7 +83,7 @@ def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rul
         return Rule((checkpoint_name,), cut)
     found = _LAYER.fullmatch(name)
     if found is None:
-        raise InvalidValue("Megatron parameter", name, "one of a decoder's layers, the embedding, the head, the norm")
+        raise InvalidValue("Megatron parameter", name, "in a decoder layer, the embedding, the head or the final norm")
     layer, within = first_layer + int(found[1]), found[2]
     prefix = f"model.layers.{layer}."
     if within in _IN_LAYER:
@@ -94,7 +94,7 @@ def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rul
     elif grouped := _GROUPED.fullmatch(within):
         linear, expert = grouped[1], int(grouped[2])
     else:
-        raise InvalidValue("Megatron parameter", name, f"one of {', '.join(_IN_LAYER)}, or of an expert's two layers")
+        raise InvalidValue("Megatron parameter", name, f"one of {', '.join(_IN_LAYER)}, or in an expert's two layers")
     prefix += f"mlp.experts.{first_expert + expert}."
     if linear == "1":
         return Rule((prefix + "gate_proj.weight", prefix + "up_proj.weight"), "gated", of_expert=True)

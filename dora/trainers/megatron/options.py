@@ -34,19 +34,19 @@ def parse_arguments(arguments: list[str]) -> tuple[MegatronConfig, bool]:
         epilog="example: torchrun --nproc-per-node 8 -m dora.trainers.megatron --tp 2 --pp 2 --groups 64 --lr 1e-6",
     )
     add_common(parser)
-    layout = parser.add_argument_group("layout", "what is left of the ranks holds copies (data parallelism)")
+    layout = parser.add_argument_group("layout", "the remaining ranks hold copies (data parallelism)")
     for each in fields(Layout):
         layout.add_argument(f"--{each.name}", type=int, default=1, metavar="N", help=_SIZES[each.name])
     parser.add_argument(
         "--transformer",
         choices=get_args(Layers),
         default="auto",
-        help="layers of Megatron or of Transformer Engine; auto: the latter where it is installed",
+        help="layers of Megatron or of Transformer Engine; auto: the latter if it is installed",
     )
     parser.add_argument(
-        "--distributed-optimizer", action="store_true", help="optimiser states are cut over data-parallel ranks"
+        "--distributed-optimizer", action="store_true", help="shard optimiser states over data-parallel ranks"
     )
-    parser.add_argument("--scratch", default="", metavar="FOLDER", help="seen by all ranks: files of a version")
+    parser.add_argument("--scratch", default="", metavar="FOLDER", help="visible to all ranks, for a version's files")
     add_objective(parser)
     given = parser.parse_args(arguments)
     config = MegatronConfig(

@@ -39,7 +39,7 @@ def load_states(part: Part, folder: Path, *, values: bool) -> None:
     file = folder / "megatron.json"
     found = json.loads(file.read_text()) if file.is_file() else MISSING
     if found != _layout(part):
-        why = "was written by other ranks, and is read by the same layout only"
+        why = "was written by other ranks, and can only be read in the same layout"
         raise Conflict(f"{folder.name}: layout", str(found), str(_layout(part)), why)
     if not (folder / _file(part)).is_file():
         return

@@ -56,8 +56,8 @@ class PolicyGradient:
         _check(self.overlong_penalty, "overlong_penalty", "above 0 and finite", 0 < self.overlong_penalty < math.inf)
         if self.correction != "none" and self.anchor == "behaviour":
             # the ratio to the behaviour policy is a correction already: weights would correct twice
-            allowed = "none, or anchor = 'proximal' beside it"
-            raise Conflict("correction", self.correction, allowed, "would correct twice where anchor = 'behaviour'")
+            allowed = "none, unless anchor = 'proximal'"
+            raise Conflict("correction", self.correction, allowed, "would correct twice, as anchor = 'behaviour'")
 
     @property
     def needs_reference(self) -> bool:
@@ -97,7 +97,7 @@ class PolicyGradient:
         losses = weights * found.losses
         if self.needs_reference:
             if batch.reference is None:
-                allowed = "the reference version's logprobs, where kl_coefficient is above 0"
+                allowed = "the reference version's logprobs, as kl_coefficient is above 0"
                 raise Conflict("batch.reference", MISSING, allowed)
             losses = losses + self.kl_coefficient * kl_terms(batch, batch.reference)
         return TokenTerms(losses, found.ratios, found.clipped, weights)

@@ -42,7 +42,7 @@ def objective(name: str, **settings: Any) -> PolicyGradient:
 def add_objective(parser: argparse.ArgumentParser) -> None:
     """Adds ``--objective`` and an option for every setting of an objective, e.g. ``--eps-high``."""
     parser.add_argument("--objective", default="dapo", help=f"{', '.join(OBJECTIVES)} (%(default)s)")
-    options = parser.add_argument_group("settings of the objective", "by default those of the one that is named")
+    options = parser.add_argument_group("settings of the objective", "default: those of the selected objective")
     for each in fields(PolicyGradient):
         names = get_args(each.type)
         kind: dict[str, Any] = {"choices": names} if names else {"type": each.type}
