@@ -62,9 +62,7 @@ Slots = Annotated[int, typer.Option(help="Concurrent requests per engine.")]
 GpusPerEngine = Annotated[int, typer.Option(min=0, help="Accelerators per engine; 0: chosen automatically.")]
 Cost = Annotated[
     Path | None,
-    typer.Option(
-        help="File with an engine's cost, from `dora profile --out`; default: a roofline model."
-    ),
+    typer.Option(help="File with an engine's cost, from `dora profile --out`; default: a roofline model."),
 ]
 Efficiency = Annotated[float, typer.Option(help="Ratio of generation time to its bubble-free bound.")]
 GenerationS = Annotated[

@@ -44,9 +44,7 @@ def profile(
     ] = 4,
     clock: Annotated[
         ClockName,
-        typer.Option(
-            help="Clock for the steps; cpu: the engine's CPU time, for a busy machine and a single thread."
-        ),
+        typer.Option(help="Clock for the steps; cpu: the engine's CPU time, for a busy machine and a single thread."),
     ] = "wall",
     engines: Annotated[
         int, typer.Option(min=1, help="Engines to time at the same time, as they will run; their typical steps count.")

@@ -44,9 +44,7 @@ def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
 
 
 def versions(
-    workers: Annotated[
-        bool, typer.Option("--workers", help="List the workers (DP groups) of each version.")
-    ] = False,
+    workers: Annotated[bool, typer.Option("--workers", help="List the workers (DP groups) of each version.")] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,

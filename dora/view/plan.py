@@ -129,8 +129,7 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
     Column("step\n{unit}", "`step_s`", lambda row: row.time(row.split.step_s)),
     Column(
         "waits\nfor",
-        "bottleneck of the step: `rollout` (its work), its `tail`, `train`, or the `link` between "
-        "datacentres",
+        "bottleneck of the step: `rollout` (its work), its `tail`, `train`, or the `link` between datacentres",
         lambda row: _waits_for(row.split),
         rank=1,
     ),

@@ -102,10 +102,10 @@ def test_the_summary_says_what_was_seen() -> None:
     text = words_of(build_report(rows, counters, trained, SECONDS, RUN))
     for part in (
         "3 steps of tiny in 12.0 s: every promise held",
-        "0 groups lost, 0 delivered twice, 0 responses of mixed versions",
+        "0 groups lost, 0 delivered twice, 0 responses with mixed versions",
         "at most 1 (allowed: 1)",
         "2 live at once",
-        "5 requests went to another worker with their KV",
+        "5 requests moved to another worker with their KV",
         "0.10 in the first quarter of the steps, 0.70 in the last: 0.10, 0.20, 0.70",
         "first step step 0 last step step 2",
         "first step 3.0 s, the others 5.0 s",
@@ -204,7 +204,7 @@ def test_staleness_past_the_window_fails_whatever_the_service_says() -> None:
     rows[-2] = row_of(2, 1, 0, behaviour_version=0, staleness=1, worker_history=segments)
     report = build_report(rows, counters, trained, SECONDS, RUN)
     assert report["staleness_max"] == 2
-    assert any("staleness_max = 2, must be at most window - 1 = 1" in sentence for sentence in report["failures"])
+    assert any("staleness_max = 2: it must be at most window - 1 = 1" in sentence for sentence in report["failures"])
     assert any("s2-g1-0" in sentence for sentence in report["disagreements"])
 
 

@@ -280,7 +280,7 @@ def test_files_that_are_not_those_of_the_manifest_do_not_become_a_version(
         offset, length = lying.file(file).chunk(index)
         coming.write(file, index, content[offset : offset + length])
     with refused(
-        InvalidValue, field="v1-8a68eea07643d6f36aa9b1bec4080e16: tensors", value="other ones than its files hold"
+        InvalidValue, field="v1-8a68eea07643d6f36aa9b1bec4080e16: tensors", value="different from those in its files"
     ):
         coming.seal()
     assert store.versions() == (0,) and store.held_bytes == 0

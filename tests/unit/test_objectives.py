@@ -324,7 +324,7 @@ def test_objectives_are_chosen_by_name_and_settings() -> None:
         ({"kl_coefficient": -1.0}, r"kl_coefficient = -1\.0 is not valid: it must be 0 or more"),
         ({"kl_coefficient": math.nan}, "kl_coefficient = nan"),
         ({"correction_high": 0.5}, r"correction_high = 0\.5 is not valid: it must be 1 or more"),
-        ({"correction": "mask"}, "correction = 'mask' would correct twice where anchor = 'behaviour'"),
+        ({"correction": "mask"}, "correction = 'mask' would correct twice, as anchor = 'behaviour'"),
         ({"mean": "median"}, "mean = 'median' is not valid: it must be one of token, sequence"),
         ({"eps_hihg": 0.1}, "objective: setting = 'eps_hihg' is not valid: did you mean eps_high?"),
     ],

@@ -237,7 +237,7 @@ def test_a_fit_that_fails_its_check_is_not_written_and_says_why(
     assert out.read_text() == "# of an earlier run\n"
     shown = capsys.readouterr()
     assert json.loads(shown.out)["passed"] is False
-    for words in ("throughput = 1.400 is off: it must be 0.85 to 1.15", "--rounds", "cost.toml is not written"):
+    for words in ("throughput = 1.400 is off: it must be 0.85 to 1.15", "--rounds", "cost.toml was not written"):
         assert words in shown.err
 
 
@@ -265,7 +265,7 @@ def test_the_clock_is_held_where_the_machine_was_quiet(
 
 def test_the_table_says_what_was_seen_of_experts(measured: Measurement, capsys: pytest.CaptureFixture[str]) -> None:
     conclude("tiny-moe", replace(measured, experts=Experts(8, 2)), 0.15, None, force=False, as_json=False)
-    assert "not seen in its steps" in capsys.readouterr().out
+    assert "no effect measured" in capsys.readouterr().out
 
 
 def test_it_is_written_all_the_same_where_that_is_asked_for(

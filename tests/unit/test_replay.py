@@ -317,7 +317,7 @@ def test_a_torn_log_is_replayed_and_the_tear_reported(tmp_path: Path) -> None:
     result = invoke(folder, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 0 and len(document["decisions"]) == 4 and document["torn_bytes"] > 0
-    assert f"the last {document['torn_bytes']} bytes were cut short" in result.stderr
+    assert f"the last {document['torn_bytes']} bytes are incomplete" in result.stderr
 
 
 def test_many_workers_are_shown_by_version(tmp_path: Path) -> None:

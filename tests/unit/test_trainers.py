@@ -119,7 +119,7 @@ def test_the_fewest_accelerators_that_can_train() -> None:
 def test_a_response_that_no_layout_holds_is_refused_with_the_longest_that_one_does() -> None:
     with refused(InvalidValue, field="cap_tokens", value=9000000) as caught:
         trainers("qwen2.5-7b", cap_tokens=9_000_000)
-    most = int(caught.value.allowed.split()[2].rstrip(":").replace(",", ""))
+    most = int(caught.value.allowed.split()[2].rstrip(":,").replace(",", ""))
     assert trainers("qwen2.5-7b", cap_tokens=most).least > 0
     with refused(InvalidValue, field="cap_tokens", value=2430027):
         trainers("qwen2.5-7b", cap_tokens=most + 1)
@@ -191,13 +191,13 @@ def test_a_trainer_that_does_not_fit_is_not_planned() -> None:
 
 def test_budgets_are_refused_with_the_least_that_fits() -> None:
     for changes, field, least in (
-        ({"gpus": 12}, "gpus", "14: room for an engine of 2 and a trainer of 12"),
-        ({"rollout_gpus": 1, "train_gpus": 8}, "rollout_gpus", "2: room for an engine of 2"),
-        ({"rollout_gpus": 8, "train_gpus": 8}, "train_gpus", "12: room for a trainer of 12"),
+        ({"gpus": 12}, "gpus", "14, to have room for an engine of 2 and a trainer of 12"),
+        ({"rollout_gpus": 1, "train_gpus": 8}, "rollout_gpus", "2, to have room for an engine of 2"),
+        ({"rollout_gpus": 8, "train_gpus": 8}, "train_gpus", "12, to have room for a trainer of 12"),
         (
             {"gpus": 12, "training": replace(ANCHOR, multiple=8)},
             "gpus",
-            "18: room for an engine of 2 and a trainer of 16",
+            "18, to have room for an engine of 2 and a trainer of 16",
         ),
     ):
         with pytest.raises(InvalidValue) as caught:

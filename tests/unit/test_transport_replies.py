@@ -89,7 +89,7 @@ def test_what_answers_no_question_breaks_the_pair(kind: Kind, key: str) -> None:
     with refused(TransferFailed, names=(kind.name,)):
         told.hear(kind, key=key)
     told.replies.ask(Kind.OPENED, "1")
-    with pytest.raises(TransferFailed, match="nobody had asked"):
+    with pytest.raises(TransferFailed, match="without being asked"):
         told.hear(kind, key=key)
 
 

@@ -64,7 +64,7 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
     ("override", "message"),
     [
         ("rollout.seed=-1", "rollout.seed = -1 is not valid: it must be a whole number from 0 to 9223372036854775807"),
-        ("model=", "model = '' is not valid: it must be a text that is not empty"),
+        ("model=", "model = '' is not valid: it must be a non-empty text"),
         ("service.listen=nowhere", "service.listen = 'nowhere' is not valid: it must be host:port"),
         ("reward.function=abc", "reward.function = 'abc' is not valid: it must be module:function; empty:"),
         ("balance.cost=3", "balance.cost = 3 is not valid: it must be a section with kv_token_s, weights_s"),

@@ -66,9 +66,7 @@ Settings = Annotated[
     ),
 ]
 File = Annotated[Path | None, typer.Option(help="A scenario file (TOML); its fields override the preset's.")]
-Split = Annotated[
-    SplitChoice, typer.Option(help="plan: split the accelerators as `dora plan` does.")
-]
+Split = Annotated[SplitChoice, typer.Option(help="plan: split the accelerators as `dora plan` does.")]
 Compare = Annotated[bool, typer.Option("--compare", metavar="", help="Compare all policies.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline of the run: .png, .svg or .html.")]
 

@@ -149,9 +149,7 @@ class TrainerService(stubs.TrainerServicer):
         if stream.error is not None:
             raise stream.error
         if stream.superseded:
-            raise Conflict(
-                "step", request.step, "is streamed by a later call", why="is streamed by a later call"
-            )
+            raise Conflict("step", request.step, "read from the latest stream", why="is streamed by a later call")
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
 

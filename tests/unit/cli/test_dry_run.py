@@ -80,7 +80,7 @@ def files(folder: Path) -> set[str]:
         ({"reward__function": "json:loads"}, "too many positional arguments"),
         ({"selection__filter": "json:loads"}, "takes (s, "),
         ({"prompts": "none"}, "reward.function"),
-        ({"record": "file/below"}, "a folder that can be written (Not a directory)"),
+        ({"record": "file/below"}, "a writable folder (Not a directory)"),
         ({"record": "old"}, "a folder without an earlier record"),
         ({"service__run_folder": "file"}, "a folder to write in (File exists)"),
         ({"service__run_folder": "foreign"}, "no service has made foreign/weights"),
@@ -183,4 +183,4 @@ def test_a_model_that_could_not_be_made_is_refused(here: Path, monkeypatch: pyte
     (here / "file").write_text("")
     refused = dora("serve", "--dry-run", "--model", "tiny", "--listen", "127.0.0.1:0", "--set", "cache=file/cache")
     assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
-    assert "a cache folder that can be written" in refused.stderr
+    assert "a writable cache folder" in refused.stderr

@@ -62,9 +62,9 @@ def test_cancel_says_what_became_of_each_and_what_stays_is_4(address: str) -> No
     done = at(address, "cancel", "q1", "q2", "q4", "--reason", "mistyped")
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
-        "q1: taken out of the queue",
+        "q1: removed from the queue",
         "q2: its group g2 is cancelled",
-        "q4: it was cancelled before",
+        "q4: was cancelled before",
     ]
     stays = at(address, "cancel", "q3", "nobody")
     assert stays.exit_code == ExitCode.REFUSED
@@ -190,6 +190,6 @@ def test_a_checkpoint_says_what_is_on_disk(address: str) -> None:
     assert shown.exit_code == 0
     assert shown.stdout == (
         "/out/state: step 3, 9 groups (4 with the trainer), 0 queued prompts; "
-        "log 3.1 MB in 2 segments, 1.0 MB of it alive\n"
+        "log 3.1 MB in 2 segments, 1.0 MB of it live\n"
     )
     assert json.loads(at(address, "checkpoint", "--json").stdout)["live_bytes"] == 1 << 20
