@@ -68,7 +68,7 @@ def test_cancel_says_what_became_of_each_and_what_stays_is_4(address: str) -> No
     ]
     stays = at(address, "cancel", "q3", "nobody")
     assert stays.exit_code == ExitCode.REFUSED
-    assert "q3: its group g3 stays: a step has taken it\nnobody: not known" in stays.stdout
+    assert "q3: its group g3 stays: a step has taken it\nnobody: unknown" in stays.stdout
     tree = json.loads(at(address, "cancel", "q1", "--json").stdout)
     assert tree == {"cancelled": [{"name": "q1", "state": "dequeued", "group_id": ""}]}
     assert at(address, "cancel").exit_code == ExitCode.USAGE
