@@ -76,7 +76,7 @@ class TrainerServicer:
     """
 
     def Attach(self, request, context):
-        """Becomes the one active trainer. An earlier trainer is fenced: its epoch is refused from now on, and whatever it
+        """Becomes the one active trainer. An earlier trainer is fenced: its epoch is refused from now on, and the groups that it
         had received but not committed is delivered again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -84,7 +84,7 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Open for as long as the trainer is there: once it ends, operators see that the trainer has left. May be left out.
+        """Stays open while the trainer runs: its end tells operators that the trainer has left. Optional.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,30 +99,30 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UploadWeights(self, request_iterator, context):
-        """Uploads one file of the next version's weights, for a trainer that does not share the service's host. Only of the
-        version that the open step's commit publishes, or of a rejected one, and no more bytes than the model's own and its
-        files' headers.
+        """Uploads one file of the next version's weights, for a trainer on another host. Only for the
+        version that the open step's commit publishes, or a rejected one, and with no more bytes than the model's files and
+        their headers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """Acknowledges the step's groups and publishes version step + 1. Its reply comes once the version and what is recorded
-        of the step are stored. Safe to repeat after a lost reply.
+        """Acknowledges the step's groups and publishes version step + 1. The reply comes once the version and the record
+        of the step are durable. Safe to repeat after a lost reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepublishVersion(self, request, context):
-        """Publishes a rejected version anew. A version is rejected if no worker has loaded it well, and two workers, or all that
-        there are, refuse its weights: they do not reproduce the canary, or do not fit the model. From then on StreamStep (also
+        """Publishes a rejected version again. A version is rejected if no worker has loaded it, and two workers, or all that
+        exist, refuse its weights: they do not reproduce the canary, or do not fit the model. From then on StreamStep (also
         the stream that is open) and CommitStep end with FAILED_PRECONDITION and the trailing metadata
         dora-rejected-version, dora-rejected-reason, dora-rejected-workers (ids with commas between),
         dora-rejected-canary-difference (the largest of a logprob; 0: none was compared)
-        until that version is published anew; then the same calls go on, and StreamStep repeats the step's groups. Weights are
-        brought as for a commit, under the rejected version's number. Safe to repeat after a lost reply.
+        until that version is published again. Then the same calls continue, and StreamStep repeats the step's groups. Weights are
+        sent as for a commit, under the rejected version's number. Safe to repeat after a lost reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -377,14 +377,14 @@ class PromptsServicer:
     """
 
     def Submit(self, request, context):
-        """Queues prompts. All or nothing: a refused batch leaves nothing behind.
+        """Queues prompts, all of a batch or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def End(self, request, context):
-        """Says that no more prompts will be submitted: what is queued is still sampled, then the trainer's last step ends,
+        """Ends submission: queued prompts are still sampled, then the trainer's last step ends,
         which may be short. Later calls of Submit are refused (FAILED_PRECONDITION). May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -392,17 +392,17 @@ class PromptsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Takes back prompts and groups. One that waits leaves the queue; an admitted group is cancelled and recorded with the
-        reason; a group that a step has taken stays. May be repeated.
+        """Cancels prompts and groups. A waiting prompt leaves the queue; an admitted group is cancelled and recorded with the
+        reason; a group taken by a step is not cancelled. May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Samples prompts under one version beside training, and scores them; no step trains on them, and nothing of it counts
-        in the window. Streams the groups as they are done, then why it ends. It ends early where its version leaves the
-        window, the service drains, or its results are not read; where the caller leaves, it is cancelled.
+        """Samples and scores prompts under one version beside training. No step trains on them, and they do not count
+        in the window. Streams finished groups, then the reason for its end. It ends early if its version leaves the
+        window, the service drains, or its results are not read. It is cancelled if the caller leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -637,14 +637,14 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Empties a worker, or all workers of a host, and lets it leave.
+        """Moves the requests away from a worker, or from all workers of a host, and removes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Starts workers, or empties some and lets them leave, until there are so many.
+        """Starts or drains workers until their number is reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -657,7 +657,7 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Brings all that was acknowledged or generated so far to disk, and returns once it is there. Refused where the service
+        """Writes everything acknowledged or generated so far to disk and returns once it is durable. Refused if the service
         keeps no state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -943,12 +943,12 @@ class WorkerStub:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
-    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
-    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
-    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
-    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
-    no such loss: the worker ends with it.
+    A service that keeps its state sets orphan_timeout_s in its Welcome. If the connection is then lost, a worker
+    survives: it undoes handoffs in progress, continues to generate, keeps its requests' tokens, and reconnects
+    repeatedly. Its new Hello has its version and requests. Welcome names the requests that continue, each with
+    the service's number of tokens; the worker reports the tokens after these, and removes all other requests. It keeps
+    reported tokens until Settled names the request, or it is removed. If the service ends the stream
+    itself, the worker ends.
     """
 
     def __init__(self, channel):
@@ -970,12 +970,12 @@ class WorkerServicer:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
-    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
-    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
-    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
-    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
-    no such loss: the worker ends with it.
+    A service that keeps its state sets orphan_timeout_s in its Welcome. If the connection is then lost, a worker
+    survives: it undoes handoffs in progress, continues to generate, keeps its requests' tokens, and reconnects
+    repeatedly. Its new Hello has its version and requests. Welcome names the requests that continue, each with
+    the service's number of tokens; the worker reports the tokens after these, and removes all other requests. It keeps
+    reported tokens until Settled names the request, or it is removed. If the service ends the stream
+    itself, the worker ends.
     """
 
     def Connect(self, request_iterator, context):
@@ -1006,12 +1006,12 @@ class Worker:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
-    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
-    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
-    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
-    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
-    no such loss: the worker ends with it.
+    A service that keeps its state sets orphan_timeout_s in its Welcome. If the connection is then lost, a worker
+    survives: it undoes handoffs in progress, continues to generate, keeps its requests' tokens, and reconnects
+    repeatedly. Its new Hello has its version and requests. Welcome names the requests that continue, each with
+    the service's number of tokens; the worker reports the tokens after these, and removes all other requests. It keeps
+    reported tokens until Settled names the request, or it is removed. If the service ends the stream
+    itself, the worker ends.
     """
 
     @staticmethod
@@ -1045,8 +1045,8 @@ class Worker:
 class HostStub:
     """------------------------------------------------------------------------------------------------------------- host
 
-    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
-    which connect by themselves (Worker), and brings there what they load.
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and pool,
+    which connect themselves (Worker), and fetches the weights for them.
     """
 
     def __init__(self, channel):
@@ -1075,15 +1075,15 @@ class HostStub:
 class HostServicer:
     """------------------------------------------------------------------------------------------------------------- host
 
-    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
-    which connect by themselves (Worker), and brings there what they load.
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and pool,
+    which connect themselves (Worker), and fetches the weights for them.
     """
 
     def Join(self, request_iterator, context):
-        """One bidirectional stream is one epoch of one host. When it breaks, or the agent says nothing for
-        workers.silence_timeout_s, the host is lost: its workers and its pool are so at once, and their tokens are good for
-        nothing any more. An agent that loses its stream ends its processes before it joins again; or where orphan_timeout_s of
-        its welcome says so, as soon as it has joined and is not told that they go on.
+        """One bidirectional stream is one epoch of one host. When it breaks, or the agent is silent for
+        workers.silence_timeout_s, the host is lost: its workers and pool are lost at once, and their tokens become
+        invalid. An agent that loses its stream ends its processes before it joins again; or, if orphan_timeout_s of
+        its welcome allows, after it has joined and the welcome lacks goes_on.
         Refused: another DORA version (FAILED_PRECONDITION), another model than the service's (FAILED_PRECONDITION), a name
         in use (FAILED_PRECONDITION), too little memory for the window's versions (RESOURCE_EXHAUSTED).
         """
@@ -1092,14 +1092,14 @@ class HostServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListFiles(self, request, context):
-        """The files of the model: weights, configuration, tokenizer. Versions come by the hosts' relays.
+        """Lists the files of the model: weights, configuration, tokenizer. Versions come by the hosts' relays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchFile(self, request, context):
-        """One of these files, from a place in it on, in chunks.
+        """Returns one of these files from an offset, in chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1134,8 +1134,8 @@ def add_HostServicer_to_server(servicer, server):
 class Host:
     """------------------------------------------------------------------------------------------------------------- host
 
-    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
-    which connect by themselves (Worker), and brings there what they load.
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and pool,
+    which connect themselves (Worker), and fetches the weights for them.
     """
 
     @staticmethod
