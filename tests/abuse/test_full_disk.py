@@ -58,7 +58,7 @@ async def test_a_record_on_a_full_disk_holds_the_step_up_and_nothing_is_lost(tin
             shown = await asyncio.to_thread(
                 CliRunner().invoke, app, ["status", "--address", service.address, "--token", service.token]
             )
-            assert "record: No space left on device; nothing is admitted" in " ".join(shown.stdout.split())
+            assert "record: No space left on device; no group is admitted" in " ".join(shown.stdout.split())
             status = await operator.status()
             assert status.newest_version == 0 and not (record / STEPS_FILE).read_bytes()
             assert status.counters["groups_admitted"] == admitted, "what was admitted goes on, and nothing else"
@@ -160,7 +160,7 @@ def test_a_service_that_stands_still_is_told_from_one_that_is_not_there(monkeypa
     with socket.create_server(("127.0.0.1", 0)) as still:
         address = f"127.0.0.1:{still.getsockname()[1]}"
         result = ask(address)
-        assert result.exit_code == 6 and "takes connections, and no service answers" in result.stderr
+        assert result.exit_code == 6 and "accepts connections, but no service answered" in result.stderr
     result = ask(address)
     assert result.exit_code == 3 and "no service answers at" in result.stderr
 

@@ -113,25 +113,25 @@ def leaves(after: Kind) -> Act:
 
 # What it does, and what of it the source is to say.
 ACTS: dict[str, tuple[Act, str]] = {
-    "it never answers": (stops(Kind.ATTACH), "does not answer"),
-    "it stops when a snapshot begins": (stops(Kind.OPEN), "does not answer"),
+    "it never answers": (stops(Kind.ATTACH), "did not answer"),
+    "it stops when a snapshot begins": (stops(Kind.OPEN), "did not answer"),
     "it stops in the middle": (stops(Kind.CHUNK), "acknowledges nothing"),
     "it stops at the end": (stops(Kind.COMMIT), "acknowledges nothing"),
-    "it leaves at once": (leaves(Kind.ATTACH), "gone"),
-    "it leaves in the middle": (leaves(Kind.CHUNK), "gone"),
-    "it leaves at the end": (leaves(Kind.COMMIT), "gone"),
+    "it leaves at once": (leaves(Kind.ATTACH), "disconnected"),
+    "it leaves in the middle": (leaves(Kind.CHUNK), "disconnected"),
+    "it leaves at the end": (leaves(Kind.COMMIT), "disconnected"),
     "it refuses the transport": (says(Kind.ATTACH, Kind.REFUSED, reason="not here"), "not here"),
     "it refuses the snapshot": (says(Kind.OPEN, Kind.REFUSED, reason="no such ticket"), "no such ticket"),
     "it refuses in the middle": (says(Kind.CHUNK, Kind.REFUSED, reason="no more of it"), "no more of it"),
     "it refuses at the end": (says(Kind.COMMIT, Kind.REFUSED, reason="checksum of chunk 1"), "checksum of chunk 1"),
-    "it answers what nobody asked": (says(Kind.CHUNK, Kind.WELCOME), "nobody had asked"),
-    "it has another one": (says(Kind.COMMIT, Kind.ARRIVED, key="9-another.kv"), "nobody had asked"),
-    "it opens another one": (says(Kind.OPEN, Kind.OPENED, key="9-another.kv"), "nobody had asked"),
-    "it asks to attach": (says(Kind.COMMIT, Kind.ATTACH, transport="tcp"), "nobody had asked"),
-    "it sends no frame": (sends(Kind.CHUNK, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)), "no frame"),
-    "it sends a frame of nobody": (sends(Kind.CHUNK, b"DKV2\x0b\0\0\0" + bytes(28)), "not the one"),
-    "it sends an endless head": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0\xff\xff\xff\x7f" + bytes(8)), "no frame"),
-    "it sends an endless body": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0" + bytes(4) + b"\xff" * 8), "no frame"),
+    "it answers what nobody asked": (says(Kind.CHUNK, Kind.WELCOME), "without being asked"),
+    "it has another one": (says(Kind.COMMIT, Kind.ARRIVED, key="9-another.kv"), "without being asked"),
+    "it opens another one": (says(Kind.OPEN, Kind.OPENED, key="9-another.kv"), "without being asked"),
+    "it asks to attach": (says(Kind.COMMIT, Kind.ATTACH, transport="tcp"), "without being asked"),
+    "it sends no frame": (sends(Kind.CHUNK, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)), "instead of a frame"),
+    "it sends a frame of nobody": (sends(Kind.CHUNK, b"DKV2\x0b\0\0\0" + bytes(28)), "out of order"),
+    "it sends an endless head": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0\xff\xff\xff\x7f" + bytes(8)), "instead of a frame"),
+    "it sends an endless body": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0" + bytes(4) + b"\xff" * 8), "instead of a frame"),
 }
 
 

@@ -77,7 +77,7 @@ async def test_a_commit_that_cannot_be_stored_is_unavailable_and_may_be_repeated
             with pytest.raises(ServiceUnavailable, match=r"record .*\(File too large\)"):
                 await looking(shell, commit)
         assert shell.state.window.newest == 0 and shell.store.versions() == (0,)
-    assert not lines_of(shell, STEPS_FILE) and not lines_of(shell, TRAJECTORIES_FILE)
+        assert not lines_of(shell, STEPS_FILE) and not lines_of(shell, TRAJECTORIES_FILE)
     commit = asyncio.ensure_future(shell.trainer.CommitStep(request, None))
     assert (await looking(shell, commit)).next_step == 1, "its files need not be brought again"
     trajectories = read_trajectories(record_of(shell) / TRAJECTORIES_FILE)

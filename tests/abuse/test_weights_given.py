@@ -134,7 +134,7 @@ def test_a_dtensor_of_several_ranks_is_refused_before_anybody_waits(
     with refused(
         InvalidValue,
         field="weights: model.embed_tokens.weight",
-        value="one rank's part of a DTensor (64, 128)",
+        value="one rank's shard of a DTensor (64, 128)",
         names=("get_model_state_dict",),
     ):
         place_weights({name: _Part(tensor) for name, tensor in tensors.items()}, expected, tmp_path)

@@ -362,7 +362,7 @@ async def test_a_step_that_was_filled_with_other_groups_is_not_trained_as_if_it_
         step = await anext(trainer.steps())
         await group_ids(step)
         service.service.faults.before_commit = 1
-        with pytest.raises(Conflict, match="other groups into it since it was trained"):
+        with pytest.raises(Conflict, match="groups to it since it was trained"):
             await step.commit(tensors, wait=True)
     assert service.service.next_step == 0
 

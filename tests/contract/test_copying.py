@@ -249,7 +249,7 @@ def test_a_round_follows_only_on_one_of_its_own_try(ends: Ends) -> None:
     assert later.advance() is None
     arrived(later)
     late = ends.source.plane.send_parts(ends.target.peer, "r1", [memoryview(b"x")], after=old)
-    with pytest.raises(TransferFailed, match="no round of this snapshot"):
+    with pytest.raises(TransferFailed, match="this snapshot has no such round here"):
         late.done.result(WAIT_S)
     ends.driver.step(4)
     assert later.advance() is not None

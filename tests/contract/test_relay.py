@@ -281,7 +281,7 @@ def test_no_room(tmp_path: Path, model: Path, hosts: list[Host]) -> None:
     name = publish(hosts[0].store, 1)
     with a_host(HostStore(tmp_path / "small", model, bound_bytes=1000), "small") as small:
         small.fetch(name, hosts[0])
-        assert "bound to 1,000" in small.failed().reason
+        assert "limited to 1,000" in small.failed().reason
         assert small.store.held_bytes == 0
 
 
