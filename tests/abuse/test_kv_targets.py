@@ -128,10 +128,10 @@ ACTS: dict[str, tuple[Act, str]] = {
     "it has another one": (says(Kind.COMMIT, Kind.ARRIVED, key="9-another.kv"), "without being asked"),
     "it opens another one": (says(Kind.OPEN, Kind.OPENED, key="9-another.kv"), "without being asked"),
     "it asks to attach": (says(Kind.COMMIT, Kind.ATTACH, transport="tcp"), "without being asked"),
-    "it sends no frame": (sends(Kind.CHUNK, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)), "instead of a frame"),
+    "it sends no frame": (sends(Kind.CHUNK, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)), "of a frame"),
     "it sends a frame of nobody": (sends(Kind.CHUNK, b"DKV2\x0b\0\0\0" + bytes(28)), "out of order"),
-    "it sends an endless head": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0\xff\xff\xff\x7f" + bytes(8)), "instead of a frame"),
-    "it sends an endless body": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0" + bytes(4) + b"\xff" * 8), "instead of a frame"),
+    "it sends an endless head": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0\xff\xff\xff\x7f" + bytes(8)), "of a frame"),
+    "it sends an endless body": (sends(Kind.COMMIT, b"DKV2\x0b\0\0\0" + bytes(4) + b"\xff" * 8), "of a frame"),
 }
 
 
