@@ -1,7 +1,7 @@
-"""Rollout strategies by name. One more of DORA's own is a file here and a line below.
+"""The registered rollout strategies. To add one to DORA, add a file here and a line below.
 
-Anybody else's is a file of theirs and an entry point of the group ``dora.policies``
-(dora/orchestrator/plugins.py), or a call of ``register``.
+An external strategy registers through an entry point of the group ``dora.policies`` (dora/orchestrator/plugins.py) or
+calls ``register``.
 """
 
 from dora.core.policies.batch import OneStepPolicy, SyncPolicy
@@ -28,7 +28,7 @@ register("laminar", LaminarPolicy)
 register("staleflow", StaleFlowPolicy)
 register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2), by_freshness=False))
 register("sync", Strategy(SyncPolicy, windows=(1, 1), by_freshness=False))
-for alias in ("one_step", "stream"):  # they differ in the trainer alone, which streams or does not
+for alias in ("one_step", "stream"):  # both names have the same strategy; their trainers differ: one streams
     register(alias, Strategy(OneStepPolicy, windows=(2, 2), by_freshness=False))
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What most policies share: fill the newest version first, the emptiest worker first, prompts as they come."""
+"""The base of most policies: it fills the newest version first, the emptiest worker first, and takes prompts in order."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from dora.core.view import View
 
 
 class BasePolicy(ABC):
-    """Override what differs; ``plan`` is the least."""
+    """A policy with default behaviour. A subclass must override ``plan``."""
 
     def __init__(self, config: BalanceConfig) -> None:
         self.config = config
@@ -39,19 +39,23 @@ class BasePolicy(ABC):
         return 0.0
 
     def versions(self, dispatcher: Dispatcher) -> Iterable[int]:
-        """In which order versions get new work."""
+        """The order in which versions receive new work."""
         return dispatcher.versions()
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """How eagerly this worker takes one more request; none where not positive. Free slots here."""
+        """The worker's priority for its next request; zero or less means that it takes none. The default is its free
+        slots.
+        """
         return worker.slots - worker.held
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
-        """How many requests a worker of this version is to hold at most for now; None: as many as it has room for."""
+        """The most requests that a worker of this version may hold for now. None: its room is the limit."""
         return None
 
     def even_share(self, dispatcher: Dispatcher, version: int) -> int | None:
-        """A ration while more workers load the version: else the first would be filled, and levelled again."""
+        """A ration that applies while more workers load the version. Without it the first worker would be filled, and
+        its requests would then be moved to the others.
+        """
         loading = dispatcher.loading(version)
         if not loading:
             return None
@@ -64,12 +68,12 @@ class BasePolicy(ABC):
         return ceil((supply + held) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether the request's KV fits, as it will be at its end. An empty worker takes anything."""
+        """Whether the request's KV fits, counting every request at its full length. An empty worker takes any request."""
         need = dispatcher.context_tokens(row)
         return not worker.held or worker.kv_claimed + need <= worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """The prompt to make the next group of ``version`` from; None: none that should."""
+        """The prompt for the next group of ``version``. None: no group should begin."""
         return dispatcher.backlog.first()
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
@@ -89,7 +93,8 @@ class BasePolicy(ABC):
             else:
                 dispatcher.full(worker)
         heapify(heap)
-        aside: list[tuple[float, int, Worker]] = []  # what did not fit a request of ``aside_tokens`` of context
+        # workers that had no room for a request with ``aside_tokens`` of context
+        aside: list[tuple[float, int, Worker]] = []
         aside_tokens = 0
         while heap and self._supply(dispatcher, version):
             row = dispatcher.waiting_requests(version).peek()
@@ -104,7 +109,7 @@ class BasePolicy(ABC):
                 self._place(dispatcher, row, heap, most)
 
     def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
-        """Whether a request of this version waits, if need be one of a new group."""
+        """Whether a request of this version waits. Admits a group if none does."""
         if dispatcher.waiting_requests(version):
             return True
         if not dispatcher.backlog or dispatcher.admissible(version) < 1:
@@ -116,7 +121,7 @@ class BasePolicy(ABC):
         return True
 
     def _place(self, dispatcher: Dispatcher, row: int, heap: list[tuple[float, int, Worker]], most: float) -> None:
-        """Puts the request on the first worker of the heap, and that one where it then belongs."""
+        """Places the request on the first worker of the heap and updates that worker's position in the heap."""
         _, index, worker = heap[0]
         dispatcher.place(row, worker)
         room = self.room(dispatcher, worker)

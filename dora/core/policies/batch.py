@@ -1,4 +1,4 @@
-"""Whole batches under a global change of weights, the classical baselines: synchronous, and one step off-policy."""
+"""The classical baselines with whole batches and global weight changes: synchronous and one step off-policy."""
 
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import Worker
@@ -10,10 +10,10 @@ from dora.core.view import View
 
 
 class SyncPolicy(BasePolicy):
-    """All workers on the newest version; exactly one step's batch of it, once it is published; nothing besides.
+    """All workers host the newest version and generate exactly one step's batch of it after it is published.
 
-    In the simulator the trainer trains when the whole batch is there (``trainer.streams`` false) and, as the papers run
-    it, on the same accelerators (``cluster.colocated``).
+    In the simulator the trainer trains when the whole batch is complete (``trainer.streams`` false). As in the papers,
+    it uses the same accelerators (``cluster.colocated``).
     """
 
     def version_of(self, step: int, newest: int, window: int) -> int:
@@ -21,7 +21,7 @@ class SyncPolicy(BasePolicy):
         return newest
 
     def plan(self, view: View, trigger: Trigger) -> Plan:
-        """Global synchronisation: the pool changes version together, once nothing of an older one is unfinished."""
+        """All workers change version together, when no request of an older version is unfinished."""
         requests = view.requests
         unfinished = requests.version[requests.unfinished]
         next_version = self.version_of(view.step, view.newest, view.window)
@@ -29,7 +29,9 @@ class SyncPolicy(BasePolicy):
         return Plan(dict.fromkeys(plannable(view).tolist(), version))
 
     def ready(self, dispatcher: Dispatcher) -> bool:
-        """A batch begins on the whole pool at once: else the first to have its weights would take all of it."""
+        """A batch begins when all workers have loaded its version. Otherwise the first worker to load would take all of
+        it.
+        """
         hosts = [worker for version in dispatcher.versions() for worker in dispatcher.workers_of(version)]
         return len(hosts) >= dispatcher.groups() or any(worker.held for worker in hosts)
 
@@ -38,11 +40,13 @@ class SyncPolicy(BasePolicy):
             super().dispatch(dispatcher)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Slots alone count: what exceeds the KV waits inside the engine, as in the systems that the papers compare."""
+        """Only slots limit a worker. Requests that exceed its KV wait inside the engine, as in the systems of the
+        papers.
+        """
         return True
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """Only the newest version, only for the step that trains on it fresh."""
+        """Only the newest version begins groups, and only for the step that trains on it on-policy."""
         fresh = version == dispatcher.newest == dispatcher.window.step
         return dispatcher.backlog.first() if fresh and batch_open(dispatcher) else None
 
@@ -51,12 +55,12 @@ class OneStepPolicy(SyncPolicy):
     """One step off-policy: batch ``v + 1`` is generated under version ``v`` while the trainer trains on batch ``v``.
 
     Weights change globally: all workers keep version ``v`` until its whole batch is generated *and* ``v + 1`` is
-    published, then all load it (Laminar, figure 3b). One batch a version; version 0 also makes the first batch, which
-    is on-policy. Its window is 2.
+    published. Then all of them load it (Laminar, figure 3b). Each version generates one batch. Version 0 also generates
+    the first batch, which is on-policy. The window is 2.
 
-    Streaming generation (figure 3c) is the same strategy, under the name ``stream``: only the trainer differs, which
-    trains on the first responses of a batch while the last are still generated. Groups always reach it as they finish;
-    in the simulator it uses that where ``trainer.streams`` is true.
+    Streaming generation (figure 3c) is the same strategy under the name ``stream``. Only the trainer differs: it trains
+    on the first responses of a batch while the last are still generated. Groups always reach the trainer when they
+    finish; in the simulator the trainer uses them at once if ``trainer.streams`` is true.
     """
 
     def version_of(self, step: int, newest: int, window: int) -> int:
@@ -68,5 +72,5 @@ class OneStepPolicy(SyncPolicy):
 
 
 def batch_open(dispatcher: Dispatcher) -> bool:
-    """Whether the step now being filled lacks groups: fewer are open than it still takes."""
+    """Whether the current step lacks groups: fewer are open than it can still take."""
     return dispatcher.window.open_groups < dispatcher.window.left

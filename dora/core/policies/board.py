@@ -1,4 +1,4 @@
-"""The moves of one plan, and the workers as they would be once these are done: shared by all strategies."""
+"""The moves of one plan and the predicted state of workers after them. All strategies share it."""
 
 from bisect import insort
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from dora.core.plan import LINE, POOL, Move
 from dora.core.table import Column
 from dora.core.view import RequestColumns, View
 
-PARK_ABOVE: Final = 0.975  # share of a worker's KV: fuller, it would soon preempt,
-PARK_DOWN_TO: Final = 0.96  # and so much it may hold
+PARK_ABOVE: Final = 0.975  # share of a worker's KV above which it would soon preempt
+PARK_DOWN_TO: Final = 0.96  # parking reduces its KV to this share
 
 
 def context_tokens(requests: RequestColumns) -> Column:
-    """KV that each request holds, by row: its prompt and what it has generated; int64."""
+    """KV tokens of each request, by row (int64): its prompt and its generated tokens."""
     context: Column = requests.prompt_tokens + requests.tokens
     return context
 
 
 def staying(view: View, targets: Mapping[int, int]) -> Column:
-    """By index (bool): has its version in memory and is to keep it, so that requests may move to it."""
+    """Whether each worker has its version in memory and keeps it (bool, by index). Requests may move to such a worker."""
     workers = view.workers
     target = workers.target.copy()
     indexes = np.fromiter(targets, dtype=np.int64, count=len(targets))
@@ -33,61 +33,64 @@ def staying(view: View, targets: Mapping[int, int]) -> Column:
 
 
 class Board:
-    """What each worker would hold, and where each request would be. ``targets``: as planned; {}: the present ones.
+    """The predicted load of each worker and place of each request. ``targets``: of the plan; {} means the present
+    targets.
 
-    A strategy that counts what a worker holds in another way overrides ``_add`` and ``_remove``.
+    A strategy that counts a worker's load in another way overrides ``_add`` and ``_remove``.
     """
 
     def __init__(self, view: View, targets: Mapping[int, int]) -> None:
         self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
-        self.pools = sorted(view.pools)  # KV that each still has room for, the most last
+        self.pools = sorted(view.pools)  # free KV of each pool, the largest last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
         self.held = self.workers.held.copy()  # by index
         self.kv = self.workers.kv_expected.astype(np.float64)  # by index, tokens
-        self._to: dict[int, int] = {}  # row -> where it was moved last; -1: taken off, and on none
-        self._peers: dict[int, Column] = {}  # version -> indexes that stay with it
+        self._to: dict[int, int] = {}  # row -> index of the last move; -1: taken off and on no worker
+        self._peers: dict[int, Column] = {}  # version -> indexes that keep it
 
     def moves(self) -> tuple[Move, ...]:
-        """What is planned so far: each request moves once, to where it was moved last."""
+        """The planned moves. Each request moves once, to the place of its last move."""
         moved = ((row, index) for row, index in self._to.items() if index != self.requests.worker[row])
         return tuple(Move(row, index) for row, index in moved)
 
     def peers(self, version: int) -> Column:
-        """Indexes that stay with this version."""
+        """The indexes that keep this version."""
         if version not in self._peers:
             self._peers[version] = np.flatnonzero(self.stays & (self.workers.loaded == version))
         return self._peers[version]
 
     def release(self, index: int) -> None:
-        """This worker is to take up another version after all."""
+        """Marks a worker as one that changes version."""
         self.stays[index] = False
         self._peers.pop(int(self.workers.loaded[index]), None)
 
     def displaced(self) -> Column:
-        """Rows that may move and stand on workers that do not stay with their version."""
+        """The rows of movable requests on workers that do not keep their version."""
         rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
         return rows[~self.stays[self.requests.worker[rows]]]
 
     def with_room(self, row: int, most_held: Column, most_kv: Column) -> Column:
-        """By index (bool): stays with the version of this request, which would not raise it above these limits."""
+        """Whether each worker keeps this request's version and stays within these limits with the request (bool, by
+        index).
+        """
         with_room: Column = self.stays & (self.workers.loaded == self.requests.version[row]) & (self.held < most_held)
         return with_room & (self.kv + self.context[row] <= most_kv)
 
     def index_of(self, row: int) -> int:
-        """Where this request is by now; -1: on no worker."""
+        """The request's worker after the moves so far; -1: none."""
         return self._to.get(row, int(self.requests.worker[row]))
 
     def move(self, row: int, index: int) -> None:
-        """To this worker, off the one that it is on, if any."""
+        """Moves the request to this worker and takes it off its present one."""
         self.take_off(row)
         self._to[row] = index
         self._add(row, index)
 
     def set_aside(self, row: int, held_up_s: float) -> Choice:
-        """A request that no worker has room for: parks it, or drops its KV, where that costs less than that it stays.
+        """Parks a request that no worker has room for, or drops its KV, if that costs less than keeping it.
 
-        ``held_up_s``: what that would cost. Where there is no pool it stays.
+        ``held_up_s``: cost of keeping it. Without a pool the request stays.
         """
         if not self.pools:
             return Choice.STAY
@@ -101,9 +104,10 @@ class Board:
         return choice
 
     def relieve_engines(self, movable: Column) -> None:
-        """Parks requests off workers whose KV is about to run out, as they would preempt them and compute them again.
+        """Parks requests of workers whose KV is about to run out. Their engines would preempt and recompute these
+        requests.
 
-        ``movable``: by row, who may be parked.
+        ``movable``: by row, whether the request may be parked.
         """
         if self.pools:
             above = PARK_ABOVE * self.workers.kv_tokens
@@ -111,7 +115,7 @@ class Board:
                 self._park_youngest(index, PARK_DOWN_TO * float(self.workers.kv_tokens[index]), movable)
 
     def _park_youngest(self, index: int, kv_most: float, movable: Column) -> None:
-        """Those with the least context first, until the worker holds no more than ``kv_most``; never the last one."""
+        """Parks requests with the least context until the worker holds at most ``kv_most``. The last request stays."""
         rows = np.flatnonzero(movable & (self.requests.worker == index))
         for row in rows[np.argsort(self.context[rows], kind="stable")].tolist():
             if self.kv[index] <= kv_most or self.held[index] <= 1:
@@ -129,12 +133,12 @@ class Board:
         self._to[row] = POOL
 
     def token_s(self, index: int) -> float:
-        """Seconds of one decode step of this worker, as it is now."""
+        """Seconds of one decode step of this worker at its present load."""
         held, kv_tokens = int(self.workers.held[index]), float(self.workers.kv_expected[index])
         return (self.cost or TYPICAL).decode_step_s(held, kv_tokens)
 
     def take_off(self, row: int) -> None:
-        """Off its worker, if it is on one."""
+        """Takes the request off its worker, if it has one."""
         index = self.index_of(row)
         self._to[row] = -1
         if index >= 0:

@@ -1,8 +1,8 @@
-"""The paper's strategy: workers proportional to remaining work, locality, moves (DORA, section 4.3).
+"""The paper's strategy: workers in proportion to remaining work, locality and migration (DORA, section 4.3).
 
-Where the paper leaves it open: KV is filled up to the pressure at which a worker would be relieved; an older version
-keeps the workers that its KV still fills, and begins nothing more while that is above its share, so that it shrinks;
-and it is supplemented with what can end before its deadline only, so that no step waits for what was begun too late.
+The paper leaves three choices open. KV is filled up to the pressure above which a worker is relieved. An older version
+keeps the workers that its KV still fills; while these exceed its share, it begins no groups, and so it shrinks. An
+older version begins only prompts that can end before its deadline, so that no step waits for a late start.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from dora.core.policies.targets import living_targets
 from dora.core.table import Column
 from dora.core.view import View
 
-REACH: Final = 64  # prompts looked at for one that ends in time
-MARGIN: Final = 0.9  # of the tokens that a response could have by its version's deadline
+REACH: Final = 64  # prompts examined to find one that ends in time
+MARGIN: Final = 0.9  # share of the tokens that a response could generate before its version's deadline
 
 
 class DoraPolicy(BasePolicy):
-    """Partition by predicted tokens, keep KV where it is, move the rest."""
+    """Partitions workers by predicted tokens, keeps KV in place if possible and moves the other requests."""
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
@@ -65,12 +65,14 @@ class DoraPolicy(BasePolicy):
         return self.even_share(dispatcher, version)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether KV in use stays below the pressure. An empty worker takes anything."""
+        """Whether KV in use stays below the pressure. An empty worker takes any request."""
         kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
         return not worker.held or kv_tokens <= self.config.pressure * worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """In order of arrival; for an older version what ends before its deadline, and nothing while it shrinks."""
+        """The first prompt by arrival. An older version takes the first that ends before its deadline, or none while it
+        shrinks.
+        """
         if version == dispatcher.newest or not dispatcher.rates.step_s:
             return dispatcher.backlog.first()
         if version in self._shrinking:
@@ -82,11 +84,11 @@ class DoraPolicy(BasePolicy):
         return self.choose(dispatcher, version) is not None
 
     def _occupied(self, view: View, indexes: Column) -> tuple[Mapping[int, int], Mapping[int, float]]:
-        """By version in memory: how many workers hold it, and how many its KV fills."""
+        """By loaded version: the number of workers that have it, and the number that its KV would fill."""
         workers = view.workers
         loaded = indexes[workers.loaded[indexes] >= 0]
         versions, inverse, times = np.unique(workers.loaded[loaded], return_inverse=True, return_counts=True)
-        # what an idle engine has reported last says nothing: its KV is free
+        # the KV of an idle engine is free, whatever it last reported
         kv = np.where(workers.held[loaded] > 0, workers.kv_expected[loaded], 0)
         shares = kv / (self.config.pressure * workers.kv_tokens[loaded])
         full = np.bincount(inverse, weights=shares, minlength=len(versions))
@@ -95,7 +97,7 @@ class DoraPolicy(BasePolicy):
 
 
 def tokens_left(dispatcher: Dispatcher, version: int) -> float:
-    """Tokens that a response could have until the last step that may take this version is full, as steps go of late."""
+    """Tokens that a response can generate before the version's last step is full, at the recent step time."""
     rates = dispatcher.rates
     steps = dispatcher.window.deadline(version) - dispatcher.newest + 1
     ends_s = rates.published_s + steps * rates.step_s - rates.tail_s
@@ -103,7 +105,7 @@ def tokens_left(dispatcher: Dispatcher, version: int) -> float:
 
 
 def remaining_work(view: View) -> dict[int, float]:
-    """Predicted tokens still to generate, by version; the newest counts what it may still admit."""
+    """Predicted tokens to generate, by version. The newest version includes the groups that it may still admit."""
     requests = view.requests
     rows = np.flatnonzero(requests.unfinished)
     versions, inverse = np.unique(requests.version[rows], return_inverse=True)

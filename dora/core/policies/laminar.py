@@ -1,6 +1,6 @@
-"""Laminar's strategy (sections 3 and 5): workers update on their own; long tails are packed together.
+"""Laminar's strategy (sections 3 and 5): each worker updates independently, and long tails are packed together.
 
-Set ``balance.period_s`` to 5, the paper's period of the check.
+Set ``balance.period_s`` to 5, the period of the check in the paper.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from dora.core.policies.board import Board, staying
 from dora.core.policies.targets import cover, present_targets, waiting_versions
 from dora.core.view import View
 
-KV_THRESHOLD = 0.99  # C_max, as a share of the KV-cache: the paper's example
-# Section 5.1: periodically (under pressure the core looks more often), and after each weight update.
+KV_THRESHOLD = 0.99  # C_max as a share of the KV cache, from the paper's example
+# Section 5.1: periodically (more often under pressure), and after each weight update.
 LOOKS = (Trigger.TIME, Trigger.PRESSURE, Trigger.UPDATE, Trigger.OPERATOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A worker that runs idle (the paper's replica in its ramp-down), as algorithm 1 sees it. KV in tokens."""
+    """An idle worker (the paper's replica in its ramp-down), as input of algorithm 1. KV in tokens."""
 
     index: int
     kv_used: int  # C_used
@@ -36,15 +36,15 @@ class Idle:
 
 
 def consolidate(idle: Sequence[Idle]) -> list[tuple[int, int]]:
-    """Algorithm 1 from line 4 on: best-fit packing of one version's idle workers. Returns (source, target) indexes.
+    """Algorithm 1 from line 4: best-fit packing of one version's idle workers. Returns (source, target) indexes.
 
-    The smallest source goes first, to the destination that becomes the fullest; a released one is no destination.
+    The smallest source goes first, to the target that becomes the fullest. A released worker cannot be a target.
     """
     ordered = sorted(idle, key=lambda worker: (worker.kv_used, worker.index))
     kv = {worker.index: worker.kv_used for worker in ordered}
     requests = {worker.index: worker.requests for worker in ordered}
     released: set[int] = set()
-    filled: set[int] = set()  # destinations; the printed algorithm may release one under what it was just given
+    filled: set[int] = set()  # targets. The printed algorithm may release a worker that was just a target
     plan: list[tuple[int, int]] = []
     for source in ordered:
         if source.index in filled:
@@ -68,26 +68,26 @@ def consolidate(idle: Sequence[Idle]) -> list[tuple[int, int]]:
 
 
 def roofline_requests(cost: CostModel | None, slots: int) -> int:
-    """B: requests from which on a decode step is bound by computing, k3 n = k2; all slots where the cost is unknown."""
-    if cost is None or cost.request_s * slots <= cost.weights_s:  # never, with so many
+    """B: the batch size above which a decode step is compute-bound, k3 n = k2. All slots if the cost is unknown."""
+    if cost is None or cost.request_s * slots <= cost.weights_s:  # no batch of this size is compute-bound
         return slots
     return max(1, min(slots, int(cost.weights_s / cost.request_s)))
 
 
 class LaminarPolicy(BasePolicy):
-    """Each worker generates a batch, then loads the newest version: no global synchronisation.
+    """Each worker generates a batch, then loads the newest version, without global synchronisation.
 
-    A batch is as many responses as the worker has slots, all of the newest version, given to its engine at once: KV
-    limits what runs, the engine queues the rest. A worker takes no more until all of them ended or were moved away by
-    the repacking of algorithm 1, which runs among the workers of one version. The idleness metric needs the KV use at
-    the last look, and a batch its beginning, so both are kept here between the calls.
+    A batch has as many responses as the worker has slots, all of the newest version. The engine gets the batch at once
+    and queues the requests that its KV cannot hold. A worker takes no further request until all of its batch ended or
+    were moved away by the repacking of algorithm 1, which works within one version. The idleness metric compares KV use
+    with the previous check, and a batch needs to know whether it is complete, so this object keeps both between calls.
     """
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._kv_before: dict[int, int] = {}  # index -> KV use at the last look
-        self._idle: dict[int, int] = {}  # index -> version in whose batch its KV use has begun to fall
-        self._taken: dict[int, int] = {}  # index -> version of which it has taken its whole batch
+        self._kv_before: dict[int, int] = {}  # index -> KV use at the last check
+        self._idle: dict[int, int] = {}  # index -> version of the batch whose KV use has begun to fall
+        self._taken: dict[int, int] = {}  # index -> version of the batch that it has taken in full
 
     # ----------------------------------------------------------------------------------------------------- new work
 
@@ -100,13 +100,13 @@ class LaminarPolicy(BasePolicy):
             self._deal(dispatcher, dispatcher.newest, begins, admits=True)
 
     def _begins(self, worker: Worker) -> bool:
-        """Whether it still takes requests of its batch."""
+        """Whether the worker still takes requests of its batch."""
         if not worker.held:
             self._taken.pop(worker.index, None)
         return self._taken.get(worker.index) != worker.loaded
 
     def _deal(self, dispatcher: Dispatcher, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
-        """Requests in line, then of new groups, to the worker with the most free slots, up to its batch."""
+        """Gives queued requests, then those of new groups, to the worker with the most free slots, up to its batch."""
         heap = [(worker.held - worker.slots, worker.index, worker) for worker in workers]
         heapify(heap)
         while heap:
@@ -144,7 +144,7 @@ class LaminarPolicy(BasePolicy):
         return Plan(targets, tuple(moves))
 
     def _repack(self, view: View, targets: dict[int, int]) -> list[tuple[int, int]]:
-        """The idle workers of each version (algorithm 1, line 3), consolidated."""
+        """The moves between idle workers of each version (algorithm 1, line 3)."""
         workers, stays = view.workers, staying(view, targets)
         groups: dict[int, list[Idle]] = {}
         idle: dict[int, int] = {}
@@ -153,7 +153,7 @@ class LaminarPolicy(BasePolicy):
             held, kv_max = int(workers.held[index]), KV_THRESHOLD * int(workers.kv_tokens[index])
             falls = kv_used < self._kv_before.get(index, 0) or self._idle.get(index) == version
             if stays[index] and held and kv_used < kv_max and falls:
-                idle[index] = version  # "from this time on" (section 5.2), though long responses may let it rise again
+                idle[index] = version  # "from this time on" (section 5.2), even if long responses raise KV use again
                 most = roofline_requests(view.cost, int(workers.slots[index]))
                 if held < most:
                     groups.setdefault(version, []).append(Idle(index, kv_used, kv_max, held, most))
@@ -162,7 +162,7 @@ class LaminarPolicy(BasePolicy):
         return [pair for version in sorted(groups) for pair in consolidate(groups[version])]
 
     def relieve(self, view: View) -> tuple[Move, ...]:
-        """What a repacking has left behind, and what stands on leaving workers: to the fullest one that it fits."""
+        """Moves requests off workers that change or leave, to the fullest worker with room."""
         board, workers = Board(view, {}), view.workers
         for row in board.displaced().tolist():
             fits = board.with_room(row, workers.slots, KV_THRESHOLD * workers.kv_tokens)

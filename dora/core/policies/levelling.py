@@ -1,9 +1,9 @@
-"""Which requests move where: off workers that change, then from full workers to emptier ones (DORA, section 4.3).
+"""Plans moves: off workers that change, then from full workers to emptier ones (DORA, section 4.3).
 
-A request moves when its worker is to change version or leave, or when workers of one version are unevenly loaded. A
-worker takes requests as far as its KV in use stays below the pressure at which it would be relieved again. What finds
-no room is parked in a pool, which frees the source for its new version at once. Where there is no pool it finishes in
-place; and a target may be over-subscribed once over: what exceeds its slots queues there with its KV in host memory.
+A request moves if its worker is to change version or leave, or if workers of one version are unevenly loaded. A worker
+takes requests while its KV in use stays below the pressure above which it would be relieved again. A request without
+room is parked in a pool, which frees its worker for the new version at once. Without a pool it finishes in place, and a
+target may be over-subscribed up to twice its slots: the excess queues there with its KV in host memory.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ from dora.core.plan import Move
 from dora.core.policies.board import Board
 from dora.core.view import View
 
-MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
-LEVEL_SHARE = 0.05  # workers whose steps take the same time, but for this share, are level where the cost is known
-SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
+MISSES_MAX = 16  # requests of one version without room, after which its other requests stay
+LEVEL_SHARE = 0.05  # if the cost is known, workers are level if their step times differ by at most this share
+SHORTEST_MOVE_TOKENS = 2  # a request this close to its certain end is not worth a move
 
 
 def plan_moves(view: View, targets: Mapping[int, int], balance: BalanceConfig) -> tuple[Move, ...]:
@@ -38,21 +38,21 @@ class _Levelling(Board):
         super().__init__(view, targets)
         requests = self.requests
         movable = np.flatnonzero(requests.movable & (requests.worker >= 0))
-        self._remaining = np.zeros(len(requests.tokens))  # by row, of those that may move
+        self._remaining = np.zeros(len(requests.tokens))  # by row, of movable requests
         self._remaining[movable] = requests.remaining_tokens(movable)
         self._far_from_end = movable[self._remaining[movable] > SHORTEST_MOVE_TOKENS]
         self._room = pressure * self.workers.kv_tokens
-        self._longest: dict[int, list[int]] = {}  # index -> rows that may move off it, the longest last
+        self._longest: dict[int, list[int]] = {}  # index -> rows that may leave it, the longest last
         self._queue = 1 if self.pools else QUEUE_SLOTS
         self._moved = 0
 
     @property
     def movable(self) -> int:
-        """How many requests may move."""
+        """The number of requests that may move."""
         return len(self._far_from_end)
 
     def displace(self, moves_max: int) -> None:
-        """Off workers that change or leave, the longest first: these gain most."""
+        """Moves requests off workers that change or leave. The longest go first, as they gain most."""
         rows = self._far_from_end[~self.stays[self.requests.worker[self._far_from_end]]]
         rows = rows[np.argsort(-self._remaining[rows], kind="stable")]
         misses: Counter[int] = Counter()
@@ -68,7 +68,7 @@ class _Levelling(Board):
                 self.move(row, index)
 
     def level(self, gap: int, moves_max: int) -> None:
-        """From the worker with the most requests to the one with the fewest, while they are ``gap`` apart."""
+        """Moves requests from the most loaded worker to the least loaded, while their counts differ by ``gap``."""
         for version in np.unique(self.workers.loaded[self.stays]).tolist():
             indexes = self.peers(version)
             while len(indexes) > 1 and self._moved < moves_max:
@@ -82,7 +82,7 @@ class _Levelling(Board):
                 self.move(row, target)
 
     def _sets_aside(self, row: int) -> bool:
-        """Parks a request, or drops its KV, if that is cheaper than that its worker goes on with it."""
+        """Parks a request, or drops its KV, if that costs less than finishing it in place."""
         held_up_s = float(self._remaining[row]) * self.token_s(self.index_of(row))
         aside = self.set_aside(row, held_up_s) is not Choice.STAY
         self._moved += aside
@@ -100,7 +100,7 @@ class _Levelling(Board):
         return int(np.where(fits, slots - self.held, np.iinfo(np.int64).min).argmax())
 
     def _longest_on(self, index: int) -> int | None:
-        """The longest request of a worker that stays, each asked for once; ties: the first row."""
+        """The longest request of a worker that keeps its version, each returned once. Ties: the first row."""
         rows = self._longest.get(index)
         if rows is None:
             on_index = self._far_from_end[self.requests.worker[self._far_from_end] == index]
@@ -109,10 +109,10 @@ class _Levelling(Board):
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:
-        """Whether this request decodes markedly faster on the target, or KV is running out where it is.
+        """Whether this request decodes markedly faster on the target, or its worker's KV is running out.
 
-        A step that reads the weights for a few requests takes as long as one that reads them for many. Where the cost
-        of a step is not known, every move gains.
+        A step that reads the weights for a few requests takes as long as one for many. If the cost of a step is
+        unknown, every move counts as a gain.
         """
         if self.cost is None or self.kv[source] > self._room[source]:
             return True

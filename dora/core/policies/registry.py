@@ -1,4 +1,4 @@
-"""Rollout strategies by name, and in which windows, and where, each may run."""
+"""The registered rollout strategies, and the windows that each allows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from dora.errors import Conflict, InvalidValue, NotFound, one_of
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """``make`` builds it from its configuration: a class over ``BasePolicy``, say.
+    """A registered strategy. ``make`` builds it from its configuration, for example a subclass of ``BasePolicy``.
 
-    ``windows``: the fewest and the most versions that may be live, where the strategy's definition says so: in a
-    narrower window it would stall, in a wider one run as in its widest. ``by_freshness``: the core holds admission
-    back until a step needs the groups (freshness.py); False for strategies that begin whole batches by definition.
+    ``windows``: the fewest and the most live versions, if the strategy's definition limits them. In a narrower window
+    it would stall; in a wider one it would run as in its widest. ``by_freshness``: the core delays admission until a
+    step needs the groups (freshness.py). False for strategies that begin whole batches by definition.
     """
 
     make: Callable[[BalanceConfig], Policy]
@@ -32,9 +32,9 @@ POLICIES: dict[str, Strategy] = {}
 
 
 def register(name: str, strategy: Strategy | Callable[[BalanceConfig], Policy]) -> None:
-    """From now on ``name`` is this strategy, in the service, the simulator and the sweep of this process.
+    """Registers a strategy in this process, for the service, the simulator and the sweep.
 
-    Raises InvalidValue for what cannot be one, Conflict for a name that another strategy has.
+    Raises InvalidValue for an invalid strategy, and Conflict if another strategy has the name.
     """
     if not name.isidentifier():
         raise InvalidValue("policy", name, "a name of letters, digits and underscores")
@@ -47,9 +47,9 @@ def register(name: str, strategy: Strategy | Callable[[BalanceConfig], Policy]) 
 
 
 def policy_of(config: BalanceConfig, window: WindowConfig | None = None) -> Policy:
-    """The strategy that the configuration names. Raises NotFound, with the nearest name.
+    """The configured strategy. Raises NotFound with the nearest name.
 
-    ``window``: where it is to be checked. Raises InvalidValue where the strategy does not allow its sizes.
+    ``window``: if given, it is checked. Raises InvalidValue if the strategy does not allow its sizes.
     """
     strategy = POLICIES.get(config.policy)
     if strategy is None:
@@ -60,27 +60,28 @@ def policy_of(config: BalanceConfig, window: WindowConfig | None = None) -> Poli
 
 
 def nearest_window(policy: str, window: int, strategies: Mapping[str, Strategy] = POLICIES) -> int:
-    """``window`` itself, or the nearest one that the strategy is defined for."""
+    """``window`` itself, or the nearest size that the strategy allows."""
     least, most = strategies[policy].windows if policy in strategies else (window, window)
     return min(max(window, least), most)
 
 
 def allows_any(policy: str, strategies: Mapping[str, Strategy] = POLICIES) -> bool:
-    """Whether the strategy is defined for every window, so that one may change."""
+    """Whether the strategy allows every window, so that the window may change."""
     return policy not in strategies or strategies[policy].windows == (1, WINDOW_MAX)
 
 
 def check_window(
     policy: str, window: int, field: str = "window.size", strategies: Mapping[str, Strategy] = POLICIES
 ) -> None:
-    """Raises InvalidValue for a window that the strategy is not defined for. ``field``: where it was given."""
+    """Raises InvalidValue for a window that the strategy does not allow. ``field``: the setting that gave it."""
     if nearest_window(policy, window, strategies) != window:
         raise _refused(policy, window, field, strategies)
 
 
 def check_sizes(policy: str, window: WindowConfig, strategies: Mapping[str, Strategy] = POLICIES) -> None:
-    """Raises InvalidValue for a size that the strategy is not defined for, and for one that changes where it is not
-    defined for every one: what it does with a window of 1 may be another thing altogether than with one of 2."""
+    """Raises InvalidValue for a size that the strategy does not allow. An adaptive window requires a strategy that
+    allows every size, as a strategy with limits may behave quite differently at sizes 1 and 2.
+    """
     if not window.is_adaptive:
         check_window(policy, window.most, strategies=strategies)
     elif not allows_any(policy, strategies):
@@ -88,15 +89,15 @@ def check_sizes(policy: str, window: WindowConfig, strategies: Mapping[str, Stra
 
 
 def _refused(policy: str, window: WindowSize, field: str, strategies: Mapping[str, Strategy]) -> InvalidValue:
-    """To be raised."""
     least, most = strategies[policy].windows
     allowed = f"{least}" if least == most else f"{least} to {most}"
     return InvalidValue(field, window, f"{allowed}, by the definition of {policy}")
 
 
 def check_live(balance: BalanceConfig, window: WindowConfig) -> None:
-    """Raises InvalidValue for what a service may not run: an unknown strategy, with the nearest name, one that is not
-    defined for this window, and lengths that no prompt brings."""
+    """Raises InvalidValue for settings that a service may not run: an unknown strategy (with the nearest name), a
+    strategy that does not allow this window, and known lengths, which only the simulator has.
+    """
     if balance.policy not in POLICIES:
         raise InvalidValue("balance.policy", balance.policy, one_of(balance.policy, POLICIES, cutoff=0.6))
     check_sizes(balance.policy, window)

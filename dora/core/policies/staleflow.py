@@ -1,7 +1,8 @@
 """StaleFlow's strategies (section 5.3, appendix D): routing, selective synchronisation, migration.
 
-The paper lets an interrupted trajectory go on under newer weights. Here C1 holds: it goes on under its own version, so
-a worker is synchronised once other hosts of its version can take what it runs, and migration is within a version.
+In the paper an interrupted trajectory continues under newer weights. C1 forbids that here: it continues under its own
+version. A worker is synchronised if other hosts of its version can take its requests, and requests migrate within their
+version.
 """
 
 import numpy as np
@@ -14,8 +15,8 @@ from dora.core.policies.targets import cover, present_targets, waiting_versions
 from dora.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain, throughput
 from dora.core.view import View
 
-WAIT_MAX = 3  # phi_wait: so many queued requests are left to an engine
-THROUGHPUT_RATIO = 5.0  # phi_throughput: between the fastest and the slowest host of one version
+WAIT_MAX = 3  # phi_wait: queued requests that an engine may keep
+THROUGHPUT_RATIO = 5.0  # phi_throughput: ratio of the fastest to the slowest host of one version
 
 
 class StaleFlowPolicy(BasePolicy):
@@ -24,15 +25,15 @@ class StaleFlowPolicy(BasePolicy):
     # ------------------------------------------------------------------------------------------------------- routing
 
     def versions(self, dispatcher: Dispatcher) -> range:
-        """The waterfall: hosts of the oldest version that takes anything come first, as they have the fewest options.
+        """The waterfall: hosts of the oldest version come first, as they have the fewest options.
 
-        The multi-level queue is the same order: a waiting request has only the hosts of its version (C1), where it goes
-        before new groups.
+        The multi-level queue has the same order: a waiting request has only the hosts of its version (C1) and goes
+        before new groups there.
         """
         return dispatcher.versions()[::-1]
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """How far the gain of what comes next is above the threshold."""
+        """The difference between the next request's gain and the threshold."""
         waiting_requests, first = dispatcher.waiting_requests(worker.hosts), dispatcher.backlog.first()
         tokens = (
             dispatcher.context_tokens(waiting_requests.peek())
@@ -51,7 +52,8 @@ class StaleFlowPolicy(BasePolicy):
     def plan(self, view: View, trigger: Trigger) -> Plan:
         targets = present_targets(view, view.newest)
         board = RoutingBoard(view, targets)
-        migrate(board)  # before, not after as in algorithm 1: what still queues then has no host with room (C1)
+        # before synchronisation, unlike algorithm 1: requests that still queue then have no host with room (C1)
+        migrate(board)
         synchronise(view, targets, board)
         cover(view, targets)
         return Plan(targets, board.moves())
@@ -64,15 +66,16 @@ class StaleFlowPolicy(BasePolicy):
 
 
 def synchronise(view: View, targets: dict[int, int], board: RoutingBoard) -> None:
-    """Algorithm 4: changes ``targets``, and clears the workers it has chosen.
+    """Algorithm 4: changes ``targets`` and clears the chosen workers.
 
-    A group is chosen where nothing can be routed to it, and something would be under another version. As routing has
-    just run, the hosts of all other versions are at their limit, so that is whether its own gain is enough. The
-    emptiest comes first. One that runs requests is chosen only where they all find another host (C1).
+    A worker is chosen if nothing can be routed to it and something could be under another version. Routing has just
+    run, so the hosts of all other versions are at their limit, and only the worker's own gain decides. The emptiest
+    worker comes first. A worker with requests is chosen only if all of them find another host (C1).
 
-    The paper's group takes the newest version, under which any trajectory may go on, the stalest first. Here each goes
-    on under its own (C1): so the group takes the oldest version that engines queue requests of which no host has room
-    for, and the newest once there is none. Else an old version that is short of KV would stay so until its deadline.
+    In the paper a worker takes the newest version, under which any trajectory may continue, the stalest first. Here
+    each continues under its own version (C1). So the worker takes the oldest version with queued requests that no host
+    has room for, and the newest if there is none. Otherwise an old version that is short of KV would remain so until
+    its deadline.
     """
     newest, workers = view.newest, view.workers
     queues = Queues(view, targets, board)
@@ -80,7 +83,7 @@ def synchronise(view: View, targets: dict[int, int], board: RoutingBoard) -> Non
     prompts = view.requests.prompt_tokens[view.requests.unfinished]
     tokens = int(prompts.mean()) if len(prompts) else 1
     begins = {version for version, groups in view.admissible.items() if admits and groups > 0}
-    routable = {*waiting_versions(view), *begins, *queues.versions}  # algorithm 2 for all that waits
+    routable = {*waiting_versions(view), *begins, *queues.versions}  # algorithm 2 for all waiting requests
     lagging = [index for index, version in targets.items() if version not in routable]
     for index in sorted(lagging, key=lambda index: (int(workers.held[index]), index)):
         version = queues.oldest(newest)
@@ -96,7 +99,7 @@ def synchronise(view: View, targets: dict[int, int], board: RoutingBoard) -> Non
 
 
 class Queues:
-    """By version: contexts of what engines queue beyond ``WAIT_MAX`` where no host of the version has room."""
+    """By version: contexts of requests that engines queue beyond ``WAIT_MAX`` while no host of the version has room."""
 
     def __init__(self, view: View, targets: dict[int, int], board: RoutingBoard) -> None:
         self._workers, self._cost = view.workers, view.cost
@@ -107,15 +110,15 @@ class Queues:
                 self._contexts.setdefault(int(view.workers.loaded[index]), []).extend(board.context[excess].tolist())
         self.versions = frozenset(self._contexts)
         for index, version in targets.items():
-            if self._workers.loaded[index] != version:  # it is on its way
+            if self._workers.loaded[index] != version:  # it is about to load the version
                 self.give(version, index)
 
     def oldest(self, default: int) -> int:
-        """The oldest version with a queue that no worker was given for."""
+        """The oldest version whose queue has not been given a worker."""
         return min((version for version, contexts in self._contexts.items() if contexts), default=default)
 
     def give(self, version: int, index: int) -> None:
-        """A worker, to be emptied for it, is to take what it can of a version's queue."""
+        """Gives a worker to a version: takes the requests that it can hold when empty off the version's queue."""
         contexts = self._contexts.get(version, [])
         load = Load(0, 0, 0, int(self._workers.slots[index]), int(self._workers.kv_tokens[index]))
         while contexts and relative_gain(load, contexts[-1], self._cost) >= MU:
@@ -123,7 +126,9 @@ class Queues:
 
 
 def migrate(board: RoutingBoard) -> None:
-    """Algorithm 5: what engines queue beyond ``WAIT_MAX``, then the fastest host where the slowest is far behind."""
+    """Algorithm 5: routes requests queued beyond ``WAIT_MAX``, then redistributes the fastest host's if the slowest is
+    far behind.
+    """
     for version in np.unique(board.workers.loaded[board.stays]).tolist():
         hosts = board.peers(version).tolist()
         for index in hosts:
@@ -141,7 +146,7 @@ def migrate(board: RoutingBoard) -> None:
 
 
 def redistribute(board: RoutingBoard, index: int, hosts: list[int]) -> None:
-    """All that is on this worker is routed anew; what comes back to it, or finds no room, does not move."""
+    """Routes all requests of this worker again. A request without another host with room stays."""
     rows = board.on(index)
     for row in rows:
         board.take_off(row)

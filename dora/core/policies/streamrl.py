@@ -1,4 +1,4 @@
-"""StreamRL's strategy (section 5.3): long responses on workers of their own, the longest first."""
+"""StreamRL's strategy (section 5.3): long responses run on dedicated workers, the longest first."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from dora.core.groups.queues import QueuedPrompt
 from dora.core.policies.batch import OneStepPolicy
 
 ALPHA = 0.2  # share of the samples that are the long tail
-LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # of the lengths: how long the two kinds are on average
+LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # typical lengths of long and regular responses
 
 
 def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[[int, float], float]) -> int:
-    """Algorithm 2: how many of the workers take the long tail of these estimated lengths; the rest take the others.
+    """Algorithm 2: the number of workers for the long tail of these estimated lengths. The others take the rest.
 
-    ``latency_s``: of so many samples of a mean length on one group. As printed, the sum of both latencies is the least.
-    0 for a single group, which takes all.
+    ``latency_s``: seconds of one worker for a number of samples of a mean length. As printed, the split minimises the
+    sum of both latencies. Returns 0 for a single worker, which takes all.
     """
     longs = ceil(ALPHA * len(lengths))
     long_tokens, regular_tokens = np.percentile(lengths, (LONG_PERCENTILE, REGULAR_PERCENTILE)).tolist()
@@ -35,9 +35,9 @@ def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[
 
 
 def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Worker, cost: CostModel | None) -> float:
-    """Seconds of one worker for so many samples (eq. 2): PTL(BS) x mean length x rounds.
+    """Seconds of one worker for this many samples (eq. 2): PTL(BS) x mean length x rounds.
 
-    The batch BS is as large as slots and KV allow. Where the cost is unknown a token takes the same time in any batch.
+    The batch BS is as large as slots and KV allow. If the cost is unknown, a token takes the same time in any batch.
     """
     batch = max(1, min(samples, worker.slots, int(worker.kv_tokens / (prompt_tokens + mean_tokens))))
     token_s = cost.decode_step_s(batch, batch * (prompt_tokens + mean_tokens / 2)) if cost is not None else 1.0
@@ -45,22 +45,22 @@ def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Wo
 
 
 class StreamRlPolicy(OneStepPolicy):
-    """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated workers.
+    """Batches as in ``stream``. A batch is admitted at once, and its longest fifth goes to dedicated workers.
 
-    Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic
-    batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``). A window of 2 is the
-    paper's StreamRL-Async, of 1 its StreamRL-Sync (section 7.1): a batch of the newest version alone, still streamed;
-    it has no wider one.
+    In both kinds of workers the longest expected response starts first, on the emptiest worker. Groups are delivered
+    when they finish, which corresponds to the paper's dynamic batches (in the simulator: ``trainer.streams``). A window
+    of 2 is StreamRL-Async. A window of 1 is StreamRL-Sync (section 7.1): a batch of the newest version only, still
+    streamed. Wider windows are not defined.
     """
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._of: tuple[int, tuple[int, ...]] | None = None  # the batch and the hosts that the next two are of
-        self._dedicated: frozenset[int] = frozenset()  # indexes for the long tail
-        self._threshold = 0.0  # expected tokens from which on a response belongs to it
-        self._long: deque[int] = deque()  # rows in line, the longest first
+        self._of: tuple[int, tuple[int, ...]] | None = None  # the step and hosts of the present split
+        self._dedicated: frozenset[int] = frozenset()  # indexes of workers for the long tail
+        self._threshold = 0.0  # the fewest expected tokens of a response in the long tail
+        self._long: deque[int] = deque()  # queued rows, the longest first
         self._regular: deque[int] = deque()
-        self._sorted: tuple[int, int] | None = None  # the version and state of the line that both were made of
+        self._sorted: tuple[int, int] | None = None  # version and change counter of the queue that both were made from
 
     def version_of(self, step: int, newest: int, window: int) -> int:
         return newest if window == 1 else super().version_of(step, newest, window)
@@ -94,7 +94,7 @@ class StreamRlPolicy(OneStepPolicy):
         self._sorted = (version, dispatcher.waiting_requests(version).changes)
 
     def _split(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
-        """Algorithm 2, once for each batch, and again where a host came or went."""
+        """Runs algorithm 2 once for each batch, and again if a host arrived or left."""
         of = (dispatcher.window.step, tuple(worker.index for worker in hosts))
         if of == self._of:
             return
@@ -112,7 +112,7 @@ class StreamRlPolicy(OneStepPolicy):
         self._sorted = None
 
     def _sort(self, dispatcher: Dispatcher, version: int) -> None:
-        """Brings the two queues up to date with the line, where it has changed by another hand."""
+        """Rebuilds the two queues if the version's queue was changed elsewhere."""
         waiting_requests = dispatcher.waiting_requests(version)
         if self._sorted == (version, waiting_requests.changes):
             return

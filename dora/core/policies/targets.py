@@ -1,4 +1,4 @@
-"""Which worker is to host which version: what the plans of several strategies share."""
+"""Functions that assign versions to workers, shared by several strategies."""
 
 import numpy as np
 
@@ -7,27 +7,28 @@ from dora.core.view import View
 
 
 def plannable(view: View) -> Column:
-    """Indexes that a plan gives a version: living ones that are not to leave."""
+    """Indexes that a plan assigns: alive and not leaving."""
     return np.flatnonzero(view.workers.alive & ~view.workers.draining)
 
 
 def waiting_versions(view: View) -> list[int]:
-    """Versions with requests that no worker holds, the oldest first."""
+    """Versions with requests that have no worker, the oldest first."""
     requests = view.requests
     return [int(version) for version in np.unique(requests.version[requests.unfinished & (requests.worker < 0)])]
 
 
 def cover(view: View, targets: dict[int, int]) -> None:
-    """Gives each version that requests wait for a worker of ``targets``, if it has none there.
+    """Gives one of the workers in ``targets`` to each version that requests wait for and that has none.
 
-    It takes one that has the weights, else the one with the least KV, and no version's last one that requests wait for.
-    With too few of them the oldest versions go first: they have the earliest deadlines.
+    It prefers a worker that has the weights, then the one with the least KV. It never takes a version's last worker
+    while requests wait for that version. If workers are too few, the oldest versions go first: they have the earliest
+    deadlines.
     """
     workers, waited = view.workers, waiting_versions(view)
     for place, version in enumerate(waited):
         if version in targets.values():
             continue
-        keep = set(waited[:place])  # the last worker of an older version is not taken from it
+        keep = set(waited[:place])  # an older version keeps its last worker
         hosted = list(targets.values())
         free = [index for index, target in targets.items() if target not in keep or hosted.count(target) > 1]
         if free:
@@ -36,13 +37,13 @@ def cover(view: View, targets: dict[int, int]) -> None:
 
 
 def present_targets(view: View, otherwise: int) -> dict[int, int]:
-    """What each plannable index is to host already; ``otherwise`` where that is no version."""
+    """The present target of each plannable index; ``otherwise`` if it has none."""
     indexes = plannable(view)
     target = view.workers.target[indexes]
     return dict(zip(indexes.tolist(), np.where(target >= 0, target, otherwise).tolist(), strict=True))
 
 
 def living_targets(view: View) -> dict[int, int]:
-    """The version that each living index is to host now."""
+    """The present target of each index that is alive."""
     indexes = np.flatnonzero(view.workers.alive)
     return dict(zip(indexes.tolist(), view.workers.target[indexes].tolist(), strict=True))

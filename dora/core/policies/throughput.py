@@ -1,4 +1,4 @@
-"""Marginal throughput of workers (StaleFlow, section 5.3, appendix B): where one more trajectory gains the most."""
+"""Marginal throughput of workers (StaleFlow, section 5.3, appendix B): the gain of one more trajectory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,11 +15,12 @@ MU = 0.3  # a worker gets no trajectory whose gain is below this share of the id
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A worker as the cost model sees it, with all that was sent counted in: the speculative state (section 5.2).
+    """A worker as input of the cost model, including requests in transit: the speculative state (section 5.2).
 
-    The paper discards a view until every command it sent has taken effect. The core owns each request from the
-    moment it is sent, and a version is hosted only once its load is acknowledged; what lags is what engines report. So
-    ``running`` counts what is owned, and ``kv_tokens`` has what was given or is on its way since the last report.
+    The paper discards a view until every command has taken effect. Here the core owns each request from the moment that
+    it is sent, and a worker hosts a version only after it acknowledged the load. Only engine reports lag. So
+    ``running`` counts owned requests, and ``kv_tokens`` includes requests that were given or sent since the last
+    report.
     """
 
     running: int
@@ -29,34 +30,37 @@ class Load:
     kv_capacity: int  # M
 
     def takes(self, tokens: int) -> bool:
-        """y_i: a trajectory with this context would run at once. An empty worker takes any."""
+        """y_i: whether a trajectory with this context would run at once. An empty worker takes any."""
         fits = not self.waiting and self.running < self.slots and self.kv_tokens + tokens <= self.kv_capacity
         return fits or not (self.running or self.waiting)
 
     def given(self, tokens: int) -> "Load":
-        """After one more trajectory was routed here (eq. 3)."""
+        """The load after one more trajectory (eq. 3)."""
         if self.takes(tokens):
             return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens)
         return replace(self, waiting=self.waiting + 1)
 
 
 def load_of(worker: Worker) -> Load:
-    """``waiting`` and most of the KV are as last reported; what an empty worker reported was of requests that left."""
+    """The worker's load. ``waiting`` and most of the KV come from its last report, which is ignored if it holds
+    nothing.
+    """
     waiting = min(worker.held, worker.waiting)
     kv_tokens = worker.kv_expected if worker.held else 0
     return Load(worker.held - waiting, waiting, kv_tokens, worker.slots, worker.kv_tokens)
 
 
 def throughput(load: Load, cost: CostModel | None) -> float:
-    """T_i (eq. 2): tokens a second. Where the cost is unknown: the running requests, as if all steps took the same."""
+    """T_i (eq. 2): tokens per second. If the cost is unknown: the running requests, assuming equal step times."""
     return float(load.running) if cost is None else cost.tokens_per_s(load.running, load.kv_tokens)
 
 
 def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
-    """Marginal gain (eq. 3) of routing a trajectory with this context here, as a share of the ideal one (eq. 4).
+    """The marginal gain (eq. 3) of routing a trajectory with this context here, as a share of the ideal one (eq. 4).
 
-    Algorithm 3 prints k1 k2 l in eq. 4; it is read as k1 l, KV being counted in tokens (of which k1 is the time). Where
-    the cost is unknown the gain falls with the slots and KV in use, from 1 to ``MU``: what fits is taken.
+    Algorithm 3 prints k1 k2 l in eq. 4. It is read as k1 l, since KV is counted in tokens and k1 is the time of one. If
+    the cost is unknown, the gain falls from 1 to ``MU`` with the slots and KV in use, so any request that fits is
+    taken.
     """
     if not load.takes(tokens):
         return 0.0
@@ -68,13 +72,13 @@ def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
 
 
 class RoutingBoard(Board):
-    """Counts as the cost model does: what does not run at once is queued, and holds no KV."""
+    """A board that counts as the cost model does: a request that does not run at once is queued and holds no KV."""
 
     def __init__(self, view: View, targets: dict[int, int]) -> None:
         super().__init__(view, targets)
         self.waiting = np.minimum(self.held, self.workers.waiting)
         self.kv[self.held == 0] = 0.0
-        self._on: list[list[int]] = [[] for _ in self.held]  # by index: rows that may move
+        self._on: list[list[int]] = [[] for _ in self.held]  # by index: movable rows
         rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
         for row in rows[np.argsort(self.requests.tokens[rows], kind="stable")].tolist():
             self._on[self.requests.worker[row]].append(row)
@@ -87,14 +91,17 @@ class RoutingBoard(Board):
         )
 
     def on(self, index: int) -> list[int]:
-        """Movable requests of a worker, the fewest tokens first: what an engine queues has done the least.
+        """Movable requests of a worker, those with the fewest tokens first: an engine queues the requests that did the
+        least.
 
-        What was routed here since the view comes last.
+        Requests that were routed here since the view come last.
         """
         return list(self._on[index])
 
     def route(self, row: int, indexes: Iterable[int]) -> bool:
-        """Onto the one of ``indexes`` with the largest gain; False, and it stays, where none reaches ``MU``."""
+        """Routes the request to the one of ``indexes`` with the largest gain. False if none reaches ``MU``; it then
+        stays.
+        """
         tokens = int(self.context[row])
         gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]
         gain, place = max(gains, default=(0.0, 0))
@@ -104,9 +111,9 @@ class RoutingBoard(Board):
         return True
 
     def clear(self, index: int) -> bool:
-        """Routes all that is on a worker, or was routed there, to others that host its version.
+        """Routes all requests of a worker to other hosts of its version.
 
-        False, and nothing has changed, where something has to stay.
+        Returns False, and changes nothing, if one of them must stay.
         """
         if self._fixed[index]:
             return False
@@ -119,7 +126,7 @@ class RoutingBoard(Board):
         return False
 
     def _add(self, row: int, index: int) -> None:
-        """One more trajectory is routed here (eq. 3)."""
+        """Adds a trajectory (eq. 3)."""
         runs = self.load(index).takes(int(self.context[row]))
         self._on[index].append(row)
         self.held[index] += 1
@@ -129,7 +136,7 @@ class RoutingBoard(Board):
             self.waiting[index] += 1
 
     def _remove(self, row: int, index: int) -> None:
-        """One is taken off: a queued one, which holds no KV, where there is any."""
+        """Removes a trajectory: a queued one, which holds no KV, if there is any."""
         self._on[index].remove(row)
         self.held[index] -= 1
         if self.waiting[index]:

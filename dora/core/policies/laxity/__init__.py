@@ -1,8 +1,8 @@
-"""DORA's own strategy, the default: docs/strategy.md explains it on one page.
+"""DORA's own strategy, the default. docs/strategy.md explains it on one page.
 
-policy.py answers what a strategy is asked; schedule.py says how many workers a version is to have at each age;
-reservations.py what may begin; allocation.py which worker each version gets now; moves.py which requests move;
-reserved.py, optional, which workers are kept below full where ``balance.cost`` is set; tuning.py holds every constant.
+policy.py implements the policy interface. schedule.py computes the number of workers for each version and age.
+reservations.py decides what may begin. allocation.py assigns versions to workers. moves.py chooses requests to move.
+reserved.py is optional: it keeps some workers below full if ``balance.cost`` is set. tuning.py holds every constant.
 """
 
 from dora.core.policies.laxity.policy import LaxityPolicy

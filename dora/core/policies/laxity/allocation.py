@@ -1,4 +1,4 @@
-"""How many workers each version gets now, and which, by the KV that its requests hold and will hold."""
+"""Assigns workers to versions by the KV that their requests hold and will hold."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,33 +20,33 @@ from dora.core.view import View
 
 @dataclass(slots=True)
 class Last:
-    """What the last plans found, of use to the next one."""
+    """Results of the last plans that the next one uses."""
 
     kept_free: Mapping[int, float] = field(default_factory=dict)  # version -> KV that its reserved workers keep free
-    group_kv_tokens: float = 0.0  # KV of a new group at its end; 0: not known
+    group_kv_tokens: float = 0.0  # KV of a new group at its end; 0: unknown
     ample: bool = False  # all versions have more workers than they can fill
 
 
 class Allocation:
-    """One view's supply and demand."""
+    """The supply of workers and the demand of versions in one view."""
 
     def __init__(self, view: View, schedule: Schedule | None, last: Last) -> None:
         self._view, self._schedule, self._last = view, schedule, last
         indexes, workers = plannable(view), view.workers
-        self._slots = float(workers.slots[indexes].mean()) if len(indexes) else 1.0  # of a worker, on average
+        self._slots = float(workers.slots[indexes].mean()) if len(indexes) else 1.0  # average of a worker
         self._kv_tokens = (
             TUNING.fill * float(workers.kv_tokens[indexes].mean()) if len(indexes) else 0.0
-        )  # that it may hold
+        )  # KV that an average worker may hold
         self._unfinished = np.flatnonzero(view.requests.unfinished)
         self._held = context_tokens(view.requests)[self._unfinished].astype(np.float64)
         self.leader = leading(view.newest, workers.target[indexes].tolist(), view.window, view.admits)
-        self.ample = last.ample  # as ``targets`` has found
+        self.ample = last.ample  # as computed by ``targets``
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
-        """Candidate -> version. Every version with unfinished requests keeps or gets at least one worker.
+        """The planned version of each worker. Every version with unfinished requests has at least one worker.
 
-        Without a schedule an older version keeps all that it has, until its last step.
+        Without a schedule an older version keeps all its workers until its last step.
         """
         view = self._view
         target = present_targets(view, self.leader)
@@ -65,7 +65,7 @@ class Allocation:
         return target
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
-        """The moves for these targets, and the reserved workers among those that stay with their version."""
+        """The moves for these targets, and the reserved workers among those that keep their version."""
         view, schedule = self._view, self._schedule
         reserved = Reservation.none(view)
         if schedule is not None and schedule.hurried:
@@ -78,18 +78,23 @@ class Allocation:
         return board.moves(), reserved
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
-        """Where KV is ample older versions keep what works for them, and the newest gets what it could fill."""
+        """Worker counts if KV is ample: older versions keep their busy workers, and the newest gets as many as it can
+        fill.
+        """
         view, workers = self._view, self._view.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
             need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
-        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))  # not what empties for it
+        # excludes workers that empty for it
+        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))
         works = Counter(map(target.get, working.tolist()))
         kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
 
     def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
-        """Where KV is short: what each version fills; an older one what is scheduled, as far as it could fill that."""
+        """Worker counts if KV is short: as many as each version fills. An older version gets its scheduled share, if it
+        can fill that.
+        """
         view, schedule, leader = self._view, self._schedule, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if schedule is not None:
@@ -100,11 +105,11 @@ class Allocation:
         return need if self._may_begin(leader) else _shared(need, workers)
 
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
-        """Hands workers on until each version has as many as it needs, or none has one to give."""
+        """Reassigns workers until each version has as many as it needs or no version can give one."""
         leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = self._view.workers.kv_expected.tolist()
-        # KV and index, the emptiest last, of versions that have given one up: they had too many, or lose one as nobody
-        # has; so they get none after
+        # by version that has given a worker: (KV, index) of its workers, the emptiest last. Such a version had too
+        # many, or gave one to a version without any, so it gets none afterwards
         emptiest: dict[int, list[tuple[int, int]]] = {}
 
         def give(source: int, to: int) -> None:
@@ -117,7 +122,7 @@ class Allocation:
 
         for version in sorted(need):
             if version < leader and (self._schedule is not None or self._ends(version)):
-                while have[version] > need[version]:  # at once to the one that would get it in the end
+                while have[version] > need[version]:  # directly to the version that will need it
                     give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
         for version in sorted(need):  # the earliest deadline first
             while have[version] < need[version]:
@@ -130,7 +135,7 @@ class Allocation:
                     break
 
     def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
-        """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
+        """By version, in order: its unfinished requests and their KV, now or at the horizon, whichever is more."""
         of_version = self._view.requests.version[self._unfinished]
         first = int(of_version.min(initial=0))
         indexes, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
@@ -140,7 +145,7 @@ class Allocation:
         return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
 
     def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
-        """Workers that each version needs for its requests and their KV; the leading one at least."""
+        """Workers that each version needs for its requests and their KV. The leading version needs at least one."""
         need: dict[int, float] = {}
         for version, (requests, kv) in wanted.items():
             least = 1 if requests or version == self.leader else 0
@@ -149,14 +154,15 @@ class Allocation:
         return need
 
     def _filled_by(self, groups: int) -> float:
-        """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet."""
+        """Workers whose KV this many new groups would fill at full length; inf: unknown."""
         kv_tokens = self._last.group_kv_tokens
         return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
-        """KV that each unfinished request will hold after the first of these, by the chance that it still runs.
+        """Expected KV of each unfinished request after the first of ``ahead_tokens``: its KV times the chance that it
+        still runs.
 
-        The others are made with it, as they share half their work, and kept.
+        The results for the other values share half the work. They are computed together and cached.
         """
         if ahead_tokens[0] not in self._later:
             runs_on = self._view.requests.runs_on(self._unfinished, np.array(ahead_tokens))
@@ -165,22 +171,22 @@ class Allocation:
         return self._later[ahead_tokens[0]]
 
     def _starved(self) -> bool:
-        """Whether the leading version has nothing and will get nothing: no prompt is left."""
+        """Whether the leading version has no requests and can get none, because no prompt is left."""
         view, requests = self._view, self._view.requests
         has = bool((requests.unfinished & (requests.version == self.leader)).any())
         return not has and not len(view.backlog_longest) and not view.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
-        """Whether a prompt waits that this version may still take."""
+        """Whether a prompt waits and this version may still admit it."""
         return len(self._view.backlog_longest) > 0 and self._view.admits(version)
 
     def _ends(self, version: int) -> bool:
-        """Whether this version is in its last step, or can admit no more."""
+        """Whether this version is in its last step or can admit no more groups."""
         view = self._view
         return version + view.window - 1 <= view.newest or not view.admits(version)
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
-    """What is left over of so many workers goes to all versions in proportion to what they need: all get faster."""
+    """Distributes surplus workers over all versions in proportion to their need."""
     total = sum(need.values())
     return {version: max(least, least * workers // total) for version, least in need.items()} if total else need

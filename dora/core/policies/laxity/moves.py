@@ -1,4 +1,4 @@
-"""Which requests move: off workers that change, to reserved ones, and off those whose KV runs out."""
+"""Chooses requests to move: off workers that change, to reserved workers, and off workers whose KV runs out."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ from dora.core.view import View
 
 
 class LevelBoard(Board):
-    """KV of each worker as it would be once the moves so far are done: now, and ``TUNING.level_tokens`` later.
+    """KV of each worker after the moves so far, now and ``TUNING.level_tokens`` later.
 
-    ``later``: by row, KV that each request will hold by then.
+    ``later``: by row, KV of each request at that time.
     """
 
     def __init__(self, view: View, targets: Mapping[int, int], reserved: Reservation, later: Column) -> None:
@@ -22,13 +22,15 @@ class LevelBoard(Board):
         self._reserved, self._later = reserved, later
         rows = np.flatnonzero(self.requests.unfinished & (self.requests.worker >= 0))
         self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.held))
-        # by index: KV over what it is to hold, kept up to date, as every move asks for the least of many
+        # by index: KV as a share of its limit. It is kept up to date, as every move searches for the least
         self._level = np.full(len(self.held), np.inf)
         for_all = TUNING.fill * np.maximum(self.kv, self._ahead)
         np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
 
     def plan(self) -> None:
-        """Off workers that change or leave, the longest first; to reserved ones; then off those whose KV runs out."""
+        """Moves requests off workers that change or leave, the longest first; to reserved ones; off those whose KV runs
+        out.
+        """
         rows, requests = self.displaced(), self.requests
         remaining = requests.remaining_tokens(rows)
         order = np.argsort(-remaining, kind="stable")
@@ -36,7 +38,7 @@ class LevelBoard(Board):
             if not self._move_on(row):
                 self.set_aside(row, left * self.token_s(self.index_of(row)))
         held, slots, kv_tokens = self.held, self.workers.slots, TUNING.fill * self.workers.kv_tokens
-        for row, index in self._reserved.to.items():  # though that one may have others to give away first
+        for row, index in self._reserved.to.items():  # even if that worker has other requests to give away first
             fits = held[index] < slots[index] and kv_tokens[index] >= self._filled(row, index)
             if fits and requests.movable[row] and self.stays[requests.worker[row]]:
                 self.move(row, index)
@@ -46,7 +48,9 @@ class LevelBoard(Board):
         self.relieve_engines(requests.movable & ~self._reserved.hurried)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
-        """To its reserved worker, else the one of its version with the most free KV, as far as ``level`` allows."""
+        """Moves a request to its reserved worker, or to the emptiest of its version, up to ``level``. Returns whether
+        it did.
+        """
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
         levels = np.where(self.held[peers] < slots[peers], self._level[peers], np.inf)
@@ -64,7 +68,8 @@ class LevelBoard(Board):
     def _relieve(self, index: int) -> None:
         """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.
 
-        Never the last one: alone it would press any other as much, and be moved on for ever without a token.
+        The last request stays. It would press any other worker as much, and would move for ever without generating a
+        token.
         """
         peers = self.peers(int(self.workers.loaded[index]))
         largest: list[int] | None = None
@@ -79,7 +84,7 @@ class LevelBoard(Board):
                 return
 
     def _filled(self, row: int, index: int) -> float:
-        """KV of a worker with this request too."""
+        """KV of a worker with this request added."""
         return float(max(self.kv[index] + self.context[row], self._ahead[index] + self._later[row]))
 
     def _add(self, row: int, index: int) -> None:

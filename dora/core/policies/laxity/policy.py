@@ -1,4 +1,4 @@
-"""DORA's own strategy: lazy admission, KV reserved along each version's life, workers handed on by a schedule."""
+"""DORA's own strategy: lazy admission, KV reserved along each version's life, workers reassigned by a schedule."""
 
 from collections import defaultdict
 from itertools import islice
@@ -21,19 +21,17 @@ ENGINE_GRID = np.array(TUNING.engine_tokens)
 
 
 class LaxityPolicy(BasePolicy):
-    """What it keeps between calls are caches of what the core shows: docs/strategy.md lists how each is made again."""
+    """The default policy. Its fields are caches of what the core shows; docs/strategy.md describes how each is rebuilt."""
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
         self._reservations = Reservations()
         self._forecasts: dict[int, list[float]] = {}  # index -> KV on ENGINE_GRID, within one dispatch
-        self._no_fit: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
-        self._changes = 0  # of the backlog, as last looked at
-        self._newest = self._leader = -1  # the latter as last planned
-        self._waited = 0  # prompts that had ever come when the newest version began its first
-        self._caps: dict[
-            int, tuple[int, float]
-        ] = {}  # index -> version, KV that it is to hold at most: as last planned
+        self._no_fit: set[int] = set()  # versions that no prompt fits until the next forecast or prompt
+        self._changes = 0  # the backlog's change counter at the last check
+        self._newest = self._leader = -1  # ``_leader``: of the last plan
+        self._waited = 0  # total prompt arrivals when the newest version began its first request
+        self._caps: dict[int, tuple[int, float]] = {}  # index -> version, and the KV limit from the last plan
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         self._forecasts.clear()
@@ -48,9 +46,9 @@ class LaxityPolicy(BasePolicy):
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
         free_slots = worker.slots - worker.held
-        if not worker.held:  # whatever its last report said
+        if not worker.held:  # regardless of its last report
             return 1.0
-        if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
+        if free_slots <= 0 or worker.waiting:  # requests that wait inside the engine go first
             return 0.0
         peak = max(self._forecast(dispatcher, worker)) / worker.kv_tokens
         return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
@@ -68,7 +66,7 @@ class LaxityPolicy(BasePolicy):
         return True
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
-        """An even share where KV is ample; where it is short, the first worker that has the version is filled."""
+        """An even share if KV is ample. If it is short, the first worker that has the version is filled."""
         return self.even_share(dispatcher, version) if self._reservations.last.ample else None
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
@@ -83,18 +81,20 @@ class LaxityPolicy(BasePolicy):
                 if entry is None and (self._reservations.last.ample or not self._sparse(dispatcher, version)):
                     entry = self._first(dispatcher, version, limit)
             entry = entry or self._longest(dispatcher, version, limit)
-            if entry is None and not due:  # rather than nothing
+            if entry is None and not due:  # a late prompt is better than none
                 entry = self._late(dispatcher, version, dispatcher.backlog.arrivals)
         if entry is None:
             self._no_fit.add(version)
             if version == schedule.leader and not any(worker.held for worker in dispatcher.workers_of(version)):
-                return dispatcher.backlog.first()  # whatever the forecasts say: there is nothing to wait for
+                return dispatcher.backlog.first()  # regardless of the forecast: the version has nothing to wait for
         return entry
 
     def _late(self, dispatcher: Dispatcher, version: int, arrivals: int) -> QueuedPrompt | None:
-        """Right after a publish, the longest of the first so many prompts where it will be late in any case.
+        """Right after a publish, the longest prompt that will be late in any case, among the first ``arrivals``
+        prompts.
 
-        One that has come since would hold the version's last step up for as much longer: it lets others begin first.
+        A later arrival would delay the version's last step by the time that it arrived later, so it lets others begin
+        first.
         """
         rates, reservations = dispatcher.rates, self._reservations
         if version != dispatcher.newest or dispatcher.now_s - rates.published_s >= TUNING.early_step * rates.step_s:
@@ -103,13 +103,13 @@ class LaxityPolicy(BasePolicy):
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
 
     def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> QueuedPrompt | None:
-        """The one that waits longest of those that fit."""
+        """The prompt that has waited longest among those that fit."""
         short = (entry for entry in dispatcher.backlog if entry.longest_tokens <= limit)
         tried = islice(short, TUNING.tries)
         return next((entry for entry in tried if self._reservations.reserve(version, entry)), None)
 
     def _longest(self, dispatcher: Dispatcher, version: int, limit: float) -> QueuedPrompt | None:
-        """The longest that fits of the first TUNING.reach prompts; of all, where none of these does."""
+        """The longest prompt that fits among the first TUNING.reach; among all if none of these fits."""
         near = [entry for entry in islice(dispatcher.backlog, TUNING.reach) if entry.longest_tokens <= limit]
         for entry in sorted(near, key=lambda entry: -entry.longest_tokens):
             if entry.longest_tokens <= limit:
@@ -131,17 +131,19 @@ class LaxityPolicy(BasePolicy):
         return bool(slots) and held / slots > kv / kv_tokens + TUNING.dense
 
     def _forecast(self, dispatcher: Dispatcher, worker: Worker) -> list[float]:
-        """KV of a worker after TUNING.engine_tokens. Plain numbers: numpy takes longer for so few."""
+        """KV of a worker after TUNING.engine_tokens. Plain numbers are faster than numpy for so few values."""
         forecast = self._forecasts.get(worker.index)
         if forecast is None:
             rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
             held, context = rows_forecast(dispatcher, rows, ENGINE_GRID)
-            # token counts may be old: the engine's own sum is newer
+            # token counts may be stale: the engine's own sum is newer
             forecast = self._forecasts[worker.index] = (held + (worker.kv_expected - context)).tolist()
         return forecast
 
     def observe(self, dispatcher: Dispatcher) -> None:
-        """The schedule as of now: a plan at a publish hands workers on by the step that begins, not by the last."""
+        """Updates the schedule, so that a plan at a publish assigns workers by the new step and not by the previous
+        one.
+        """
         self._reservations.observe(dispatcher)
 
     def plan(self, view: View, trigger: Trigger) -> Plan:
@@ -151,7 +153,7 @@ class LaxityPolicy(BasePolicy):
         return Plan(targets, self._moves(view, allocation, targets))
 
     def successor(self, dispatcher: Dispatcher) -> int | None:
-        """Where KV is ample the newest version: a plan would say the same, in a thousand times as long."""
+        """The newest version if KV is ample. A plan would give the same answer and take a thousand times as long."""
         leads = self._leader == dispatcher.newest and any(
             worker.held for worker in dispatcher.workers_of(dispatcher.newest)
         )
@@ -162,7 +164,7 @@ class LaxityPolicy(BasePolicy):
 
     def _allocation(self, view: View) -> Allocation:
         last = self._reservations.last
-        # at a publish without an older version no group is left to know it by
+        # at a publish, the newest version has no group to measure; without an older version the last value remains
         last.group_kv_tokens = view.group_kv_tokens or last.group_kv_tokens
         return Allocation(view, self._reservations.schedule, last)
 
@@ -177,7 +179,7 @@ class LaxityPolicy(BasePolicy):
         return moves
 
     def _most(self, worker: Worker) -> float:
-        """KV that a worker is to hold at most."""
+        """The KV limit of a worker."""
         version, most = self._caps.get(worker.index, (-1, 0.0))
         if version == worker.hosts:
             return most

@@ -1,7 +1,7 @@
-"""KV that the admitted requests of each version will hold, against the KV that the version is to have by then.
+"""Compares the future KV of each version's admitted requests with the KV that the version will have.
 
-A request of context ``c`` with ``r`` tokens to come holds ``c + h`` after ``h`` tokens where ``r > h``, else nothing:
-summed over requests on a grid of ``h`` that is a forecast, which a new request is added to.
+A request with context ``c`` and ``r`` tokens to generate holds ``c + h`` after ``h`` tokens if ``r > h``, otherwise
+nothing. The sum over requests on a grid of ``h`` is a forecast. A new request is added to it.
 """
 
 from math import exp
@@ -20,9 +20,10 @@ GRID = np.array(TUNING.grid_tokens, dtype=np.float64)
 
 
 def rows_forecast(dispatcher: Dispatcher, rows: Column, grid: Column) -> tuple[Column, float]:
-    """Forecast of requests by their rows, and the sum of their contexts now.
+    """The forecast of these requests, and the sum of their present contexts.
 
-    Where lengths are only believed, each counts with the chance that it still runs: over many that is what they hold.
+    If lengths are predicted, each request counts with the chance that it still runs. Over many requests that is their
+    KV.
     """
     requests = dispatcher.requests
     tokens = requests["tokens"][rows]
@@ -34,22 +35,22 @@ def rows_forecast(dispatcher: Dispatcher, rows: Column, grid: Column) -> tuple[C
 
 
 class Reservations:
-    """Made from the floor every few seconds; ``reserve`` counts a group in between."""
+    """The KV forecast of every version. It is rebuilt every few seconds; ``reserve`` adds a group in between."""
 
     def __init__(self) -> None:
         self._made_s = 0.0
-        self._made_for = (-1, 0, 0)  # newest version, workers there were, and of these what was to stay
+        self._made_for = (-1, 0, 0)  # newest version, number of workers, and number of these that do not leave
         self._reserved: dict[int, Column] = {}  # version -> KV on GRID
         self._limit: dict[int, Column] = {}
-        self._log_sd = 0.0  # how unsure lengths are: standard deviation of their logarithms, on average
-        self._most_tokens = 0.0  # no response is expected to become longer
-        self.token_s = 0.0  # seconds a token takes
-        self.believed = False  # lengths are not known, of some of the unfinished requests at least
-        self.schedule: Schedule | None = None  # None: how long steps and tokens take is not known yet
+        self._log_sd = 0.0  # uncertainty of lengths: the mean standard deviation of their logarithms
+        self._most_tokens = 0.0  # the most tokens that a response is expected to reach
+        self.token_s = 0.0  # seconds per token
+        self.believed = False  # lengths of some unfinished requests are predictions
+        self.schedule: Schedule | None = None  # None: step and token times are unknown
         self.last = Last()
 
     def refresh(self, dispatcher: Dispatcher) -> bool:
-        """Makes the forecast anew where it is old; says whether it did."""
+        """Rebuilds the forecast if it is old. Returns whether it did."""
         if not self._stale(dispatcher):
             return False
         self.observe(dispatcher)
@@ -60,7 +61,7 @@ class Reservations:
         return True
 
     def observe(self, dispatcher: Dispatcher) -> None:
-        """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
+        """Rebuilds only the schedule if it is old. The forecast takes many times as long."""
         if dispatcher.rates.step_s and dispatcher.rates.pace_s and self._stale(dispatcher):
             self.token_s = TUNING.safety * dispatcher.rates.pace_s
             self.schedule = schedule_of(dispatcher)
@@ -72,10 +73,10 @@ class Reservations:
         return dispatcher.now_s - self._made_s >= (rest_s if self.last.ample else min(TUNING.refresh_s, rest_s))
 
     def limit_tokens(self, dispatcher: Dispatcher, version: int) -> float:
-        """The longest response, as predicted, that is to begin now.
+        """The longest predicted response that may begin now.
 
-        Where lengths are only believed it may turn out much longer: then long ones wait for the next version that is
-        taken up (``longest_first_tokens``), unless they end in time however long they become.
+        If lengths are predictions, a response may turn out much longer. Long ones then wait for the next version that
+        workers take up (``longest_first_tokens``), unless they would end in time at any length.
         """
         assert self.schedule is not None
         schedule, reach = self.schedule, self.reach_tokens(dispatcher, version)
@@ -97,9 +98,9 @@ class Reservations:
         return (self.schedule.end_s(version) - dispatcher.now_s) / self.token_s
 
     def reserve(self, version: int, entry: QueuedPrompt, late: bool = False) -> bool:
-        """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
+        """Reserves KV for a prompt's group if it fits from now to its end. Returns whether it did.
 
-        ``late``: it will end after the deadline whatever is done; its KV need only fit as far as the version goes.
+        ``late``: the group will end after the deadline in any case, so its KV must fit only during the version's life.
         """
         lengths = np.asarray(entry.lengths)
         more = ((entry.prompt.prompt_tokens + GRID) * (lengths[:, None] > GRID)).sum(axis=0)
@@ -124,7 +125,7 @@ class Reservations:
         kv_tokens = max(1.0, TUNING.fill * dispatcher.kv_tokens() / max(1, schedule.workers))  # of one worker
         for known in self._reserved.keys() - set(dispatcher.versions()):
             del self._reserved[known], self._limit[known]
-        spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the leading one can count on it
+        spare = np.zeros(len(GRID))  # KV shares that closed versions do not need. The leading version can use them
         for version in reversed(dispatcher.versions()):
             self._reserved[version] = rows_forecast(dispatcher, rows[versions == version], GRID)[0]
             kept_free = self.last.kept_free.get(version, 0.0)
@@ -133,7 +134,8 @@ class Reservations:
             needs = (self._reserved[version] + kept_free) / kv_tokens
             if version == schedule.leader:
                 share = np.maximum(0.0, share + spare)
-            elif not schedule.taken_up(version):  # one that the schedule does not know: what it holds, others lack
+            # a version that is not in the schedule: its KV is unavailable to others
+            elif not schedule.taken_up(version):
                 share = np.minimum(np.ceil(needs), present)
                 spare -= share
             elif dispatcher.admissible(version) < 1:
@@ -144,9 +146,10 @@ class Reservations:
 
 
 def longest_first_tokens(backlog: Backlog, age: float, window: int) -> float:
-    """The longest response, as believed, that a version begins at an age of so many steps of the ``window``.
+    """The longest predicted response that a version may begin at this age, in steps of the ``window``.
 
-    Between two moments of its life the share of the waiting prompts that are short enough falls evenly to one prompt.
+    Between two moments of the version's life, the share of waiting prompts that are short enough falls linearly to one
+    prompt.
     """
     share = 1.0 - (age / window - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
     return backlog.longest_of_shortest(max(1, round(share * len(backlog))))

@@ -1,7 +1,8 @@
-"""Optional, acts only where ``balance.cost`` is set: workers reserved for responses in a hurry, kept below full.
+"""Reserves workers for hurried responses and keeps these workers below full. Optional: requires ``balance.cost``.
 
-A decode step takes longer the more KV is in use. Responses that would be late at the pace of full workers are gathered
-on a few, which hold no more KV than leaves them the pace that they need: scattered, they would slow every worker down.
+A decode step takes longer if more KV is in use. Responses that would be late at the pace of full workers are gathered
+on a few workers. These hold only as much KV as allows the required pace. If such responses were scattered, every worker
+would have to be slow.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +19,17 @@ from dora.core.view import RequestColumns, View
 
 
 class Haste:
-    """How long a step must be for the longest responses to end within their version's life, and how full workers are.
+    """The shortest step in which the longest responses end within their version's life, and how full workers are then.
 
-    A response of ``l`` tokens, whose version lives ``life_steps`` steps of ``s`` seconds, goes to workers filled as far
-    as lets a token take ``life_steps * s / l`` seconds. The shortest ``s`` is the one in which there is time for a
-    step's groups: sum of (context-tokens / KV held) * seconds a decode step, at these fills <= workers * s.
+    A response of ``l`` tokens, whose version lives ``life_steps`` steps of ``s`` seconds, runs on workers that are
+    filled up to the level at which a token takes ``life_steps * s / l`` seconds. The shortest ``s`` is the one that has
+    time for a step's groups: sum of (context-tokens / KV held) * seconds a decode step, at these fills <= workers * s.
     """
 
     def __init__(
         self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, lifetime_steps: float
     ) -> None:
-        """``mix``: not empty. ``most``: requests and KV that a worker is to hold."""
+        """``mix``: not empty. ``most``: limits of a worker's requests and KV."""
         slots, kv_tokens = most
         context, fills = mix.context_tokens(), TUNING.fills
         self._kv = np.linspace(1.0 / fills, 1.0, fills) * min(kv_tokens, slots * context)
@@ -37,13 +38,14 @@ class Haste:
         self._pace_s = np.array([cost.decode_step_s(*level) for level in levels])
         classes = mix.classes()
         self._lengths, self._work = mix.tokens[classes] / mix.responses[classes], groups * mix.work[classes]
-        self._share_s = self._pace_s / self._kv / workers  # of all workers' time, for one context-token
+        self._share_s = self._pace_s / self._kv / workers  # share of all workers' time for one context-token
         self._lifetime_steps = lifetime_steps
         self.step_s = self._shortest_s()
 
     def at(self, step_s: float, kv_tokens: float) -> tuple[bool, float, float]:
-        """If steps take so long: whether the longest responses would be late on full workers, of so much KV; the share
-        of it that a reserved worker uses for them to end in time, and its seconds a token."""
+        """For steps of ``step_s``: whether the longest responses would be late on workers with ``kv_tokens`` of KV in
+        use, the share of it that a reserved worker uses so that they end in time, and its seconds per token.
+        """
         level = self._levels(step_s)[-1]
         fill = min(TUNING.reserved_fill, float(self._kv[level]) / kv_tokens)
         pace_s = float(np.interp(fill * kv_tokens, self._kv, self._pace_s))
@@ -61,11 +63,13 @@ class Haste:
         return long
 
     def _needed_s(self, step_s: float) -> float:
-        """Time that a step's responses take of all workers, each as full as lets its responses end in time."""
+        """Time of all workers for a step's responses, if each worker is as full as the deadline of its responses
+        allows.
+        """
         return float((self._share_s[self._levels(step_s)] * self._work).sum())
 
     def _levels(self, step_s: float) -> Column:
-        """The fullest level that is fast enough, by class of length; the emptiest where none is."""
+        """The fullest level that is fast enough, by length class; the emptiest level if none is."""
         needed_s = self._lifetime_steps * step_s / self._lengths
         levels: Column = np.maximum(0, np.searchsorted(self._pace_s, needed_s, side="right") - 1)
         return levels
@@ -73,26 +77,26 @@ class Haste:
 
 @dataclass(slots=True)
 class Reserved:
-    """One reserved worker, with what it is to hold of hurried responses."""
+    """One reserved worker and its load of hurried responses."""
 
     index: int
-    pace_s: float  # seconds a token that it keeps
-    kv_tokens: float  # KV that it may hold for that
+    pace_s: float  # seconds per token that it keeps
+    kv_tokens: float  # KV limit for that pace
     load: float = 0.0
 
     def takes(self, share: float, pace_s: float) -> bool:
-        """Whether a response that needs this pace, and will hold ``share`` of KV, is well placed here."""
+        """Whether a response that needs this pace and ``share`` of KV fits here."""
         return self.pace_s <= pace_s * TUNING.sticky and self.load + share <= self.kv_tokens
 
 
 @dataclass(slots=True)
 class Reservation:
-    """The reserved workers of one plan; none, but for the caps, where nothing is in a hurry."""
+    """The reserved workers of one plan. It holds only KV limits if no response is in a hurry."""
 
-    cap: Column  # by index: KV that it is to hold at most
+    cap: Column  # by index: KV limit
     hurried: Column  # by row, bool: needs a reserved worker
     by_index: dict[int, Reserved] = field(default_factory=dict)
-    to: dict[int, int] = field(default_factory=dict)  # row -> index, of those that are not where they should be
+    to: dict[int, int] = field(default_factory=dict)  # row -> index, for requests that should move
 
     @classmethod
     def none(cls, view: View) -> "Reservation":
@@ -101,9 +105,10 @@ class Reservation:
 
 
 def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> Reservation:
-    """The reserved workers of all versions among those that stay with theirs (``stays``, bool by index).
+    """The reserved workers of all versions among those that keep theirs (``stays``, bool by index).
 
-    ``end_s``: of a version, when its last response should have ended. ``fill``: share of its KV that one uses.
+    ``end_s``: the time by which a version's last response should end. ``fill``: share of its KV that a reserved worker
+    uses.
     """
     found, requests, workers, cost = Reservation.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
@@ -126,17 +131,17 @@ def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: floa
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """Responses of one version that would be late on a full worker, the most hurried first."""
+    """Responses of one version that would be late on a full worker, the most urgent first."""
 
     rows: Column
-    indexes: Column  # where each is
-    shares: Column  # KV that a reserved worker is to have room for
-    parts: Column  # how full it is to be for each now (``_share_now``)
-    needed_s: Column  # seconds a token then, to end in time
+    indexes: Column  # the worker of each
+    shares: Column  # KV that each needs on a reserved worker
+    parts: Column  # fill that each allows now (``_share_now``)
+    needed_s: Column  # seconds per token at that fill, to end in time
 
     @classmethod
     def of(cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, empty_s: float) -> "_Far":
-        """``empty_s``: a token's time on a worker that holds no KV."""
+        """``empty_s``: seconds per token on a worker that holds no KV."""
         context = context_tokens(requests)[rows]
         parts = _share_now(context, remaining)
         needed_s = empty_s + (left_s / remaining - empty_s) * parts
@@ -146,7 +151,7 @@ class _Far:
 
 
 def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
-    """Reserves as many of the ``free`` indexes as these responses fill, and places them."""
+    """Reserves as many of the ``free`` indexes as these responses fill, and assigns the responses."""
     found.hurried[far.rows] = True
     kv_tokens, opened = float(found.cap[free].mean()), list[Reserved]()
     each = zip(far.shares.tolist(), far.needed_s.tolist(), far.parts.tolist(), strict=True)
@@ -165,16 +170,17 @@ def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Colu
 
 
 def _where_most_are(index_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
-    """The place among the ``free`` of the worker that holds most of the first responses: there is least to move."""
+    """The position in ``free`` of the worker that holds most of the first responses, so that the fewest move."""
     first = 1 + int(np.searchsorted(np.cumsum(shares), kv_tokens))
     present = np.bincount(index_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
     return int(present[free].argmax())
 
 
 def _share_now(context: Column, remaining: Column) -> Column:
-    """How full a worker is to be for these now, as a share of how full it may be on average until they end; at most 1.
+    """The fill of a worker for these responses now, as a share of its mean fill until they end; at most 1.
 
-    Where n run with context c a token costs a / n + b c of the worker's time: least where the fill goes with sqrt(c).
+    If n responses with context c run, a token costs a / n + b c of the worker's time. The cost is least if the fill is
+    proportional to sqrt(c).
     """
     start, power = np.maximum(1.0, context), 1.0 + TUNING.haste
     mean = ((start + remaining) ** power - start**power) / (power * remaining)
@@ -187,12 +193,12 @@ def _reserved(index: int, pace_s: float, cost: CostModel, view: View, most: floa
     fastest_s = cost.decode_step_s(held, least_kv)
     if pace_s <= fastest_s:
         return Reserved(index, fastest_s, least_kv)
-    costs = cost.kv_token_s > 0.0  # else a full one is as fast
+    costs = cost.kv_token_s > 0.0  # otherwise a full worker is as fast
     return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most) if costs else most)
 
 
 def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
-    """Each stays where it is if that is fast enough; only then the others go to the slowest reserved worker that is."""
+    """Keeps each response in place if its worker is fast enough, then gives the others to the slowest one that is."""
     fastest_s = min((worker.pace_s for worker in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []
     columns = (far.rows, far.indexes, far.shares, np.maximum(far.needed_s, fastest_s))

@@ -1,4 +1,4 @@
-"""How many workers a version is to have at each age, and when the steps to come are expected to end.
+"""The number of workers for a version at each age, and the expected ends of future steps.
 
 Of E workers the newest and the due version share E / (W - 1) (all, at W = 2); docs/strategy.md draws it. By age:
 
@@ -20,35 +20,36 @@ from dora.core.table import Column
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """As of one moment."""
+    """The schedule at one moment."""
 
     workers: int  # of all versions
-    window: int  # steps that a version is hosted for: the window, or fewer where workers are
+    window: int  # steps that a version is hosted for: the window, or fewer if there are few workers
     newest: int
-    leader: int  # the version that new work goes to first
-    stride: int  # versions from one that is taken up to the next
-    published_s: float  # when the newest version was published
-    next_s: float  # when the next one is expected
-    step_s: float  # from there on, between publishes
-    hurried: bool = False  # the longest responses cannot end in time on full workers,
-    reserved_fill: float = 1.0  # but on those that use this share of their KV
-    least_end_s: Mapping[int, float] = field(default_factory=dict)  # version -> before that it cannot end, even hurried
+    leader: int  # the version that gets new work first
+    stride: int  # distance between versions that workers take up
+    published_s: float  # time of the newest version's publish
+    next_s: float  # expected time of the next publish
+    step_s: float  # expected time between later publishes
+    hurried: bool = False  # the longest responses cannot end in time on full workers
+    reserved_fill: float = 1.0  # share of KV in use at which they can
+    # version -> its earliest possible end, with hurried responses
+    least_end_s: Mapping[int, float] = field(default_factory=dict)
 
     def end_s(self, version: int) -> float:
-        """When the last response of a version should have ended."""
+        """The time by which a version's last response should end."""
         steps = version + self.window - 1 - self.newest
         return max(self.next_s + (steps - TUNING.margin_step) * self.step_s, self.least_end_s.get(version, 0.0))
 
     def due(self, version: int) -> bool:
-        """Whether this version is to end with the step of the newest."""
+        """Whether this version should end with the newest version's step."""
         return version <= self.newest - self.window + 1
 
     def taken_up(self, version: int) -> bool:
-        """Whether this version is one of those that workers take up."""
+        """Whether workers take up this version."""
         return (self.leader - version) % self.stride == 0
 
     def age(self, version: int, at_s: Column | float) -> Column:
-        """Steps since a version was published, at these times."""
+        """The version's age at these times, in steps since its publish."""
         at = np.asarray(at_s, dtype=np.float64)
         now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
         later = 1.0 + (at - self.next_s) / self.step_s
@@ -56,14 +57,14 @@ class Schedule:
         return age
 
     def share(self, version: int, at_s: Column | float) -> Column:
-        """Workers that a version is to have at these times; of floats, as a middle version's share may be broken."""
+        """The version's workers at these times. The number is a float, as a middle version's share may be a fraction."""
         at = np.asarray(at_s, dtype=np.float64)
         if not self.taken_up(version):
             return np.zeros_like(at)
         age = np.minimum(self.age(version, at), self.window - 0.001)
         share: Column = np.where(at < self.end_s(version), self._by_age(age), 0.0)
         if version == self.newest and self.window > 1:
-            # the due version ends before the next publish: until then its last workers are the newest's
+            # the due version ends before the next publish; until then its last workers belong to the newest
             over = (at >= self.end_s(version - self.window + 1)) & (at < self.next_s)
             share = share + np.where(over, self._by_age(age + self.window - 1.0), 0.0)
         return share
@@ -74,29 +75,30 @@ class Schedule:
         shared = max(2, round(self.workers * self.stride / (self.window - 1)))
         head, tail = (max(1, round(part * shared)) for part in (TUNING.head_share, TUNING.tail_share))
         steps = np.floor(age)
-        part = np.round(age - steps, 9)  # the same for all versions: what one takes another gives
+        part = np.round(age - steps, 9)  # the same for all versions, so that one takes the workers that another gives
         newest = np.minimum(head + np.floor(part * (shared - head - tail + 1)), shared - tail)
-        old = (self.window - 1) // self.stride  # versions older than the one that grows; the oldest shrinks meanwhile
+        old = (self.window - 1) // self.stride  # versions older than the growing one; the oldest of them shrinks
         middle = np.where(steps % self.stride, self.workers / old, (self.workers - shared) / max(1, old - 1))
         by_age: Column = np.where(steps == 0, newest, np.where(steps == self.window - 1, shared - newest, middle))
         return by_age
 
 
 def stride_of(workers: int, window: int) -> int:
-    """Versions from one that is taken up to the next, for so many workers: a divisor of ``window - 1``, so that as one
-    version comes another one is due. One worker alone takes up every version: two could not share it."""
+    """The distance between versions that this many workers take up. It divides ``window - 1``, so that one version is
+    due when another begins. A single worker takes up every version, as two versions could not share it.
+    """
     if workers >= TUNING.least_workers * (window - 1) or workers < 2 or (window - 1) % TUNING.longest_stride:
         return 1
     return TUNING.longest_stride
 
 
 def lifetime_of(workers: int, window: int) -> int:
-    """Steps that a version is hosted for: the window, or fewer where its versions are more than workers."""
+    """Steps that a version is hosted for: the window, or fewer if there would be more versions than workers."""
     return max(1, min(window, stride_of(workers, window) * (workers - 1) + 1))
 
 
 def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
-    """The version that new work goes to first, and that workers without a version get. ``targets``: of the workers."""
+    """The version that gets new work first and workers without a version. ``targets``: of the workers."""
     hosted = max(targets, default=-1)
     if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
         return hosted
@@ -104,10 +106,11 @@ def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[
 
 
 def schedule_of(dispatcher: Dispatcher) -> Schedule:
-    """The schedule as of now. Only once the times of a step and of a token are known.
+    """The schedule now. It requires known step and token times.
 
-    Steps are as short as the KV allows, so that stragglers do not set their length; but not much shorter than of late,
-    nor, where the cost of an engine is known, so short that the longest responses could not end in time (reserved.py).
+    Steps are as short as the KV allows, so that stragglers do not set their length. They are not much shorter than
+    recent ones. If the engine's cost is known, they are long enough for the longest responses to end in time
+    (reserved.py).
     """
     rates, window, workers = dispatcher.rates, dispatcher.window, dispatcher.groups()
     haste = _haste(dispatcher, workers)
@@ -122,7 +125,7 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
     longest = _longest_remaining(dispatcher)
     least_end_s = {version: dispatcher.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
     due = dispatcher.newest - window.size + 1
-    tail_s = min(rates.tail_s, TUNING.tail_step * step_s)  # training goes on for so long after a step's last group
+    tail_s = min(rates.tail_s, TUNING.tail_step * step_s)  # training continues for this long after a step's last group
     next_s = _next_s(dispatcher, step_s, tail_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + tail_s)
@@ -134,10 +137,12 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
 
 
 def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
-    """When the next version is published: as planned; earlier, where the due version ends early; or later.
+    """The expected time of the next publish. It is earlier than planned if the due version ends early, and may be
+    later.
 
-    The groups that a step lacks finish at the rate of a step's in a step; then the last are trained on, for ``tail_s``.
-    No step is shorter than one that the trainer had in full. ``due_tokens``: to come of the longest due response.
+    The step's missing groups finish at the rate of one step's groups per step, and the last are trained on for
+    ``tail_s``. No step is shorter than the shortest recent one. ``due_tokens``: tokens to generate of the longest due
+    response.
     """
     rates = dispatcher.rates
     if dispatcher.window.step > dispatcher.newest:  # the step is full
@@ -150,7 +155,7 @@ def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: fl
 
 
 def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
-    """None where the cost of an engine or what prompts ask for is not known."""
+    """None if the engine's cost or the lengths of prompts are unknown."""
     worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rates.mix
     if dispatcher.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
@@ -162,7 +167,7 @@ def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
 
 
 def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:
-    """By version: tokens to come of its longest response."""
+    """By version: tokens to generate of its longest response."""
     rows, requests = dispatcher.unfinished(), dispatcher.requests
     columns = (requests[name][rows] for name in ("expected", "log_mean", "log_sd", "tokens", "max_tokens"))
     versions, tokens = requests["version"][rows], expected_remaining(*columns)
