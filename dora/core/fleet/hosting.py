@@ -1,6 +1,6 @@
-"""Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet.
+"""Index of workers by hosted version. It is updated worker by worker, so that no event reads the whole fleet.
 
-What changes with it is kept by index in columns too (table.py), which a view copies.
+It also keeps the changing fields in columns by index (table.py), which a view copies.
 """
 
 from bisect import bisect_left
@@ -20,17 +20,17 @@ NO_WORKER = (0, -1, -1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """Where a worker stands in the index."""
+    """A worker's entry in the index."""
 
     hosts: int
     target: int
     loading: int
-    leaves: int  # the version in memory where it is not to keep that; -1: none
+    leaves: int  # the version in memory if the worker is to leave it; -1: none
 
 
 @dataclass(slots=True)
 class Hosting:
-    """Workers by the version they host or are to host. ``moved`` says whose reading is out of date."""
+    """Workers by their present and planned version. ``moved`` marks the workers whose entry is out of date."""
 
     _listed: dict[int, _Listed] = field(default_factory=dict)  # by index
     _hosts: dict[int, list[Worker]] = field(default_factory=dict)  # version -> workers, by index
@@ -39,12 +39,12 @@ class Hosting:
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> indexes
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> indexes
     _columns: IndexedColumns = field(default_factory=partial(IndexedColumns, HOSTING_COLUMNS, NO_WORKER))
-    _staying: dict[int, int] = field(default_factory=dict)  # index -> KV in tokens of the worker, where it is to stay
-    _staying_kv: int = 0  # sum of these
-    _moved: dict[int, Worker | None] = field(default_factory=dict)  # index -> who has it now
+    _staying: dict[int, int] = field(default_factory=dict)  # index -> the worker's KV in tokens, if it is to stay
+    _staying_kv: int = 0  # sum of ``_staying``
+    _moved: dict[int, Worker | None] = field(default_factory=dict)  # index -> its present worker
 
     def moved(self, index: int, worker: Worker | None) -> None:
-        """What ``worker`` hosts, or is to host, changes in this event; None: no worker has it any more."""
+        """Marks a worker whose present or planned version changes in this event. None: the index has no worker."""
         self._moved[index] = worker
 
     def workers_of(self, version: int) -> Sequence[Worker]:
@@ -53,12 +53,12 @@ class Hosting:
         return self._hosts.get(version, ())
 
     def vacating(self) -> Sequence[Worker]:
-        """Workers that have a version in memory and are to leave it, by index."""
+        """Workers that are to leave their loaded version, by index."""
         self._refresh()
         return self._vacating
 
     def leaving(self) -> Set[int]:
-        """Versions that some workers have in memory and are to leave."""
+        """Loaded versions that some workers are to leave."""
         self._refresh()
         return self._leaving.keys()
 
@@ -73,17 +73,19 @@ class Hosting:
         return self._loading.get(version, NOBODY)
 
     def columns(self, indexes: int) -> dict[str, Column]:
-        """Copies of the ``HOSTING_COLUMNS`` for the first so many indexes, int64; ``NO_WORKER`` where there is none."""
+        """Copies of the ``HOSTING_COLUMNS`` for the first ``indexes`` indexes, int64; ``NO_WORKER`` for an index
+        without worker.
+        """
         self._refresh()
         return self._columns.copies(indexes)
 
     def rows(self, indexes: int) -> list[tuple[int, ...]]:
-        """The same by index, one row each."""
+        """The same values as one row for each index."""
         self._refresh()
         return self._columns.rows(indexes)
 
     def staying(self) -> tuple[int, int]:
-        """How many workers are to stay, and their KV in tokens."""
+        """The number of workers that are to stay, and their KV in tokens."""
         self._refresh()
         return len(self._staying), self._staying_kv
 
@@ -129,7 +131,7 @@ class Hosting:
 
 
 def hosting_row(worker: Worker | None) -> tuple[int, ...]:
-    """Its row of the ``HOSTING_COLUMNS``."""
+    """The worker's row of the ``HOSTING_COLUMNS``."""
     if worker is None:
         return NO_WORKER
     return (

@@ -1,4 +1,4 @@
-"""How many workers each version gets, and which ones (DORA, section 4.3)."""
+"""The number of workers for each version, and their choice (DORA, section 4.3)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from math import ceil
 
 
 def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[int, int]:
-    """workers per version, proportional to its remaining work in tokens, by largest remainders.
+    """Workers per version, proportional to its remaining work in tokens, by largest remainders.
 
-    Every version with work gets at least one; where there are fewer groups than such versions the earliest deadline
-    (the oldest version) goes first. Groups that nobody needs go to ``newest``. The counts sum to ``groups``.
+    Every version with work gets at least one. If there are fewer workers than such versions, the earliest deadline (the
+    oldest version) goes first. Surplus workers go to ``newest``. The counts sum to ``groups``.
     """
     counts = dict.fromkeys(sorted({*work, newest}), 0)
     needy = [version for version in sorted(work) if work[version] > 0]
@@ -18,7 +18,7 @@ def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[in
     spare = groups - sum(counts.values())
     total = sum(work[version] for version in needy)
     if spare and total > 0:
-        # The share above the guaranteed one; a version whose share is below one already has more than its due.
+        # The share above the guaranteed worker. A version with a share below one already has more than its share.
         extra = {version: max(0.0, work[version] / total * groups - 1) for version in needy}
         scale = spare / sum(extra.values()) if sum(extra.values()) > 0 else 0.0
         quota = {version: extra[version] * scale for version in needy}
@@ -34,12 +34,12 @@ def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[in
 def keeping_full(
     shares: Mapping[int, int], present: Mapping[int, int], full: Mapping[int, float], newest: int
 ) -> dict[int, int]:
-    """The counts of ``shares``, but that an older version gives up no worker that its KV still fills.
+    """The counts of ``shares``, except that an older version keeps every worker that its KV still fills.
 
-    Else its requests would find no room on what is left to it, and finish where they are, on workers that their new
-    version waits for. ``present``: workers that hold each version now; ``full``: its KV in use, in workers' worth.
-    One worker for each version that has a share goes before that, and the earliest deadline before the later ones.
-    ``newest`` gets what is left, maybe nothing: the others shrink as their responses end. Counts sum to the same.
+    Otherwise its requests would find no room on its other workers and would finish in place, on workers that their new
+    version waits for. ``present``: workers that hold each version now. ``full``: its KV in use, in workers. One worker
+    for each version with a share goes before that, and earlier deadlines go before later ones. ``newest`` gets the
+    remaining workers, possibly none: the others shrink as their responses end. The sum of counts is unchanged.
     """
     versions = sorted({*shares, *present} - {newest})
     least = {version: min(1, shares.get(version, 0)) for version in versions}
@@ -56,10 +56,10 @@ def keeping_full(
 
 
 def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mapping[int, int], hysteresis: float) -> bool:
-    """Whether the present ``counts`` are near enough to the proportional share to be left alone.
+    """Whether the present ``counts`` are close enough to the proportional share to be kept.
 
-    They are not where a version that should have a worker has none (or the reverse), nor where some version's count
-    is off its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.
+    They are not if a version that should have a worker has none (or the reverse), or if some version's count differs
+    from its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.
     """
     total, groups = sum(work.values()), sum(counts.values())
     if counts == wanted:
@@ -73,7 +73,7 @@ def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mappin
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as the assignment sees it."""
+    """One worker as input of the assignment."""
 
     worker: int
     loaded: int  # the version in its memory; -1: none
@@ -82,10 +82,10 @@ class Candidate:
 
 
 def assign(candidates: Sequence[Candidate], counts: Mapping[int, int]) -> dict[int, int]:
-    """Which worker hosts which version, so that the least KV moves. Returns worker -> version.
+    """Assigns versions to workers so that the least KV moves. Returns worker -> version.
 
-    A worker keeps its version where it can: first those that already have it in memory, the fullest first; the emptiest
-    change. ``counts`` sum to the number of candidates.
+    A worker keeps its version if possible. Workers that have theirs in memory keep it first, the fullest first, so the
+    emptiest change. ``counts`` sum to the number of candidates.
     """
     vacancies = {version: count for version, count in counts.items() if count}
     chosen: dict[int, int] = {}
@@ -98,7 +98,7 @@ def assign(candidates: Sequence[Candidate], counts: Mapping[int, int]) -> dict[i
                 vacancies[version] -= 1
     rest = [candidate for candidate in candidates if candidate.worker not in chosen]
     vacant = [version for version in sorted(vacancies) for _ in range(vacancies[version])]
-    # the emptiest workers go to the oldest version that lacks one: it has the earliest deadline
+    # the emptiest workers go to the oldest version that lacks one, as it has the earliest deadline
     for candidate, version in zip(sorted(rest, key=lambda c: (c.kv_tokens, c.worker)), vacant, strict=True):
         chosen[candidate.worker] = version
     return chosen
