@@ -1,1 +1,1 @@
-"""The handoff of a request as a table, and the cheapest choice for a request that is displaced."""
+"""The state table of a request's handoff, and the cheapest choice for a displaced request."""

@@ -1,4 +1,4 @@
-"""The handoff of one live request between two workers of one version, or a worker and a pool, as a table.
+"""The state table of one live request's handoff between two workers of one version, or a worker and a pool.
 
                             ┌─────────────frozen: few blocks─────────────┐
                             │                                            ▼
@@ -6,17 +6,18 @@
        │                    │                         │                  │ └──source lost──▶ STRANDED ──▶ RELEASED
        └────────────────────┴─────────────────────────┴──────────────────┴──▶ ABORTED: the source goes on
 
-The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
-frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker.
+The source owns the request until COMMITTED, and the target owns it afterwards. The request has exactly one owner at any
+time, and the source frees its blocks only after COMMITTED. From then on the loss of either is an ordinary worker loss.
 
-In RESERVED both ends have been told: the source where the target is, and the target, when it reserved, whom to let in.
-In COPYING full blocks travel in rounds, while the source decodes; a request that has few of them is frozen at once, and
-skips it. Either phase ends alike: whichever end is lost, the other's half is void. A source fails to copy and decodes
-on, thawed if it was frozen for the last round; a target is told to drop the rounds that have come, and the slot it
-kept. In FROZEN the target has everything, and needs the source no longer. docs/architecture.md is drawn from TABLE.
+In RESERVED both ends know each other: the source has the target's address, and the target has reserved and knows which
+source may connect. In COPYING full blocks travel in rounds while the source decodes. A request with few full blocks is
+frozen at once and skips COPYING. Both phases fail alike: if one end is lost, the work of the other end is void. A
+source whose copy fails continues decoding, and is thawed if it was frozen for the last round. A target is ordered to
+drop the received rounds and its reserved slot. In FROZEN the target has everything and does not need the source.
+docs/architecture.md is drawn from TABLE.
 
-To park a request is a handoff whose target is a pool: once COMMITTED it waits. To resume it is one whose source is a
-pool. Where that is ABORTED the request waits again; its KV is re-prefilled, unless only the target was lost.
+Parking is a handoff whose target is a pool: after COMMITTED the request waits. Resuming is a handoff whose source is a
+pool. If that is ABORTED, the request waits again, and its KV is re-prefilled unless only the target was lost.
 """
 
 from dataclasses import dataclass
@@ -26,30 +27,30 @@ from dora.errors import IllegalTransition
 
 
 class Phase(Enum):
-    PLANNED = auto()  # the target was asked whether it takes the request
-    RESERVED = auto()  # the target keeps a slot for it; the source was told to copy
-    COPYING = auto()  # full blocks are copied in rounds while the source decodes, then the rest
-    FROZEN = auto()  # the target has the whole snapshot, and was told to take it in
-    STRANDED = auto()  # FROZEN, but the source died: only the target's copy is left
-    COMMITTED = auto()  # the target owns the request; the source was told to free
+    PLANNED = auto()  # the target was asked to take the request
+    RESERVED = auto()  # the target reserved a slot; the source was ordered to copy
+    COPYING = auto()  # full blocks are copied in rounds while the source decodes, then the other blocks
+    FROZEN = auto()  # the target has the whole snapshot and was ordered to load it
+    STRANDED = auto()  # FROZEN, but the source was lost: only the target has a copy
+    COMMITTED = auto()  # the target owns the request; the source was ordered to free it
     RELEASED = auto()
     ABORTED = auto()
 
 
 class Signal(Enum):
     RESERVED = auto()
-    REFUSED = auto()  # the target does not take it
-    COPY_BEGAN = auto()  # the source copies ahead of the freeze
-    FROZEN = auto()  # the source has frozen it, and all of it is at the target
-    NOT_MOVABLE = auto()  # the source cannot move it exactly, or the target cannot make its own blocks of it
-    COPY_FAILED = auto()  # the source does not know it (it just finished) or could not bring it to the target
+    REFUSED = auto()  # the target refuses the request
+    COPY_BEGAN = auto()  # the source copies before the freeze
+    FROZEN = auto()  # the source has frozen the request, and the target has all of it
+    NOT_MOVABLE = auto()  # the source cannot move it exactly, or the target cannot convert it to its own blocks
+    COPY_FAILED = auto()  # the source does not have it (it just finished) or could not send it to the target
     COPIED_IN = auto()
     COPY_REFUSED = auto()  # the target refused the snapshot
     SOURCE_FREED = auto()
     SOURCE_LOST = auto()
     TARGET_LOST = auto()
     FINISHED = auto()  # the response ended at the source
-    UNDO = auto()  # time limit, cancelled group
+    UNDO = auto()  # timeout or cancelled group
 
 
 class Action(Enum):
@@ -60,7 +61,7 @@ class Action(Enum):
     THAW_SOURCE = auto()
     CANCEL_TARGET = auto()
     RESTART_AT_TARGET = auto()  # stop at the source, re-prefill at the target
-    ORPHAN = auto()  # nobody holds it: it waits for another worker and is re-prefilled
+    ORPHAN = auto()  # no process holds it: it waits for another worker and is re-prefilled
     RELEASE_SNAPSHOT = auto()
 
 
@@ -109,7 +110,7 @@ TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
     (P.COMMITTED, S.SOURCE_FREED): (P.RELEASED, ()),
 }
 
-LIVE = frozenset({P.PLANNED, P.RESERVED, P.COPYING, P.FROZEN, P.STRANDED})  # the request is between two workers
+LIVE = frozenset({P.PLANNED, P.RESERVED, P.COPYING, P.FROZEN, P.STRANDED})  # a handoff in these phases is in progress
 
 
 @dataclass(slots=True)
@@ -124,12 +125,14 @@ class Handoff:
     kind: Kind = Kind.MOVE
     phase: Phase = Phase.PLANNED
     locator: str = ""
-    had_ended: bool = False  # its source knew it no more: the response ended just before
-    overdue: str = ""  # why it was undone, where it took too long
+    had_ended: bool = False  # the response ended at the source just before the copy
+    overdue: str = ""  # reason, if it was undone after a timeout
     tokens: int = 0  # response tokens in the snapshot
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
-        """Moves on and says what to do. Raises IllegalTransition, unchanged, for a pair that is not in the table."""
+        """Applies a signal and returns the actions. Raises IllegalTransition, without a change, if TABLE has no such
+        entry.
+        """
         try:
             self.phase, actions = TABLE[self.phase, signal]
         except KeyError:
