@@ -1,1 +1,1 @@
-"""Estimates that decisions rest on: lengths, rates, step costs, window sizes."""
+"""Estimates for decisions: lengths, rates, step costs, window sizes."""

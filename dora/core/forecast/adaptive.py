@@ -1,24 +1,24 @@
-"""An adaptive window (``window.size = "auto"``): as narrow as costs no time, and never so wide that learning suffers.
+"""The adaptive window (``window.size = "auto"``): as narrow as possible without losing time or harming learning.
 
-A window is changed by one version at a time, between two steps. Groups of the size before are still open for a while,
-so the first ``max(size, size before)`` steps are passed over. Then ``window.look_steps`` or more are looked at, in this
-order:
+A window changes by one version at a time, between two steps. Groups of the previous size stay open for a while, so the
+first ``max(size, size before)`` steps are ignored. Then ``window.look_steps`` or more are measured, and these rules
+apply in this order:
 
 1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, or the effective sample size is
    below ``window.effective_sample_min``. The window gets narrower.
-2. *A trial*: each change but such a one is a trial. A wider window stays if its steps are shorter than those before by
-   half of ``window.wait_share``, a narrower one if they are not longer by as much; else the window goes back. Where
-   steps differ so much among themselves that this is not clear, more of them are looked at, ``PATIENCE`` times as
-   many at most; what is not clear then is decided for the narrower one.
-3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider one is tried, if the signals have
-   room.
-4. *Nothing has changed* for half of ``window.rest_steps``: a narrower one is tried.
+2. *A trial*: each other change is a trial. A wider window stays if its steps are shorter than the previous ones by half
+   of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns to
+   its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times as
+   many. If it is still unclear then, the narrower size wins.
+3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
+   are far enough from their limits.
+4. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.
 
-The size that a trial has ruled out rests: it is not tried for ``window.rest_steps``, and twice as many each time. So
-changes become rarer and rarer where nothing changes (hysteresis).
+A size that lost a trial rests: it is not tried for ``window.rest_steps``, and for twice as long each further time. So
+changes become rarer if conditions stay the same (hysteresis).
 
-How long steps are is told in units of the training that they hold, time / (time - wait): that does not depend on how
-much a batch has to be trained. With *DORA* (section 7) a window is set by hand, for each task anew.
+The length of steps is measured in units of their training, time / (time - wait), which is independent of the amount of
+training in a batch. In *DORA* (section 7) the window is set by hand for each task.
 """
 
 from collections import deque
@@ -31,28 +31,28 @@ from typing import Any, Final
 from dora.config import WindowConfig
 
 PATIENCE: Final = 4
-CLEAR: Final = 2.0  # standard errors, if they are known well
-STEPS_KEPT: Final = 64  # of one size, the latest
-REST_MAX: Final = 1024  # in steps
-ROOM: Final = 0.7  # of what a signal may reach, up to which a wider window is tried
-TRAINED_MIN: Final = 1e-3  # of a step's time: less is no training
+CLEAR: Final = 2.0  # standard errors, for many steps
+STEPS_KEPT: Final = 64  # the latest steps of one size
+REST_MAX: Final = 1024  # steps
+ROOM: Final = 0.7  # share of a signal's limit below which a wider window may be tried
+TRAINED_MIN: Final = 1e-3  # of a step's time: the least that counts as training
 
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """What one committed step says of the window. None: its trainer does not tell."""
+    """One committed step's signals for the window. None: the trainer does not report it."""
 
-    took_s: float  # since the commit before
-    waited_s: float | None = None  # of it, the trainer waited for groups
+    took_s: float  # since the previous commit
+    waited_s: float | None = None  # part of it in which the trainer waited for groups
     clip_fraction: float | None = None
     effective_sample: float | None = None  # 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A change of the window, as operators see it."""
+    """A change of the window, as shown to operators."""
 
-    step: int  # after whose commit it came
+    step: int  # the step whose commit caused it
     before: int
     size: int
     reason: str
@@ -60,15 +60,15 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long some steps took for the training in them, 1 or more, and the standard error of that."""
+    """Duration of steps as a multiple of their training time, at least 1, with its standard error."""
 
     mean: float
-    error: float  # 0 where all steps are alike
+    error: float  # 0 if all steps are equal
     steps: int
 
     @classmethod
     def of(cls, steps: "deque[tuple[float, float]]") -> "Pace":
-        """Of steps that (took, trained) so long. A ratio of sums, with the error of such a one."""
+        """From (duration, training time) of each step: the ratio of the sums, with the error of such a ratio."""
         took_s, trained_s = (sum(parts) for parts in zip(*steps, strict=True))
         mean = took_s / trained_s
         residual = sum((took - mean * trained) ** 2 for took, trained in steps)
@@ -76,37 +76,37 @@ class Pace:
 
     @property
     def waited(self) -> float:
-        """Share of their time without training."""
+        """Share of the steps' time without training."""
         return 1.0 - 1.0 / self.mean
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    before: int  # the size
-    pace: Pace  # with it
+    before: int  # the previous size
+    pace: Pace  # at the previous size
 
 
 class AdaptiveSize:
-    """Chooses the size, from one step's signals after another's. Deterministic; it changes nothing but itself."""
+    """Chooses the window size from each step's signals. Deterministic; it has no side effects."""
 
     def __init__(self, config: WindowConfig) -> None:
         self.size = config.least
         self.last: Resize | None = None
         self._config = config
-        self._steps = 0  # seen since the start
-        self._settles = 0  # steps to come that are passed over
-        self._seen = 0  # steps since, with this size
+        self._steps = 0  # since the start
+        self._settles = 0  # future steps to ignore
+        self._seen = 0  # measured steps with this size
         self._trial: _Trial | None = None
-        self._rest_until: dict[int, int] = {}  # size -> steps seen before which it is not tried
-        self._rest_steps: dict[int, int] = {}  # size -> how long it rests next
-        self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # took, and trained
+        self._rest_until: dict[int, int] = {}  # size -> first step (a value of ``_steps``) that may try it again
+        self._rest_steps: dict[int, int] = {}  # size -> length of its next rest
+        self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # durations and training times
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
 
     def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
-        """A step was committed. Returns how the window changes for what is admitted from now on, if it does.
+        """Records a committed step. Returns the window's change for later admissions, if any.
 
-        ``signals``: None where the step says nothing, as one in which a trainer began anew.
+        ``signals``: None if the step is not comparable, as when a trainer started again.
         """
         self._steps += 1
         if self._settles or signals is None:
@@ -126,7 +126,7 @@ class AdaptiveSize:
         return self.last
 
     def learnt(self) -> dict[str, Any]:
-        """What outlives a crash, as plain values."""
+        """The state that survives a crash, as plain values."""
         trial = self._trial
         return {
             "counts": [self._steps, self._settles, self._seen],
@@ -137,7 +137,7 @@ class AdaptiveSize:
         }
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Goes on from ``learnt``; ``size`` is set apart."""
+        """Restores the state from ``learnt``. The caller restores ``size``."""
         self._steps, self._settles, self._seen = values["counts"]
         if values["trial"] is not None:
             before, *pace = values["trial"]
@@ -160,14 +160,14 @@ class AdaptiveSize:
             self._samples.append(signals.effective_sample)
 
     def _decide(self) -> tuple[int, str] | None:
-        """The size from now on, and why; None: it stays."""
+        """The next size and the reason; None: no change."""
         far = self._too_far()
         if far and self.size > self._config.least:
             self._trial = None
             self._rest(self.size)
             return self.size - 1, far
         if len(self._times) < self._config.look_steps:
-            return None  # its trainer does not say how long it waited
+            return None  # its trainer does not report waiting times
         pace = Pace.of(self._times)
         if self._trial is not None:
             stays = self._stays(self._trial, pace)
@@ -182,7 +182,7 @@ class AdaptiveSize:
         return self._try_wider(pace) or self._try_narrower(pace)
 
     def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
-        """Whether the trial has shown the size to be the better one; None: it is not clear yet."""
+        """Whether the trial has shown that the new size is better; None: unclear so far."""
         wider = trial.before < self.size
         longer = pace.mean / trial.pace.mean - 1.0
         error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
@@ -210,11 +210,11 @@ class AdaptiveSize:
 
     @property
     def _looks_on(self) -> bool:
-        """Whether more steps of this size are looked at where it is not clear yet what they say."""
+        """Whether more steps of this size may be measured if the result is unclear."""
         return self._seen < PATIENCE * self._config.look_steps
 
     def _too_far(self) -> str:
-        """Which signal has passed its limit; empty: none."""
+        """The signal that exceeds its limit; empty: none."""
         config = self._config
         clip, sample = self._clip(), self._sample()
         if clip > config.clip_fraction_max:
@@ -224,7 +224,7 @@ class AdaptiveSize:
         return ""
 
     def _has_room(self) -> bool:
-        """Whether no signal is near its limit."""
+        """Whether all signals are far enough from their limits."""
         config = self._config
         lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_min
         return self._clip() <= ROOM * config.clip_fraction_max and lost <= ROOM * lost_most
@@ -245,5 +245,5 @@ class AdaptiveSize:
 
 
 def _clear(steps: int) -> float:
-    """Standard errors that make a difference clear, where they are known from so many steps: as Student has it."""
+    """Standard errors that make a difference clear, for errors estimated from ``steps`` steps (Student's t)."""
     return CLEAR * (1.0 + 2.0 / max(1, steps - 1))

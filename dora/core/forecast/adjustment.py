@@ -1,4 +1,4 @@
-"""When generation falls behind training: how many workers to add (StreamRL section 4.2, dynamic adjustment)."""
+"""The number of workers to add if generation lags training (StreamRL section 4.2, dynamic adjustment)."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ def groups_to_add(
     gain_s: Callable[[int], float] | None = None,
     most: int = 4096,
 ) -> int:
-    """workers to add so that generation lags training by less than one more group would gain.
+    """The workers to add so that generation lags training by less than one more worker would gain.
 
-    With ``delta`` the lag, a group is added while ``delta >= gain_s(engines)``, the seconds that one more than
-    ``engines`` groups saves (None: ``even_gain_s``); where it saves nothing, as when one response alone takes that
-    long, none is added. At most ``most``. The trainer is never resized: that would mean its restart. Raises
-    InvalidValue for a value outside its domain.
+    ``delta``: the lag. A worker is added while ``delta >= gain_s(engines)``, the seconds that one worker more than
+    ``engines`` saves (None: ``even_gain_s``). If it saves nothing, for example because one response alone takes that
+    long, none is added. The result is at most ``most``. The trainer is never resized, as that would require its
+    restart. Raises InvalidValue for a value outside its domain.
     """
     for field, value in (("generation_s", generation_s), ("training_s", training_s)):
         if not 0.0 < value < math.inf:
@@ -34,6 +34,6 @@ def groups_to_add(
 
 
 def even_gain_s(generation_s: float, engines: int) -> Callable[[int], float]:
-    """The gain of one more group where the time is inversely proportional to their number, from one measurement."""
+    """The gain of one more worker if the time is inversely proportional to their number, from one measurement."""
     work_s = generation_s * engines
     return lambda count: work_s / count - work_s / (count + 1)

@@ -1,19 +1,20 @@
-"""What one engine step costs: the model behind routing decisions, plans and the simulator.
+"""The cost model of an engine step, used by routing decisions, plans and the simulator.
 
 StaleFlow, eq. 11-12 (appendix B): a decode step of ``n`` running requests with ``kv`` cached tokens takes
 
     k1 * kv + max(k2, k3 * n) + k4
 
 ``k1`` reads a token's KV, ``k2`` reads the weights, ``k3`` computes one token, ``k4`` is everything else. The paper's
-text calls k1 "per byte"; its value only makes sense per token. A mixture of experts bends two of them, which the paper
-does not do: a step reads, beside what every token reads, the experts that any of its tokens chose, and it waits for the
+text calls k1 "per byte"; its value only makes sense per token. A mixture of experts changes two terms, which the paper
+does not model. A step reads the shared weights and the experts that any of its tokens chose. It also waits for the
 fullest of its expert-parallel ranks:
 
     k2 * read_share(n)      read_share = 1 - (1 - shared_fraction) * (1 - expert_fraction) ** n
     k3 * n * (1 + imbalance / sqrt(n))
 
-The first takes tokens to choose their experts independently and evenly. Of ``n`` such choices the fullest rank's share
-is off the mean by sqrt(n), hence the second. A dense model has an ``expert_fraction`` of 1 and an ``imbalance`` of 0.
+The first term assumes that tokens choose their experts independently and evenly. With ``n`` such choices the fullest
+rank's share differs from the mean by sqrt(n), hence the second term. A dense model has an ``expert_fraction`` of 1 and
+an ``imbalance`` of 0.
 """
 
 from dataclasses import dataclass
@@ -29,15 +30,15 @@ Number = TypeVar("Number", float, Column)
 class CostModel:
     """Coefficients of one engine (one worker)."""
 
-    kv_token_s: float  # k1: seconds a step for each cached token
-    weights_s: float  # k2: seconds a step to read the (dense) weights
-    request_s: float  # k3: seconds a step for each running request
-    step_s: float  # k4: seconds a step for everything else
-    prefill_token_s: float = 0.0  # seconds for each token whose KV is computed in one go
-    copy_token_s: float = 1e-5  # seconds for each token whose KV goes into a pool, or out of it: 25 GB/s, 256 KiB each
-    expert_fraction: float = 1.0  # of the weights not shared, those that one token reads: its experts; 1: dense
-    imbalance: float = 0.0  # k3 grows by this share when one request runs, and by its 1/sqrt(n) when n run
-    shared_fraction: float = 0.0  # of all weights, those that every token reads: attention, embeddings, shared experts
+    kv_token_s: float  # k1: seconds of a step per cached token
+    weights_s: float  # k2: seconds of a step to read the (dense) weights
+    request_s: float  # k3: seconds of a step per running request
+    step_s: float  # k4: seconds of a step for everything else
+    prefill_token_s: float = 0.0  # seconds per token whose KV is computed in one prefill
+    copy_token_s: float = 1e-5  # seconds per token whose KV is copied into or out of a pool: 25 GB/s, 256 KiB each
+    expert_fraction: float = 1.0  # share of the unshared weights that one token reads: its experts; 1: dense
+    imbalance: float = 0.0  # k3 grows by this share with one running request, and by its 1/sqrt(n) with n
+    shared_fraction: float = 0.0  # share of all weights that every token reads: attention, embeddings, shared experts
 
     @classmethod
     def of(cls, config: CostConfig) -> "CostModel":
@@ -45,11 +46,11 @@ class CostModel:
 
     @property
     def dense(self) -> bool:
-        """Whether nothing is bent as a mixture of experts bends it."""
+        """Whether the model has no terms of a mixture of experts."""
         return self.expert_fraction == 1.0 and not self.imbalance
 
     def matmul_s(self, running: int) -> float:
-        """The part of a step that depends on the number of running requests alone."""
+        """The part of a step that depends only on the number of running requests."""
         if not running:
             return 0.0
         read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, running)
@@ -61,9 +62,9 @@ class CostModel:
         return self.kv_token_s * kv_tokens + self.matmul_s(running)
 
     def kv_tokens_at(self, running: int, step_s: Number) -> Number:
-        """KV with which a decode step takes so long: eq. 11 the other way round. Below 0: too short for any.
+        """KV with which a decode step takes ``step_s``: the inverse of eq. 11. Below 0: shorter than a step without KV.
 
-        Only where KV costs time (``kv_token_s``).
+        Requires that KV costs time (``kv_token_s``).
         """
         return (step_s - self.matmul_s(running)) / self.kv_token_s
 
@@ -73,10 +74,10 @@ class CostModel:
 
 
 def read_share(expert_fraction: float, shared_fraction: float, running: Number) -> Number:
-    """Share of all weights that a step of ``running`` requests reads, 0 to 1; see the module's text."""
+    """Share of all weights that a step of ``running`` requests reads, 0 to 1. The module's docstring has the formula."""
     return 1.0 - (1.0 - shared_fraction) * (1.0 - expert_fraction) ** running
 
 
 def context_work(tokens: Number, prompt_tokens: int) -> Number:
-    """Context-tokens, summed over the steps of a response of so many tokens: what it costs of KV that is scarce."""
+    """Context-tokens, summed over the steps of a response of ``tokens`` tokens: its use of scarce KV."""
     return tokens * (tokens / 2 + prompt_tokens)

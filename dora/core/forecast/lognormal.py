@@ -1,9 +1,9 @@
-"""Lognormal beliefs about response lengths: what is still to come, the chance to run on, the longest of a group.
+"""Lognormal predictions of response lengths: remaining tokens, the chance to continue, the longest of a group.
 
-A response's length is believed to be lognormal: its natural logarithm has mean ``log_mean`` and standard deviation
-``log_sd``. Everything here follows from Mills' ratio R(x) = P(Z > x) / density(x) of the standard normal. Its
-logarithm is smooth and nearly straight, so a table with linear interpolation serves whole columns at once, and ratios
-of far tails never meet an underflow. Columns are taken in blocks that fit the processor's cache.
+A response's length is predicted as lognormal: its natural logarithm has mean ``log_mean`` and standard deviation
+``log_sd``. Everything here follows from Mills' ratio R(x) = P(Z > x) / density(x) of the standard normal. Its logarithm
+is smooth and nearly straight. A table with linear interpolation therefore serves whole columns at once, and ratios of
+far tails never underflow. Columns are processed in blocks that fit the processor's cache.
 """
 
 import math
@@ -17,9 +17,10 @@ import numpy as np
 from dora.core.table import Column
 from dora.errors import InvalidValue
 
-_LOWEST, _HIGHEST, _CELLS = -12.0, 32.0, 64  # the table's domain in standard deviations, and cells for each of them
-_NEVER = -8.0  # further below the mean a bound excludes nothing
-_SURELY = 30.0  # a response that outlives its belief by more shows that the belief was too narrow: it is widened
+# the table's domain in standard deviations, and cells per standard deviation
+_LOWEST, _HIGHEST, _CELLS = -12.0, 32.0, 64
+_NEVER = -8.0  # a bound further below the mean excludes nothing
+_SURELY = 30.0  # a response that exceeds its prediction by more shows that the deviation was too small: it is increased
 _SD_MIN, _SD_MAX = 1e-6, 3.9  # _NEVER - _SD_MAX must lie in the table
 _BLOCK = 8192  # rows: a kernel's dozen temporaries stay in the cache
 _LOG_ROOT_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -40,11 +41,11 @@ _SLOPES = np.diff(_LOG_MILLS, append=_LOG_MILLS[-1])
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Belief about the length of one response of a group.
+    """The predicted length of one response of a group.
 
-    ``group_share`` is the share of the variance ``log_sd ** 2`` that the whole group has in common (what is not known
-    of the prompt); the rest is each sibling's own. ``known_tokens`` is empty, or holds the exact length of every
-    sibling, and then goes before the distribution.
+    ``group_share``: share of the variance ``log_sd ** 2`` that the whole group has in common (uncertainty about the
+    prompt). The rest is each sibling's own. ``known_tokens``: empty, or the exact length of every sibling, which then
+    replaces the distribution.
     """
 
     log_mean: float
@@ -53,7 +54,7 @@ class Estimate:
     known_tokens: tuple[int, ...] = ()
 
     def of_siblings(self, count: int) -> tuple[list[float], float]:
-        """``log_mean`` of each of so many siblings, and ``log_sd`` of all: exact, and 0, where lengths are known."""
+        """``log_mean`` of each of ``count`` siblings, and ``log_sd`` of all. If lengths are known: exact means, and 0."""
         if self.known_tokens:
             return [math.log(tokens) for tokens in self.known_tokens], 0.0
         return [self.log_mean] * count, self.log_sd
@@ -75,10 +76,10 @@ def log_mills(x: Column) -> Column:
 def remaining_tokens(
     log_mean: Column | float, log_sd: Column | float, tokens: Column | float, max_tokens: Column | float
 ) -> Column:
-    """Expected tokens still to come of responses that have ``tokens`` and run on, each cut at ``max_tokens``.
+    """Expected remaining tokens of running responses that have ``tokens``, each limited to ``max_tokens``.
 
-    E[min(X, max_tokens) | X > tokens] - tokens, at least 1 while a response runs and 0 once it is at its limit. All
-    arguments broadcast to one shape (rows,).
+    E[min(X, max_tokens) | X > tokens] - tokens, at least 1 while a response runs and 0 at its limit. All arguments
+    broadcast to one shape (rows,).
     """
 
     def kernel(mean: Column, sd: Column, done: Column, limit: Column) -> Column:
@@ -86,7 +87,7 @@ def remaining_tokens(
         upper = np.clip((np.log(np.maximum(limit, 1.0)) - mean) / sd, lower, _SURELY)
         log_lower, log_upper = log_mills(lower), log_mills(upper)
         uncut = np.exp(mean + sd * lower + log_mills(lower - sd) - log_lower)
-        # What the limit takes away: the chance to reach it, times the mean excess over it (in units of the limit).
+        # The part beyond the limit: the chance to reach it, times the mean excess over it (in units of the limit).
         reached = log_upper - log_lower + 0.5 * (lower * lower - upper * upper)
         cut = np.exp(mean + sd * upper + reached) * np.expm1(log_mills(upper - sd) - log_upper)
         return _within_limit(uncut - cut, done, limit)
@@ -98,7 +99,9 @@ def remaining_tokens(
 def survival_chance(
     log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column, ahead_tokens: Column
 ) -> Column:
-    """P[X > tokens + ahead | X > tokens]: that a response runs on for so many more tokens. Shape (rows, ahead)."""
+    """P[X > tokens + ahead | X > tokens]: the chance that a response runs for ``ahead`` more tokens. Shape (rows,
+    ahead).
+    """
 
     def log_tail(score: Column) -> Column:
         return log_mills(score) - 0.5 * score * score
@@ -121,7 +124,7 @@ def running_chance(
     max_tokens: Column,
     ahead_tokens: Column,
 ) -> Column:
-    """That a response runs on for so many more tokens: certain where all lengths are known. Shape (rows, ahead)."""
+    """The chance that a response runs for this many more tokens; 0 or 1 if all lengths are known. Shape (rows, ahead)."""
     if log_sd.any():
         return survival_chance(log_mean, log_sd, tokens, max_tokens, ahead_tokens)
     known: Column = remaining_tokens[:, None] > ahead_tokens
@@ -131,7 +134,7 @@ def running_chance(
 def expected_remaining(
     expected_tokens: Column, log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column
 ) -> Column:
-    """Tokens still to come: what is left of ``expected_tokens`` where all lengths are known. Shape (rows,)."""
+    """Remaining tokens; the rest of ``expected_tokens`` if all lengths are known. Shape (rows,)."""
     if log_sd.any():
         return remaining_tokens(log_mean, log_sd, tokens, max_tokens)
     known: Column = np.maximum(expected_tokens - tokens, 0).astype(np.float64)
@@ -139,7 +142,7 @@ def expected_remaining(
 
 
 def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column) -> Column:
-    """The kernel's result, rows along its last axis."""
+    """The kernel's result, computed in blocks, with rows along its last axis."""
     rows = len(columns[0])
     if rows <= _BLOCK:
         return kernel(*columns)
@@ -148,7 +151,7 @@ def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *colu
 
 
 def _standardised(mean: Column, sd: Column, tokens: Column) -> tuple[Column, Column]:
-    """The deviation to use, and ``tokens`` in standard scores, both such that the table holds them."""
+    """The deviation to use, and ``tokens`` as standard scores, both limited to the table's domain."""
     log_tokens = np.log(np.maximum(tokens, 1.0))
     sd = np.clip(np.maximum(sd, (log_tokens - mean) / _SURELY), _SD_MIN, _SD_MAX)
     return sd, np.clip((log_tokens - mean) / sd, _NEVER, _SURELY)
@@ -164,8 +167,8 @@ def _within_limit(end: Column, tokens: Column, max_tokens: Column) -> Column:
 def longest_quantile(estimate: Estimate, group_size: int, q: float, max_tokens: float = math.inf) -> float:
     """``q``-quantile (0 < q < 1) of the longest of ``group_size`` responses, in tokens, at most ``max_tokens``.
 
-    Exact where the lengths are known, or all of the variance is common, or none of it. Between, the deviations from the
-    median of the two parts are added in quadrature (within 3% of the truth for q from 0.2 to 0.95).
+    Exact if the lengths are known, or if all or none of the variance is common. Otherwise the deviations of the two
+    parts from the median are added in quadrature (within 3% of the exact value for q from 0.2 to 0.95).
     """
     if estimate.known_tokens:
         return min(float(max(estimate.known_tokens)), max_tokens)
@@ -179,7 +182,9 @@ def longest_quantile(estimate: Estimate, group_size: int, q: float, max_tokens: 
 
 @lru_cache(maxsize=1024)
 def _longest_scores(group_size: int, q: float) -> tuple[float, float, float]:
-    """Of the largest of ``group_size`` standard normals the median and the q-quantile's distance from it; q's score."""
+    """For the largest of ``group_size`` standard normals: the median, and the q-quantile's distance from it; then q's
+    score.
+    """
     if group_size < 1:
         raise InvalidValue("group_size", group_size, "at least 1")
     if not 0.0 < q < 1.0:

@@ -1,12 +1,13 @@
-"""How long will the responses to a prompt be? One interface for every predictor, used by dispatch and partition.
+"""Predictors of response lengths, behind one interface. Dispatch and partition use them.
 
 The online predictors share one model of a response's log length (a linear mixed model, fitted as responses finish):
 
     log tokens = level + trend(prompt) + prompt effect + noise
 
-``level`` follows the policy: it is the mean of the last responses. The trend is what the prompt shows: its task, or a
-regression on its features. The prompt effect is what the prompt's own earlier responses add to that, shrunk by how many
-they are. What is left of it is common to a group's siblings, the noise is not: ``Estimate.group_share``.
+``level`` follows the policy: it is the mean of the last responses. The trend is visible in the prompt: its task, or a
+regression on its features. The prompt effect is the further contribution of the prompt's own earlier responses, shrunk
+according to their number. Its remaining uncertainty is common to a group's siblings, and the noise is not:
+``Estimate.group_share``.
 """
 
 import math
@@ -20,23 +21,23 @@ import numpy as np
 from dora.core.forecast.lognormal import Estimate
 from dora.errors import InvalidValue
 
-HORIZON = 8192  # responses: the level forgets at this pace, the trend and the variances at a quarter of it
+HORIZON = 8192  # responses: the decay of the level; the trend and the variances decay at a quarter of this pace
 BLOCK = 64  # responses between two fits of the regression
-PROMPTS_MAX = 131_072  # the prompt first seen is forgotten beyond that
+PROMPTS_MAX = 131_072  # with more, the oldest prompt is removed
 TASKS_MAX = 65_536  # likewise
-LEARNT_TASKS = 1024  # of which what was learnt outlives a crash
-HISTORY_MAX = 128  # responses that count of one prompt or task: later ones push earlier ones out
-PRIOR_VARIANCE = 0.5  # of the prompt effect and of the noise each, worth PRIOR_COUNT responses
+LEARNT_TASKS = 1024  # tasks whose statistics survive a crash
+HISTORY_MAX = 128  # responses of one prompt or task that count: later ones replace earlier ones
+PRIOR_VARIANCE = 0.5  # of the prompt effect and of the noise each, with the weight of PRIOR_COUNT responses
 PRIOR_COUNT = 32.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTraits:
-    """What is known of a prompt before its responses.
+    """The properties of a prompt that are known before its responses.
 
-    ``key`` names the prompt and stays the same over epochs, ``features`` are any finite numbers (the same ones for
-    every prompt), ``known_tokens`` the lengths of the responses where somebody knows them: empty, one for each sibling,
-    or one for all.
+    ``key`` identifies the prompt and stays the same over epochs. ``features`` are any finite numbers (the same ones for
+    every prompt). ``known_tokens`` are the lengths of the responses if they are known: empty, one for each sibling, or
+    one for all.
     """
 
     key: str
@@ -49,27 +50,27 @@ class PromptTraits:
 
 
 class Predictor(Protocol):
-    """Deterministic: the same calls in the same order give the same estimates."""
+    """A deterministic predictor: the same calls in the same order give the same estimates."""
 
     @property
     def seen(self) -> int:
-        """Responses it has learnt from."""
+        """The number of responses that it has observed."""
 
     def predict(self, prompt: PromptTraits) -> Estimate:
-        """Belief about one response to ``prompt``."""
+        """The predicted length of one response to ``prompt``."""
 
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
-        """One response to ``prompt`` has finished with ``tokens`` tokens."""
+        """Records a finished response to ``prompt`` with ``tokens`` tokens."""
 
     def learnt(self) -> dict[str, Any]:
-        """What outlives a crash, as plain values: of all prompts and of tasks."""
+        """The state that survives a crash, as plain values: global and per-task statistics."""
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the values of ``learnt``."""
+        """Restores the state from ``learnt``."""
 
 
 class Trend(Protocol):
-    """The part of a log length, relative to the level, that a prompt shows before it has a history."""
+    """The part of a log length, relative to the level, that a prompt without history predicts."""
 
     def expected(self, prompt: PromptTraits) -> float: ...
 
@@ -81,7 +82,7 @@ class Trend(Protocol):
 
 
 class _Means:
-    """Running means by name of a bounded number of names."""
+    """Running means by name, for a bounded number of names."""
 
     __slots__ = ("_most", "_values")
 
@@ -90,7 +91,7 @@ class _Means:
         self._values: dict[str, tuple[float, float]] = {}
 
     def get(self, name: str) -> tuple[float, float]:
-        """``(count, mean)``; a count of 0 for a name never seen."""
+        """``(count, mean)``. An unknown name has a count of 0."""
         return self._values.get(name, (0.0, 0.0))
 
     def add(self, name: str, value: float) -> None:
@@ -101,7 +102,7 @@ class _Means:
         self._values[name] = (count, mean + (value - mean) / count)
 
     def learnt(self) -> dict[str, tuple[float, float]]:
-        """Of those that came last, ``LEARNT_TASKS`` at most."""
+        """The means of the latest names, at most ``LEARNT_TASKS``."""
         return dict(list(self._values.items())[-LEARNT_TASKS:])
 
     def learn_again(self, values: Mapping[str, Sequence[float]]) -> None:
@@ -109,7 +110,9 @@ class _Means:
 
 
 class _Forgetting:
-    """Mean that forgets at the pace of ``horizon`` values; exact until then. Starts as ``value`` worth ``count``."""
+    """A mean that decays over ``horizon`` values and is exact before that. It starts at ``value`` with weight
+    ``count``.
+    """
 
     __slots__ = ("_horizon", "count", "value")
 
@@ -124,7 +127,7 @@ class _Forgetting:
 
 
 class TaskTrend:
-    """Each task's mean, shrunk towards the level."""
+    """Each task's mean, shrunk toward the level."""
 
     def __init__(self) -> None:
         self._tasks = _Means(TASKS_MAX)
@@ -144,11 +147,11 @@ class TaskTrend:
 
 
 class RegressionTrend:
-    """Online ridge regression on (1, features, log prompt tokens), and each task's mean of what that leaves.
+    """Online ridge regression on (1, features, log prompt tokens), and each task's mean of the residual.
 
-    The normal equations are kept, discounted by ``1 - BLOCK / horizon`` and solved anew after every block: unlike the
-    usual covariance recursion this cannot diverge where a feature never varies. Raises InvalidValue for features that
-    are not finite, or not as many as the first prompt's.
+    The normal equations are kept, discounted by ``1 - BLOCK / horizon`` and solved again after every block. Unlike the
+    usual covariance recursion this cannot diverge if a feature never varies. Raises InvalidValue for features that are
+    not finite or whose number differs from the first prompt's.
     """
 
     def __init__(self, horizon: int = 4 * HORIZON) -> None:
@@ -170,7 +173,7 @@ class RegressionTrend:
         self._tasks.learn(prompt, relative - self._linear(row))
 
     def learnt(self) -> dict[str, Any]:
-        """Without the responses since the last block."""
+        """The state without the responses since the last block."""
         fitted = {"weights": self._weights}
         if self._weights:
             fitted |= {"gram": self._gram.tolist(), "moment": self._moment.tolist()}
@@ -212,10 +215,10 @@ class RegressionTrend:
 
 
 class MixedModel:
-    """Level, trend and prompt effect (see the module's docstring), learnt from finished responses alone.
+    """Level, trend and prompt effect (see the module's docstring), learned only from finished responses.
 
-    Before the first response the belief is that half of ``max_tokens`` is typical: too long rather than too short, for
-    what is wrongly thought short is noticed only when it is late. Memory: at most PROMPTS_MAX prompts.
+    Before the first response half of ``max_tokens`` counts as typical. That is rather too long than too short, since an
+    underestimate is noticed only when the response is late. Memory: at most PROMPTS_MAX prompts.
     """
 
     def __init__(self, trend: Trend, horizon: int = HORIZON) -> None:
@@ -239,14 +242,14 @@ class MixedModel:
         return Estimate(start + trend + weight * (mean - trend), math.sqrt(variance), left / variance)
 
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
-        trend = self._trend.expected(prompt)  # first: it refuses prompts, and then nothing may have changed
+        trend = self._trend.expected(prompt)  # first, as it may reject the prompt before anything has changed
         log_tokens = math.log(max(tokens, 1))
         self.seen += 1
         self._level.add(log_tokens)
         relative = log_tokens - self._level.value
         self._residual.add((relative - trend) ** 2)
         count, mean = self._prompts.get(prompt.key)
-        if count:  # the squared distance to the mean of the others is n + 1 over n times the variance
+        if count:  # the squared distance to the mean of the others is (n + 1) / n times the variance
             self._noise.add((relative - mean) ** 2 * count / (count + 1.0))
         self._prompts.add(prompt.key, relative)
         self._trend.learn(prompt, relative)
@@ -266,9 +269,9 @@ class MixedModel:
 
 
 class Given:
-    """Lengths that are known: the simulator's oracle, or the user's own estimates. Without them: the ``fallback``.
+    """Known lengths: the simulator's oracle, or the user's own estimates. A prompt without them uses the ``fallback``.
 
-    Raises InvalidValue for a number of lengths that is neither 0, 1 nor the group's size, or for a length below 1.
+    Raises InvalidValue if the number of lengths is not 0, 1 or the group's size, or if a length is below 1.
     """
 
     def __init__(self, fallback: Predictor) -> None:
@@ -307,11 +310,11 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
 
 
 class Recall:
-    """Of the last ``window`` responses or groups: the share of the truly longest that were among the predicted longest.
+    """Among the last ``window`` responses or groups: the share of the longest that were also predicted as the longest.
 
-    The measure of StreamRL, Table 4 (0.87 of the longest 20% there). Among equal predictions the choice is taken to be
-    random, so a predictor that knows nothing has ``share``, whatever the order. Whatever is as long as the shortest of
-    the longest (many may end at the limit) is among them.
+    The measure of StreamRL, Table 4 (0.87 of the longest 20% there). A tie between predictions is broken at random, so
+    an uninformed predictor scores ``share`` in any order. Responses as long as the shortest of the longest are
+    included, as many may end at the limit.
     """
 
     def __init__(self, window: int = 8192) -> None:
@@ -336,5 +339,5 @@ class Recall:
         predicted_least, actual_least = np.partition(self._pairs[:, :held], held - chosen)[:, held - chosen]
         longest = actual >= actual_least
         above, tied = predicted > predicted_least, predicted == predicted_least
-        drawn = (chosen - above.sum()) / tied.sum()  # share of the tied that is chosen
+        drawn = (chosen - above.sum()) / tied.sum()  # share of the ties that is chosen
         return float((above & longest).sum() + drawn * (tied & longest).sum()) / chosen

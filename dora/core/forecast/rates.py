@@ -1,4 +1,4 @@
-"""How fast training and generation go, as seen from the events."""
+"""Measured rates of training and generation, computed from events."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 from dora.core.forecast.cost import context_work
 from dora.core.table import Column
 
-LAST_STEPS = 8  # whose times are kept
+LAST_STEPS = 8  # steps whose times are kept
 SMOOTHING = 0.3  # weight of the newest step in the running mean of step times
-SLOWEST_KEPT = 0.99  # of the slowest pace, each step
-PACE_TOKENS = 200_000.0  # a response's weight in the running pace is its tokens over this
-ODD_PACE = 1.2  # a response that took longer for a token than this times the mean counts as this
-OFFER_WEIGHT = 1.0 / 2048  # of one prompt in the running mean of what they ask for
+SLOWEST_KEPT = 0.99  # decay of the slowest pace per step
+PACE_TOKENS = 200_000.0  # tokens that give a response full weight in the running pace
+ODD_PACE = 1.2  # upper limit of a response's pace, as a multiple of the mean
+OFFER_WEIGHT = 1.0 / 2048  # weight of one prompt in the running means of ``LengthMix``
 CLASSES_AN_OCTAVE = 4  # of response lengths
 CLASSES = 24 * CLASSES_AN_OCTAVE
-RARE_RESPONSES = 1e-4  # of a group
+RARE_RESPONSES = 1e-4  # per group
 _LEARNT = ("step_s", "tail_s", "pace_s", "slowest_s", "_publishes")
 
 
 class LengthMix:
-    """What the group of a drawn prompt is predicted to ask for, by length of its responses: running means."""
+    """Running means of the predicted demand of drawn prompts' groups, by response length."""
 
     def __init__(self) -> None:
         self._means = np.zeros((3, CLASSES))
-        self.responses, self.tokens, self.work = self._means  # views; ``work``: of cost.context_work
+        self.responses, self.tokens, self.work = self._means  # views; ``work``: from cost.context_work
         self._prompts = 0
 
     def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
@@ -41,17 +41,17 @@ class LengthMix:
         self._means += weight * (asked - self._means)
 
     def learnt(self) -> dict[str, Any]:
-        """What outlives a crash, as plain values: of the classes that have responses."""
+        """The state that survives a crash, as plain values: classes that have responses."""
         at = np.flatnonzero(self.responses)
         return {"prompts": self._prompts, "at": at.tolist(), "means": self._means[:, at].tolist()}
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the values of ``learnt``."""
+        """Restores the state from ``learnt``."""
         self._prompts = values["prompts"]
         self._means[:, values["at"]] = values["means"]
 
     def classes(self) -> Column:
-        """The classes that have responses, but for the rarest, in order of length."""
+        """The classes that have responses, except the rarest, in order of length."""
         return np.flatnonzero(self.responses > RARE_RESPONSES)
 
     def context_tokens(self) -> float:
@@ -64,22 +64,23 @@ def _class_of(tokens: Column | float) -> NDArray[np.int64]:
 
 
 class Rates:
-    """Running means of the time between publishes and of the seconds a response takes a token; what prompts ask for."""
+    """Running means of the time between publishes and of the seconds per token of a response; the demand of prompts."""
 
     def __init__(self) -> None:
-        self.published_s = 0.0  # when the newest version was published
+        self.published_s = 0.0  # time of the newest version's publish
         self.took_s: deque[float] = deque(maxlen=LAST_STEPS)  # between the last publishes
-        self.step_s = 0.0  # mean time between publishes; 0: not known yet
-        self.filled_s = 0.0  # when the last step that is full became so
-        self.tail_s = 0.0  # mean time from there to the publish; 0: not known yet
-        self.pace_s = 0.0  # seconds a token; 0: not known yet
-        self.slowest_s = 0.0  # the same where workers are at their fullest: the most of late, as of a publish
+        self.step_s = 0.0  # mean time between publishes; 0: unknown
+        self.filled_s = 0.0  # the time when the last full step became full
+        self.tail_s = 0.0  # mean time from there to the publish; 0: unknown
+        self.pace_s = 0.0  # seconds per token; 0: unknown
+        self.slowest_s = 0.0  # recent maximum of the pace at a publish, that is with the fullest workers
         self.mix = LengthMix()  # of the prompts drawn
         self._publishes = 0
 
     def published(self, now_s: float) -> float | None:
-        """A version was published. Returns the time since the one before; None for the first step, which holds the
-        start of everything and is not counted."""
+        """Records a publish. Returns the time since the previous one; None for the first step, which includes the
+        start-up and is not counted.
+        """
         self._publishes += 1
         took_s, self.published_s = now_s - self.published_s, now_s
         self.slowest_s = max(self.pace_s, SLOWEST_KEPT * self.slowest_s)
@@ -92,27 +93,27 @@ class Rates:
         return took_s
 
     def filled(self, now_s: float) -> None:
-        """The last group of a step was delivered."""
+        """Records that the last group of a step went to the trainer."""
         self.filled_s = now_s
 
     def generated(self, tokens: int, took_s: float) -> None:
-        """So many tokens of one response were generated in one stay on a worker."""
+        """Records the tokens of one segment."""
         if tokens <= 0 or took_s <= 0.0:
             return
         weight = min(1.0, tokens / PACE_TOKENS) if self.pace_s else 1.0
         pace_s = took_s / tokens
-        if self.pace_s:  # one that stood still says little of the others
+        if self.pace_s:  # a stalled response says little about the others
             pace_s = min(pace_s, ODD_PACE * self.pace_s)
         self.pace_s += weight * (pace_s - self.pace_s)
 
     def learnt(self, now_s: float) -> dict[str, Any]:
-        """The estimates as plain values; times as ages."""
+        """The state that survives a crash, as plain values. Times are relative to ``now_s``."""
         values = {name: getattr(self, name) for name in _LEARNT}
         ago_s = [now_s - self.published_s, now_s - self.filled_s]
         return values | {"ago_s": ago_s, "took_s": list(self.took_s), "mix": self.mix.learnt()}
 
     def learn_again(self, values: Mapping[str, Any], now_s: float) -> None:
-        """Restores the values of ``learnt``."""
+        """Restores the state from ``learnt``."""
         for name in _LEARNT:
             setattr(self, name, values[name])
         self.published_s, self.filled_s = (now_s - ago_s for ago_s in values["ago_s"])
@@ -121,18 +122,18 @@ class Rates:
 
     @property
     def group_work(self) -> float:
-        """Mean over drawn prompts of what their groups cost of KV, in context-tokens."""
+        """Mean KV work of drawn prompts' groups, in context-tokens."""
         return float(self.mix.work.sum())
 
     def kv_step_s(self, groups: int, kv_tokens: float) -> float:
-        """How long a step of so many groups takes where KV is always full: context-tokens over KV, times the pace.
+        """Duration of a step of ``groups`` groups if KV is always full: context-tokens over KV, times the pace.
 
-        0 while it is not known.
+        0 while it is unknown.
         """
         return groups * self.group_work / kv_tokens * self.pace_s if kv_tokens else 0.0
 
     def full_step_s(self, groups: int, slots: int, kv_tokens: float) -> float:
-        """How long such a step takes where KV or slots are always in use, whichever run out first; 0: not known."""
+        """Duration of such a step if KV or slots are always full, whichever runs out first; 0: unknown."""
         slots_s = groups * float(self.mix.tokens.sum()) / slots * self.pace_s if slots else 0.0
         slower = self.slowest_s / self.pace_s if self.pace_s else 1.0
         return slower * max(slots_s, self.kv_step_s(groups, kv_tokens))
