@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order of time, ties in the order in which they were put down."""
+"""Virtual time: actions in order of time. Ties run in the order in which they were scheduled."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -9,7 +9,7 @@ from dora.sim.ledger import Stalled
 
 
 class Agenda:
-    """``after`` and ``at`` put an action down, ``run_until`` lets time pass."""
+    """The queue of actions. ``after`` and ``at`` schedule an action, and ``run_until`` advances time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -21,12 +21,12 @@ class Agenda:
         heappush(self._entries, (self.now_s + delay_s, self._scheduled, action, arguments))
 
     def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """At that very moment, which must not be over."""
+        """Schedules an action for this time, which must not be past."""
         self._scheduled += 1
         heappush(self._entries, (at_s, self._scheduled, action, arguments))
 
     def run_until(self, done: Callable[[], bool], limit_s: float = inf) -> None:
-        """Drives until ``done``; raises Stalled where time goes past ``limit_s`` before."""
+        """Runs actions until ``done``. Raises Stalled if time would pass ``limit_s`` first."""
         entries = self._entries
         while not done():
             at_s, _, action, arguments = heappop(entries)
@@ -37,14 +37,14 @@ class Agenda:
 
 
 class Links:
-    """One link out of and one into every engine; copies over the same link wait for each other."""
+    """One outgoing and one incoming link per engine. Copies over the same link wait for each other."""
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
         self._free_s: dict[str, float] = {}
 
     def copy_s(self, source: str, target: str, size_bytes: float, now_s: float) -> float:
-        """Seconds until so much has gone from one engine to another, behind what their links still do."""
+        """Seconds until this much data has moved between two engines, after the copies that their links still carry."""
         out, into = f"{source}>", f">{target}"
         begin_s = max(now_s, self._free_s.get(out, 0.0), self._free_s.get(into, 0.0))
         end_s = self._free_s[out] = self._free_s[into] = begin_s + size_bytes / self._bytes_per_s

@@ -1,8 +1,8 @@
-"""The orchestrator dies, at any moment, and starts again with a beginning of its journal. Workers and pools outlive it.
+"""Crashes of the orchestrator: it restarts with a prefix of its journal, while workers and pools survive.
 
-What was on its way is lost: messages, verdicts, prompts that were being drawn. Of the workers some come back at once,
-so that the new core's first event names them, some later, some never; they have generated on meanwhile. Each is a
-process that lives on under a new epoch.
+Everything in transit is lost: messages, verdicts, prompts that were being drawn. Some workers reconnect at once, so
+that the new core's first event names them. Others reconnect later, or never. They have continued generating meanwhile.
+Each surviving process gets a new epoch.
 """
 
 from collections.abc import Iterable
@@ -22,17 +22,17 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.worker import SimWorker
 from dora.sim.workload import SimPrompt
 
-DIE: Final = 0.15  # share of workers and pools that do not outlive it
-LATE: Final = 0.35  # and of those that come back after the core has begun
+DIE: Final = 0.15  # share of workers and pools that end with it
+LATE: Final = 0.35  # share of the survivors that reconnect after the core has begun
 LATE_MOST_S: Final = 20.0
-SAME: Final = (  # of what is restored, where nothing was lost, as the core itself says it
+SAME: Final = (  # restored fields that must equal the core's own if no record was lost
     *("newest", "step", "left", "groups_per_step", "window_versions", "retired", "trainer_epoch", "leased"),
     *("left_behind", "short_step", "rejected"),
 )
 
 
 def crash(world: UnreliableWorld, fault: Fault) -> None:
-    """The orchestrator dies now. ``amount``: the share that it keeps of the facts that nobody relies on."""
+    """Crashes the orchestrator now. ``amount``: share of the records that may be lost which it keeps."""
     world.check_replay()
     told, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
     count = told.relied_on + round(fault.amount * (told.appended - told.relied_on))
@@ -57,8 +57,9 @@ def crash(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, float]]:
-    """Those that outlive it, each with how late it comes back; 0: in time to be awaited. The others are started again
-    by who starts them."""
+    """The survivors, each with the delay of its return; 0: in time to be expected. The other processes are started
+    again by their launcher.
+    """
     found: list[tuple[SimWorker, float]] = []
     for worker in [*world.workers.values(), *world.pools.values()]:
         hung_s = world.session(worker).hung_until_s - world.now_s
@@ -69,7 +70,7 @@ def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, fl
 
 
 def check_kept(machine: Machine, kept: Kept) -> None:
-    """Where no fact is lost, the journal must come to what the core says of itself. Raises Violation."""
+    """If no record is lost, the journal must restore the state that the core reports. Raises Violation."""
     told, found = restoring.durable(machine.state), kept.restored
     differing = [name for name in SAME if getattr(told, name) != getattr(found, name)]
     by_name = {group.group_id: group for group in found.groups}
@@ -87,11 +88,11 @@ def check_kept(machine: Machine, kept: Kept) -> None:
 def rewind(
     ledger: Ledger, archive: dict[str, tuple[Group, list[Response]]], dropped: dict[str, str], kept: Kept
 ) -> list[SimPrompt]:
-    """The books are as what was kept says. Returns the prompts that have to be drawn again: those on offer, and of
-    groups that were admitted and are not any more.
+    """Rewinds the ledger to the kept records. Returns the prompts to draw again: those on offer, and those of groups
+    whose admission was lost.
 
-    ``archive``: all groups there ever were; ``dropped``: with which reason some of them were.
-    Raises Lost where something is missing that somebody relied on.
+    ``archive``: all groups that ever existed. ``dropped``: reasons of the dropped ones. Raises Lost if a record that
+    others relied on is missing.
     """
     names = {group.group_id for group in kept.groups}
     unsaid = [group_id for group_id in ledger.groups if group_id not in names]
@@ -107,7 +108,7 @@ def rewind(
     position = 0
     for live in kept.groups:
         group, responses = archive[live.group_id]
-        if live.group_id not in ledger.groups:  # that it was dropped is forgotten
+        if live.group_id not in ledger.groups:  # the record of its drop was lost
             reason = dropped.pop(live.group_id)
             ledger.cancelled -= 1
             ledger.cancel_reasons[reason] -= 1
@@ -132,7 +133,7 @@ def rewind(
 
 
 def _end_evaluations(ledger: Ledger) -> None:
-    """Who asked for them sees their streams end."""
+    """Ends all evaluations: their callers see their streams end."""
     for asked in ledger.evaluations.values():
         asked.ended = True
         for group in asked.groups.values():
@@ -142,7 +143,7 @@ def _end_evaluations(ledger: Ledger) -> None:
 
 
 def with_members(restored: on.Restored, joined: Iterable[on.WorkerJoined | on.PoolJoined]) -> on.Restored:
-    """With those that have come back in time."""
+    """The event with the members that have reconnected in time."""
     events = list(joined)
     workers = tuple(without_doubles(event for event in events if isinstance(event, on.WorkerJoined)))
     return replace(restored, workers=workers, pools=tuple(each for each in events if isinstance(each, on.PoolJoined)))

@@ -1,4 +1,4 @@
-"""Workers on the agenda: they obey commands, decode until something ends, ask environments and report."""
+"""Workers on the agenda: they execute commands, decode until something ends, call environments and report."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -16,13 +16,13 @@ from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
 from dora.sim_engine.engine import Phase, SimRequest
 
-Order = tuple[do.WorkerCommand, SimRequest | None]  # a StartRequest with the response as far as the service has it
+Order = tuple[do.WorkerCommand, SimRequest | None]  # a StartRequest comes with the service's part of the response
 
-REPORTS_A_PERIOD = 2  # full reports of every running request, between two periodic re-balancings
+REPORTS_A_PERIOD = 2  # full reports of every running request between two periodic plans
 
 
 class WorkerDriver(Agenda, ABC):
-    """Lets workers act when it is time; what they have to say goes through ``to_core``."""
+    """Runs workers at their times. Their messages go through ``to_core``."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
@@ -34,22 +34,22 @@ class WorkerDriver(Agenda, ABC):
         else:
             self.ledger = Ledger(window_steps(scenario), batch, spare)
         self.workers: dict[str, SimWorker] = {}  # in session, by id
-        self.pools: dict[str, SimPool] = {}  # the same
+        self.pools: dict[str, SimPool] = {}  # connected pools, by id
         self.snapshots: dict[str, KvSnapshot] = {}
-        self.bad_weights: set[int] = set()  # versions that no worker can reproduce, as they are published now
+        self.bad_weights: set[int] = set()  # versions whose present weights no worker can reproduce
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
         self._pool_links = Links(scenario.cluster.pool_bytes_per_s, scenario.cluster.link_latency_s)
 
     @abstractmethod
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
-        """A worker's message goes on its way."""
+        """Sends a worker's message to the core."""
 
     @abstractmethod
     def target_of(self, command: do.CopyOut) -> str:
-        """The worker or the pool that a request is to be copied to."""
+        """The worker or pool that receives the copy."""
 
     def copy_s(self, source: str, target: str, tokens: int) -> float:
-        """Seconds until the KV of ``tokens`` has gone from one engine to another, into a pool or out of it."""
+        """Seconds to copy the KV of ``tokens`` between two engines, or into or out of a pool."""
         links = self._pool_links if source in self.pools or target in self.pools else self._links
         return links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
 
@@ -57,7 +57,7 @@ class WorkerDriver(Agenda, ABC):
         return self.scenario.cluster.load_s
 
     def _obey(self, worker: SimWorker, orders: Iterable[Order]) -> None:
-        """The worker obeys what has reached it at this moment."""
+        """Executes the commands that have reached the worker at this time."""
         if not worker.alive:
             return
         worker.engine.advance(self.now_s)
@@ -81,7 +81,7 @@ class WorkerDriver(Agenda, ABC):
             self.wake_later(worker)
 
     def wake_later(self, worker: SimWorker) -> None:
-        """Schedules the engine's next own event. One appointment a worker is enough, unless that is too late."""
+        """Schedules the engine's next event. A worker needs one wake-up only, unless that is too late."""
         worker.due_s = max(self.now_s, worker.engine.next_s())
         if worker.due_s < worker.wakes_s:
             self._wake_at(worker, worker.due_s)
@@ -94,7 +94,7 @@ class WorkerDriver(Agenda, ABC):
         if not worker.alive or worker.wakes_s != at_s:
             return
         worker.wakes_s = inf
-        if worker.due_s > at_s:  # the event has moved since
+        if worker.due_s > at_s:  # the event was postponed
             if worker.due_s < inf:
                 self._wake_at(worker, worker.due_s)
             return
@@ -133,7 +133,7 @@ class WorkerDriver(Agenda, ABC):
         return self.scenario.balance.period_s / REPORTS_A_PERIOD
 
     def _report(self, worker: SimWorker) -> None:
-        """Tokens of everything that runs."""
+        """Reports the tokens of all running requests."""
         if not worker.alive:
             return
         engine = worker.engine
@@ -144,14 +144,14 @@ class WorkerDriver(Agenda, ABC):
         self.after(self.report_period_s, self._report, worker)
 
     def renew(self) -> None:
-        """Partial rollout: every engine goes on under the version just published, its KV computed again."""
+        """Partial rollout: every engine continues with the newly published version and recomputes its KV."""
         for worker in self.workers.values():
             worker.engine.advance(self.now_s)
             worker.engine.renew(self.scenario.cluster.load_s)
             self.wake_later(worker)
 
     def pause(self, paused: bool) -> None:
-        """Colocated training takes the accelerators, or gives them back."""
+        """Pauses the engines while colocated training uses the accelerators, or resumes them."""
         for worker in self.workers.values():
             worker.engine.advance(self.now_s)
             worker.engine.paused = paused

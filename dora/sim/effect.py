@@ -1,7 +1,7 @@
-"""Fields of a scenario that have no effect beside others: whoever gives one means something that will not happen.
+"""Finds scenario fields that have no effect in combination with others. Setting such a field is an error.
 
-What describes the machine (links, memory, the cost of an engine's step) is taken as it is, used or not; so is what a
-strategy makes no use of. A preset may hold such fields too: only what somebody gives is refused.
+Fields that describe the machine (links, memory, the cost of an engine's step) are accepted whether used or not, and so
+are fields that a strategy ignores. A preset may hold fields without effect: only explicit settings are checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ def check_effect(scenarios: Sequence[Scenario], given: Mapping[str, Any]) -> Non
 
 
 def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """Each such field, and why."""
+    """Each field without effect, and the reason."""
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     if cluster.colocated:
         yield "cluster.rollout_gpus", "cluster.colocated is true, so all cluster.gpus generate"
@@ -90,7 +90,7 @@ def _all_have(field: str) -> str:
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every field with its value, sections and lists of them opened."""
+    """Every field with its value, including those of nested sections and lists of sections."""
     if isinstance(tree, Mapping):
         elements: list[tuple[Any, Any]] = list(tree.items())
     elif isinstance(tree, list | tuple) and all(isinstance(each, Mapping) for each in tree):

@@ -1,8 +1,8 @@
-"""How long a step of a scenario is: the bubble-free bound, what it takes where nothing overlaps, when it is given up.
+"""The duration of a scenario's step: the bubble-free bound, the time without overlap, and the time limit.
 
-A scenario is refused before it runs where a step would take weeks, or where what comes every period would come too
-often in one. A step that then takes a hundred times as long as if nothing overlapped is not waited for any longer:
-``standstill`` tells whether nothing goes on any more, or all is far slower than its parts explain.
+A scenario is refused before it runs if a step would take weeks, or if a periodic action would run too often within one.
+A step that takes a hundred times its duration without overlap is ended. ``standstill`` then reports whether the run is
+stuck or only much slower than its parts explain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,10 @@ from dora.sim_engine.engine import Phase
 DAY_S: Final = 86_400.0
 STEP_MOST_S: Final = 14 * DAY_S
 PERIODS_MAX: Final = 100_000  # in one step
-PATIENCE: Final = 100  # times what a step takes where nothing overlaps
-MESSAGES: Final = 10  # one after another, in a step: orders, outcomes, moves
-MESSAGES_OF_ONE: Final = 3  # until a request's place is the next one's: its start, its end, the other's start
+PATIENCE: Final = 100  # factor on a step's duration without overlap
+MESSAGES: Final = 10  # sequential messages of a step: commands, outcomes, moves
+# messages until a request's slot is free for the next one: its start, its end, the next start
+MESSAGES_OF_ONE: Final = 3
 
 
 def expected_bound_s(scenario: Scenario) -> float:
@@ -37,13 +38,13 @@ def expected_bound_s(scenario: Scenario) -> float:
 
 
 def bound_of_s(scenario: Scenario, tokens: float, context_tokens: float) -> float:
-    """Bubble-free time of so much work on this cluster (engine time >= k1 C + k3 N + k4 S)."""
+    """Bubble-free time of this work on the scenario's cluster (engine time >= k1 C + k3 N + k4 S)."""
     cluster = scenario.cluster
     return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, tokens, context_tokens, cluster.engines)
 
 
 def check_extent(scenario: Scenario) -> None:
-    """Raises InvalidValue for steps that take longer than STEP_MOST_S, and for more than PERIODS_MAX in one."""
+    """Raises InvalidValue if a step takes longer than STEP_MOST_S or contains more than PERIODS_MAX periods."""
     parts = dict(_parts_s(scenario))
     step_s = sum(parts.values())
     if step_s > STEP_MOST_S:
@@ -62,13 +63,13 @@ def check_extent(scenario: Scenario) -> None:
 
 
 def limit_s(scenario: Scenario) -> float:
-    """No step is waited for longer. Lengths that drift upwards may come to be the longest ones."""
+    """The time limit of a step. Lengths that drift upward may reach the maximum."""
     grows = scenario.workload.lengths.drift_per_step > 0.0
     return PATIENCE * sum(part_s for _, part_s in _parts_s(scenario, longest=grows))
 
 
 def standstill(world: World, waited_s: float) -> str:
-    """Why the present step is not done after so long."""
+    """The reason why the present step is not complete after this time."""
     engines = [worker.engine for worker in world.workers.values()]
     state = world.machine.state
     going_on = {
@@ -89,9 +90,9 @@ def standstill(world: World, waited_s: float) -> str:
 
 
 def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str, float]]:
-    """What one step takes, by the field that it comes from, one thing after the other.
+    """The parts of a step's duration without overlap, by the field that determines each.
 
-    ``longest``: with every response as long as they may be.
+    ``longest``: assumes that every response has the maximum length.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     yield "balance.period_s", scenario.balance.period_s
@@ -99,7 +100,7 @@ def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str
     yield "trainer.publish_s", trainer.publish_s
     yield "cluster.load_s", cluster.load_s
     responses = trainer.groups_per_step * workload.group_size / (1.0 - scenario.filter_fraction)
-    rounds = max(1.0, responses / (cluster.slots * cluster.engines))  # of as many as run at once
+    rounds = max(1.0, responses / (cluster.slots * cluster.engines))  # each of as many responses as run at once
     yield "cluster.link_latency_s", (MESSAGES + MESSAGES_OF_ONE * rounds) * cluster.link_latency_s
     shapes = shapes_of(workload)
     of_one, tail_tokens = moments(workload, shapes), _tail_tokens(workload, shapes, responses)
@@ -120,21 +121,21 @@ def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str
 
 
 def _tail_tokens(workload: Workload, shapes: Sequence[TaskShape], responses: float) -> float:
-    """Of the longest of so many responses, as a rule."""
+    """Typical tokens of the longest of this many responses."""
     score = NormalDist().inv_cdf(1.0 - 0.5 / max(1.0, responses))
     tokens = mixed_tokens(shapes)(np.array([score]))
     return float(np.clip(tokens, 1.0, workload.lengths.cap_tokens)[0])
 
 
 def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
-    """Each part of a step's cost without the others."""
+    """The cost model reduced to each of its parts."""
     free = replace(cost, kv_token_s=0.0, weights_s=0.0, request_s=0.0, step_s=0.0)
     for name in ("kv_token_s", "weights_s", "request_s", "step_s"):
         yield name, replace(free, **{name: getattr(cost, name)})
 
 
 def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses: float, tail_tokens: float) -> float:
-    """The batch without bubbles, then the longest response on an engine of its own."""
+    """The bubble-free time of the batch, plus the time of the longest response alone on an engine."""
     cluster, before_tokens = scenario.cluster, of_one.prompt_tokens + of_one.answer_tokens
     n_tokens, c_tokens = of_one.generated_tokens(responses), of_one.context_tokens(responses)
     batch_s = bound_s(cost, cluster.slots, cluster.kv_tokens, n_tokens, c_tokens, cluster.engines)
@@ -142,7 +143,7 @@ def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses
 
 
 def _answered_s(turns: Turns, responses: float, rounds: float) -> float:
-    """All calls of so many rounds of responses, then of one with the most turns, with the longest call of all."""
+    """Time of all environment calls of the rounds, plus a response with the most turns and the longest call."""
     if turns.most == 1 or not turns.environment_mean_s:
         return 0.0
     score = NormalDist().inv_cdf(1.0 - 0.5 / max(1.0, responses * (turns.most - 1) / 2))
@@ -151,7 +152,7 @@ def _answered_s(turns: Turns, responses: float, rounds: float) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """To three digits: what is told to be enough has to be."""
+    """Rounds up to three digits, so that the reported minimum is sufficient."""
     unit = 10.0 ** (floor(log10(value)) - 2)
     return ceil(value / unit) * unit
 

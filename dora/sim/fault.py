@@ -1,5 +1,3 @@
-"""One fault, as data."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -9,7 +7,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
+    """One fault: ``kind`` occurs at ``at_s``. ``subject`` selects its target among those present; ``amount`` (0..1)
+    scales it.
+    """
 
     at_s: Annotated[float, "simulated time at which it strikes"]
     kind: Annotated[str, "what happens"]

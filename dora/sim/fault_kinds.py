@@ -1,4 +1,4 @@
-"""Faults as data: a schedule is drawn from a seed, printed, cut down and struck again, always with the same effect."""
+"""Faults as data: a schedule is drawn from a seed, printed, shrunk and replayed with the same effect."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from dora.sim.worker import STUCK, SimWorker
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
 FULL_MOST_S: Final = 30.0
-POOL: Final = "pool"  # where this is among the kinds, clusters may have pools
-# Which commands fail, and how a worker says so (dora/worker/loop.py).
+POOL: Final = "pool"  # if the kinds include this, clusters may have pools
+# Commands that fail, with the error kinds that workers report (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),
     (do.CopyOut, "not_movable"),
@@ -36,7 +36,7 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to fail: what it is, how it strikes, and how often it is drawn beside the others."""
+    """One kind of fault: its meaning, its effect, and its relative frequency."""
 
     meaning: str
     strike: Callable[[UnreliableWorld, Fault], None]
@@ -44,7 +44,7 @@ class Kind:
 
 
 def draw_faults(seed: int, kinds: Sequence[str], horizon_s: float, mean_count: float) -> tuple[Fault, ...]:
-    """0 to twice ``mean_count`` faults of these kinds (at least one) before ``horizon_s``, in order of time."""
+    """0 to twice ``mean_count`` faults of these kinds (at least one kind) before ``horizon_s``, in order of time."""
     random = Random(f"faults {seed}")
     count = random.randint(0, round(2 * mean_count))
     chosen = random.choices(kinds, [KINDS[kind].weight for kind in kinds], k=count)
@@ -56,7 +56,7 @@ def draw_faults(seed: int, kinds: Sequence[str], horizon_s: float, mean_count: f
 
 
 def kinds_of(names: str) -> tuple[str, ...]:
-    """``all``, or names of kinds with commas between. Raises InvalidValue, with the nearest name."""
+    """Parses ``all`` or names of kinds separated by commas. Raises InvalidValue with the nearest name."""
     if names == "all":
         return tuple(KINDS)
     for name in names.split(","):
@@ -73,7 +73,7 @@ def strike(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _on_worker(strike: Callable[[UnreliableWorld, Fault, SimWorker], None]) -> Callable[[UnreliableWorld, Fault], None]:
-    """A fault of one worker, if there is any."""
+    """A fault that applies to one running worker, if there is any."""
 
     def struck(world: UnreliableWorld, fault: Fault) -> None:
         worker = pick(world.running(), fault.subject)
@@ -101,14 +101,14 @@ def _partition(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _refuse(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """The next 1 to 3 commands of some kind fail."""
+    """Makes the next 1 to 3 commands of one kind fail."""
     command, error_kind = REFUSALS[fault.subject // 64 % len(REFUSALS)]
     worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
     migrate(world, fault)
 
 
 def _trouble(trouble: Trouble) -> Callable[[UnreliableWorld, Fault], None]:
-    """It meets the next message of one direction; late ones by up to twice what a stream survives."""
+    """Applies the trouble to the next message of one direction. A late one is delayed up to twice a stream's limit."""
 
     def meet(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
         session = world.session(worker)
@@ -130,7 +130,7 @@ def _leave(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _trainer(world: UnreliableWorld, fault: Fault) -> None:
-    """Lost before or just after a commit; its stream breaks; it asks for a commit again whose answer was lost."""
+    """The trainer is lost now or with its next commit; it opens its stream again; or it repeats a commit."""
     trainer = world.trainer
     match fault.subject % 4:
         case 0:
@@ -144,10 +144,10 @@ def _trainer(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _publish(world: UnreliableWorld, fault: Fault) -> None:
-    """Weights that no worker can reproduce: with the next commits, or, after one, again and again.
+    """The next commits publish weights that no worker can reproduce, or one does, and so do its next republications.
 
-    Or a worker refuses good ones; a load never ends; somebody asks for what a rejection forbids, or publishes anew what
-    nobody has rejected.
+    Other variants: a worker refuses good weights; a load never ends; a client asks for what a rejection forbids, or
+    republishes a version that was not rejected.
     """
     state, times, newest = world.machine.state, 1 + int(fault.amount * 2.99), world.machine.state.window.newest
     worker, epoch = pick(world.running(), fault.subject // 64), world.trainer.epoch
@@ -180,7 +180,7 @@ def _end(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _evaluate(world: UnreliableWorld, fault: Fault) -> None:
-    """An evaluation is asked for, of any version and with any share, or one that runs is cancelled."""
+    """Asks for an evaluation with any version and share, or cancels a running one."""
     running, subject, newest = world.machine.state.evaluations.running, fault.subject, world.machine.state.window.newest
     if running and subject % 4 == 0:
         world.ask(on.EvaluationCancelled(pick(list(running), subject // 4) or "", "asked for"))
@@ -208,7 +208,7 @@ def _cancel(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _stale(world: UnreliableWorld, fault: Fault) -> None:
-    """What is wrong, or of an epoch that is over, must be ignored or refused."""
+    """Sends invalid messages, or messages of an ended epoch, which the core must ignore or refuse."""
     state, trainer, worker = world.machine.state, world.trainer, pick(world.running(), fault.subject)
     newest, epoch, name = state.window.newest, trainer.epoch, worker.worker_id if worker is not None else "w0"
     request_id = pick(sorted(state.request_row), fault.subject) or "g0.0"
@@ -258,7 +258,7 @@ KINDS: Final[dict[str, Kind]] = {
     "cancel": Kind("a group is cancelled, with a reason, or a prompt taken back", _cancel),
     "stale": Kind("an event that is wrong or too late", _stale),
     "end": Kind("prompts run out, or the service drains", _end, 0.2),
-    # last, as seeds of all the others stay what they are
+    # last, so that the seeds of the other kinds stay the same
     "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
     "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
     "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),

@@ -1,4 +1,4 @@
-"""Faults aimed at handoffs: source or target die as one comes to a phase, and what befalls a stranded one."""
+"""Faults during handoffs: source or target die when a handoff reaches a phase, and faults of stranded handoffs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +12,12 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.worker import SimWorker
 
-PHASES: Final = (Phase.PLANNED, Phase.RESERVED, Phase.FROZEN, Phase.COMMITTED)  # in which a command is sent
-STRANDED_MOST_S: Final = 3.0  # until something befalls a stranded handoff: copies take some seconds
+PHASES: Final = (Phase.PLANNED, Phase.RESERVED, Phase.FROZEN, Phase.COMMITTED)  # phases in which a command is sent
+STRANDED_MOST_S: Final = 3.0  # until a fault of a stranded handoff: copies take some seconds
 
 
 def kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
-    """The source or the target dies the first or second time that a handoff comes to a phase, or a moment later."""
+    """Ends the source or the target when a handoff reaches a phase for the first or second time, or shortly after."""
     kills_source = fault.subject // 4 % 2 == 0
 
     def kill(handoff: Handoff) -> None:
@@ -31,10 +31,11 @@ def kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def strand(world: UnreliableWorld, fault: Fault) -> None:
-    """A source dies as its snapshot is copied in: only that is left of the request. What then happens, the seed says.
+    """Ends a source while its snapshot is copied in, so that only the snapshot remains. The seed selects the next
+    event.
 
-    The target dies, refuses the snapshot or stands still; the group is cancelled; the source comes back and dies once
-    more; or nothing does, and the target takes the request in.
+    The target dies, refuses the snapshot or hangs; the group is cancelled; the source returns and dies again; or
+    nothing happens, and the target takes the request.
     """
     befalls = AFTERMATHS[fault.subject // 64 % len(AFTERMATHS)]
 
@@ -43,7 +44,7 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
         if source is None or target is None:
             return
         world.lose(source, "killed")
-        if befalls is _refuse:  # it is asked for the copy before anything else could reach it
+        if befalls is _refuse:  # must take effect before the target is asked to copy in
             _refuse(world, handoff, target)
         else:
             world.after(fault.amount * STRANDED_MOST_S, _if_stranded, world, handoff, target, befalls)
@@ -53,7 +54,9 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """A request is to move: mostly to a worker that hosts its version, or a pool, where there is one, else to any."""
+    """Asks for a request's move: mostly to a host of its version or to a pool if there is any, otherwise to any
+    worker.
+    """
     state = world.machine.state
     row = pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:
@@ -68,7 +71,7 @@ def migrate(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
-    """``act`` is called the ``count``-th time that a command belongs to a handoff in ``phase``."""
+    """Calls ``act`` the ``count``-th time that a command belongs to a handoff in ``phase``."""
     left = count
 
     def trap(command: do.WorkerCommand) -> bool:
@@ -102,7 +105,7 @@ def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, be
 
 
 def _refuse(_world: UnreliableWorld, handoff: Handoff, target: SimWorker) -> None:
-    """The snapshot is not whole; or, for every second row, cannot be made into the target's own blocks."""
+    """The target refuses the snapshot as incomplete or, for every second row, as incompatible with its blocks."""
     target.refusals[do.CopyIn] = ["not_movable" if handoff.row % 2 else "refused"]
 
 
@@ -112,7 +115,7 @@ def _end_target(world: UnreliableWorld, _handoff: Handoff, target: SimWorker) ->
 
 
 def _hang_target(world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:
-    """Just not long enough to be given up: the handoff's own limit comes first, where that is shorter."""
+    """The target hangs slightly less than the silence limit, so that a shorter handoff timeout applies first."""
     if target.alive:
         world.hang(target, 0.9 * SILENCE_LIMIT_S)
 
@@ -129,7 +132,7 @@ def _end_source_again(world: UnreliableWorld, handoff: Handoff, _target: SimWork
 
 
 def _nothing(_world: UnreliableWorld, _handoff: Handoff, _target: SimWorker) -> None:
-    """The target takes the request in."""
+    """The target takes the request."""
 
 
 AFTERMATHS: Final[tuple[Aftermath, ...]] = (

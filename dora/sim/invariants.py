@@ -1,7 +1,7 @@
-"""The three promises, checked on the core's state after an event. Each check raises Violation with the facts.
+"""Invariants C1, C2 and C3 of the core's state after an event. Each check raises Violation with the facts.
 
-They are plain ``if``s, not asserts, so that they hold under ``python -O``; whole columns are read at once, so that they
-may run after every event of every seed.
+The checks are ``if`` statements, not asserts, so they also work under ``python -O``. They read whole columns at once,
+so that they can run after every event of every seed.
 """
 
 from collections import Counter, defaultdict, deque
@@ -19,13 +19,13 @@ from dora.core.state import GroupStatus, RequestStatus, State, SuspectVersion
 from dora.core.table import Table
 from dora.sim.ledger import Violation
 
-# plain integers: a comparison of enumerations would take most of the time
+# plain integers, as comparing enumerations would take most of the time
 WAITING, RUNNING, SCORED = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.SCORED)
 LEASED = int(GroupStatus.LEASED)
 
 
 def check_state(state: State) -> None:
-    """Raises Violation where the state breaks a promise, or contradicts itself."""
+    """Raises Violation if the state breaks a promise or is inconsistent."""
     check_window(state)
     check_rejection(state)
     check_hosting(state)
@@ -39,7 +39,7 @@ def check_state(state: State) -> None:
 
 
 def check_window(state: State) -> None:
-    """C3: the state is feasible, and the counts agree with the groups."""
+    """C3: the window is feasible, and its counts agree with the groups."""
     check_feasible(state)
     window = state.window
     status, version, deadline = _columns(state.groups, state.group_id, "status", "version", "deadline")
@@ -54,7 +54,7 @@ def check_window(state: State) -> None:
 
 
 def check_feasible(state: State) -> None:
-    """C3 by the window's own counts; and which weights are kept."""
+    """C3 by the window's own counts; checks the kept weights too."""
     window = state.window
     if window.least_slack(window.step, max((window.step + window.size - 1, *window.open_by_deadline))) < 0:
         raise Violation(f"infeasible: {window.told()} (C3)")
@@ -71,11 +71,11 @@ def check_feasible(state: State) -> None:
 
 
 def check_rejection(state: State) -> None:
-    """C1: a version that is rejected or in doubt is on no worker, and only who is to try it is to host it."""
+    """C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
     window, suspects, gone = state.window, state.suspects, state.gone.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
     named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
-    unsound = window.quarantined - gone  # of what is gone the weights were right
+    unsound = window.quarantined - gone  # the weights of unavailable versions were correct
     named["proven"] = not state.proven & unsound and min(state.proven, default=state.retired) >= state.retired
     named["streamed"] = not state.rejected or state.stream_step is None
     if not all(named.values()):
@@ -103,7 +103,7 @@ def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
 
 
 def check_hosting(state: State) -> None:
-    """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
+    """C1: the hosting index, which all decisions use, agrees with the workers."""
     hosting, workers = state.hosting, [worker for worker in state.worker_list if worker is not None]
     for version in {v for worker in workers for v in (worker.loaded, worker.target, worker.loading)} - {-1}:
         listed = [
@@ -133,7 +133,7 @@ def _indexes(workers: Iterable[Worker]) -> list[int]:
 
 
 def check_requests(state: State) -> None:
-    """C2: each unfinished request is in exactly one place; C1: on a worker of its version; claims agree with both."""
+    """C2: each unfinished request is in exactly one place. C1: its worker has its version. Claims agree with both."""
     status, version = _columns(state.requests, state.request_id, "status", "version")
     unplaced = {row for row, value in status.items() if value in (WAITING, RUNNING)}
     inbound: dict[str, list[int]] = defaultdict(list)
@@ -156,7 +156,7 @@ def check_requests(state: State) -> None:
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
-    """All that one worker holds, C1 among it. ``inbound``: rows on their way to it, where they are known already."""
+    """Checks all requests of one worker, including C1. ``inbound``: rows of its incoming handoffs, if known already."""
     name, requests = worker.worker_id, state.requests
     rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
     if inbound is None:
@@ -179,7 +179,7 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
 
 
 def check_pools(state: State) -> None:
-    """C2: a request whose KV lies in a pool is parked, or just being resumed; what pools claim agrees, and fits."""
+    """C2: a request whose KV is in a pool is parked or being resumed. Claims of pools agree and fit."""
     requests, pool_of = state.requests, state.requests["pool"]
     inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
@@ -214,7 +214,7 @@ def _names(state: State, rows: Iterable[int]) -> str:
 
 
 def check_groups(state: State) -> None:
-    """Counts of unfinished and unscored responses agree with the requests; finished groups wait exactly once."""
+    """Counts of unfinished and unscored responses agree with the requests. Finished groups wait exactly once."""
     (status,) = _columns(state.requests, state.request_id, "status")
     unfinished, unscored = _columns(state.groups, state.group_id, "unfinished", "unscored")
     queued = Counter(row for rows in state.finished.values() for row in rows)
@@ -229,7 +229,7 @@ def check_groups(state: State) -> None:
 
 
 def counts_differ(state: State, group: int, found: tuple[int, int]) -> Violation:
-    """To be raised: a group counts other numbers of (unfinished, unscored) responses than were found."""
+    """The error for a group whose counts of (unfinished, unscored) responses differ from those found."""
     return Violation(f"{state.group_id[group]}: (unfinished, unscored) responses are {found}, counted otherwise")
 
 
@@ -239,7 +239,9 @@ def check_handoffs(state: State) -> None:
 
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
-    """A live handoff is between who has the request and another living worker or pool; STRANDED: the former is gone."""
+    """A handoff in progress connects the request's owner with another living worker or pool. STRANDED: the owner is
+    lost.
+    """
     owner = state.pool_of(row) if handoff.kind is Kind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
     targets = state.pools if handoff.kind is Kind.PARK else state.workers
@@ -251,7 +253,7 @@ def check_handoff(state: State, row: int, handoff: Handoff) -> None:
 
 
 def check_pending(state: State) -> None:
-    """Only living workers are waited for, and a worker that loads has been told to."""
+    """Outcomes are expected from living workers only, and a worker that loads has been ordered to."""
     loading = set()
     for pending in state.pending.values():
         command = pending.command
@@ -265,13 +267,13 @@ def check_pending(state: State) -> None:
 
 
 def check_load(worker: Worker, told: bool) -> None:
-    """A worker loads a version exactly while it was ``told`` to and has not answered."""
+    """A worker loads a version exactly while an order to load (``told``) is unanswered."""
     if (worker.loading >= 0) != told:
         raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
 
 
 def check_evaluations(state: State) -> None:
-    """Evaluations keep C1 and C2, and take from training no more than was lent to them or is idle."""
+    """Evaluations keep C1 and C2, and take from training no more than their allotment and idle workers."""
     evaluations, running = state.evaluations, state.evaluations.running
     for evaluation in running.values():
         begun = {name for name, each in evaluations.requests.items() if each.evaluation_id == evaluation.evaluation_id}
@@ -309,7 +311,7 @@ def check_evaluations(state: State) -> None:
 
 
 def check_idle(state: State) -> None:
-    """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
+    """The lists of idle and staying workers agree with the workers. It runs last, as it depends on the others."""
     workers = [worker for worker in state.worker_list if worker is not None]
     idle = [worker for worker in workers if is_idle(worker)]
     if sorted(state.worklist.idle) != _indexes(idle):
@@ -320,12 +322,12 @@ def check_idle(state: State) -> None:
 
 
 def is_idle(worker: Worker) -> bool:
-    """Whether it holds nothing, loads nothing and is to stay."""
+    """Whether the worker holds nothing, loads nothing and is not leaving."""
     return not worker.held and worker.loading < 0 and not worker.draining
 
 
 def check_empty(state: State) -> None:
-    """After a drain: nothing is left of what was admitted, no worker holds a place for anything, all have answered."""
+    """After a drain: no admitted group remains, no worker holds a reservation, and all commands are answered."""
     left = [*state.group_row, *state.request_row, *(str(pending.command) for pending in state.pending.values())]
     if left:
         raise Violation(f"left after the last step: {', '.join(left)}")
@@ -340,14 +342,14 @@ def check_empty(state: State) -> None:
 
 
 def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, int]]:
-    """Cells of some rows, as one mapping a column."""
+    """Cells of some rows, one mapping for each column."""
     rows = list(rows)
     index = np.array(rows, dtype=np.intp)
     return [dict(zip(rows, table[name][index].tolist(), strict=True)) for name in names]
 
 
 def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
-    """Unfinished requests were found somewhere: the first time."""
+    """Marks unfinished requests as found. Each may be found once only."""
     for row in rows:
         if row not in unplaced:
             raise Violation(f"{state.request_id.get(row, row)} is in two places, or finished and still in one (C2)")
@@ -355,16 +357,16 @@ def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
 
 
 def fingerprint(state: State) -> dict[str, str]:
-    """All of the state but the clock: equal for equal contents, of one machine before and after, or of two machines.
+    """A digest of the state without the clock, equal for equal contents, in one machine over time or in two machines.
 
-    Without what follows from the workers (``check_hosting``) and is made up when somebody looks.
+    It excludes data that is derived from the workers (``check_hosting``) and computed on demand.
     """
     apart = ("now_s", "config", "policy", "hosting", "loads")
     return {name: _plain(value) for name, value in vars(state).items() if name not in apart}
 
 
 def _plain(value: Any) -> str:
-    """A text that follows from the contents alone, never from an object's identity."""
+    """A text that depends only on the contents, never on an object's identity."""
     if isinstance(value, np.ndarray):
         return value.tobytes().hex()
     if value is None or isinstance(value, (str, int, float, Enum)):
@@ -373,7 +375,7 @@ def _plain(value: Any) -> str:
         items = [(repr(key), _plain(part)) for key, part in value.items()]
         return str(items + [(name, _plain(part)) for name, part in getattr(value, "__dict__", {}).items()])
     if isinstance(value, (list, tuple, deque)):
-        return str([part if type(part) is int else _plain(part) for part in value])  # long lists are of rows
+        return str([part if type(part) is int else _plain(part) for part in value])  # long lists hold rows
     if isinstance(value, (set, frozenset)):
         return str(sorted(_plain(part) for part in value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]

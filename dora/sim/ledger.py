@@ -1,6 +1,6 @@
-"""The simulator's own books: what was admitted, sampled, delivered, trained. The promises are checked against them.
+"""The simulator's own ledger of admitted, sampled, delivered and trained groups. The promises are checked against it.
 
-Nothing here is read from the core, so a core that miscounts is found out.
+It reads nothing from the core, so it detects a core that miscounts.
 """
 
 from collections import Counter
@@ -14,26 +14,26 @@ from dora.sim.workload import SimPrompt
 
 
 class Violation(AssertionError):
-    """A promise was broken: C1, C2 or C3, with the facts."""
+    """A broken promise: C1, C2 or C3, with the facts."""
 
 
 class Lost(Violation):
-    """C2: an admitted group will never be trained, though nobody cancelled it."""
+    """C2: an admitted group will never be trained, although it was not cancelled."""
 
 
 class Duplicated(Violation):
-    """C2: a group came to the trainer twice."""
+    """C2: the trainer received a group twice."""
 
 
 class Stalled(Violation):
-    """The trainer waits for what will not come."""
+    """The trainer waits for an event that cannot occur."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a run failed, and when in simulated time. ``kind``: violation, lost, duplicated or stalled.
+    """The failure of a run, with its simulated time. ``kind``: violation, lost, duplicated, stalled or raised.
 
-    ``raised``: by an exception that is neither a check's nor the core's refusal, a bug of a strategy or of the core.
+    ``raised``: an exception that is neither a check's nor the core's refusal, so a bug of a strategy or of the core.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 def failure_of(error: Exception, at_s: float) -> Failure:
-    """What an exception that ended a run means: whatever the core raises there is a broken promise too."""
+    """The failure for an exception that ended a run. An exception of the core is a broken promise too."""
     kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
     raised = not isinstance(error, (Violation, DoraError))
     if raised:
@@ -61,9 +61,9 @@ class Response:
     version: int
     index: int  # within its group
     prompt: SimPrompt
-    tokens: int = 0  # as taken over by the service
+    tokens: int = 0  # as accepted by the service
     finished: bool = False
-    asked_turn: int = -1  # the environment was asked after this turn, and answers then
+    asked_turn: int = -1  # the environment was called after this turn and answers at ``answer_s``
     answer_s: float = 0.0
 
 
@@ -71,49 +71,50 @@ class Response:
 class Group:
     prompt: SimPrompt
     version: int
-    window: int  # in force when it was admitted: the bound of its staleness is one less
+    window: int  # at its admission: the staleness limit is one less
     request_ids: tuple[str, ...]
     unscored: int  # responses without a verdict
-    step: int = -1  # that it was delivered to
+    step: int = -1  # step of its delivery
 
 
 @dataclass(slots=True)
 class Asked:
-    """An evaluation: prompts under one version, which no step is to train on."""
+    """An evaluation: prompts under one version, never used for training."""
 
     todo: dict[str, SimPrompt]
-    groups: dict[str, Group] = field(default_factory=dict)  # begun and not ended
+    groups: dict[str, Group] = field(default_factory=dict)  # running groups
     done: int = 0
     ended: bool = False
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Books of one run. ``window``: in force now, of ``bounds`` at least and at most; None: always the same. It bounds
-    the staleness of what is admitted, to at most ``window - 1``. ``spare``: groups a step may drop."""
+    """The ledger of one run. ``window``: the present size, within ``bounds``; None: constant. It limits the staleness
+    of admitted groups to ``window - 1``. ``spare``: groups that a step may drop.
+    """
 
     window: int
     groups_per_step: int
     spare: int = 0
     bounds: tuple[int, int] | None = None
-    offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn, not admitted yet
+    offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn but not admitted
     responses: dict[str, Response] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)  # admitted, neither trained nor cancelled
-    received: list[str] = field(default_factory=list)  # groups of the step that the trainer now collects
+    received: list[str] = field(default_factory=list)  # groups of the step that the trainer collects
     admitted: int = 0
     trained: int = 0
     steps: int = 0  # committed
     cancelled: int = 0
     cancel_reasons: Counter[str] = field(default_factory=Counter)
-    redundant: Counter[int] = field(default_factory=Counter)  # step -> groups due by it that it dropped as redundant
+    redundant: Counter[int] = field(default_factory=Counter)  # step -> groups due by it that were dropped as redundant
     resizes: list[do.ResizeWindow] = field(default_factory=list)
-    cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
-    publications: Counter[int] = field(default_factory=Counter)  # version -> times that it was published anew
+    cancelled_tokens: int = 0  # accepted tokens of cancelled groups
+    publications: Counter[int] = field(default_factory=Counter)  # version -> number of its republications
     rejected: set[int] = field(default_factory=set)  # versions that must be published again
     evaluations: dict[str, Asked] = field(default_factory=dict)
 
     def duplicated(self) -> int:
-        """Groups that left the books more often than they entered them."""
+        """Groups that left the ledger more often than they entered it."""
         return max(0, self.trained + self.cancelled + len(self.groups) - self.admitted)
 
     def offer(self, prompts: list[SimPrompt]) -> None:
@@ -132,7 +133,7 @@ class Ledger:
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
 
     def resize(self, command: do.ResizeWindow) -> None:
-        """Another window bounds what is admitted from now on."""
+        """Changes the window for later admissions."""
         least, most = self.bounds or (self.window, self.window)
         if not least <= command.size <= most or abs(command.size - self.window) != 1 or not command.reason:
             raise Violation(f"the window becomes {command.size} from {self.window}, of {least} to {most} (C3)")
@@ -144,13 +145,13 @@ class Ledger:
             raise Violation(f"the prompt {command.prompt_id} is taken back, and is not on offer")
 
     def sampled(self, request_id: str, engine_version: int) -> None:
-        """An engine decodes this request under ``engine_version``."""
+        """Checks that an engine decodes a request under the request's version."""
         response = self.responses.get(request_id)
         if response is not None and response.version != engine_version:
             raise Violation(f"{request_id} of version {response.version} is decoded under {engine_version} (C1)")
 
     def take_over(self, event: on.Progress, request_id: str) -> None:
-        """The service takes a worker's word for how far a request is."""
+        """Accepts a worker's report of a request's tokens."""
         response, tokens = self.responses[request_id], event.tokens[request_id]
         if event.version != response.version:
             raise Violation(f"{request_id} of version {response.version} was sampled under {event.version} (C1)")
@@ -167,7 +168,9 @@ class Ledger:
             response.finished = True
 
     def answer_s(self, request_id: str, turn: int, now_s: float) -> float:
-        """When the environment answers a turn that has ended. It is asked once, however often the request moves."""
+        """The time of the environment's answer to a turn. The environment is called once, however often the request
+        moves.
+        """
         response = self.responses.get(request_id)
         if response is None:
             return now_s  # cancelled
@@ -177,30 +180,32 @@ class Ledger:
         return response.answer_s
 
     def check_finished(self, request_id: str) -> None:
-        """The verifier is to judge this response."""
+        """Checks that a response is complete before the verifier scores it."""
         response = self.responses.get(request_id)
         if response is None or not response.finished:
             raise Violation(f"{request_id} is scored before its end (C2)")
 
     def scored(self, request_id: str) -> str | None:
-        """The verifier has judged a response. Returns its group's id where that was the last one of it."""
+        """Records a verdict. Returns the group's id if it was the group's last."""
         response = self.responses.get(request_id)
         if response is None:
             return None  # cancelled
         group = self.groups.get(response.group_id)
         if group is None:
-            return None  # of an evaluation: no filter sees it
+            return None  # an evaluation, which no filter sees
         group.unscored -= 1
         return None if group.unscored else response.group_id
 
     def check_retired(self, version: int) -> None:
-        """The weights of ``version`` are let go."""
+        """Checks that a version has no unfinished response before its weights are retired."""
         unfinished = [name for name, r in self.responses.items() if r.version == version and not r.finished]
         if unfinished:
             raise Violation(f"version {version} is let go, and {unfinished[0]} is unfinished (C1)")
 
     def reject(self, command: do.RejectVersion) -> None:
-        """Workers refuse a version: nothing may have been sampled under it, and nothing is until it comes anew."""
+        """Rejects a version that workers refuse. It must have no sampled tokens, and gets none until it is published
+        again.
+        """
         version = command.version
         sampled = [name for name, each in self.responses.items() if each.version == version and each.tokens]
         if version in self.rejected or sampled or not command.worker_ids:
@@ -232,7 +237,7 @@ class Ledger:
         self.received.append(command.group_id)
 
     def stream_began(self) -> None:
-        """A step's stream is opened, or opened again: its groups are delivered from the first."""
+        """A step's stream was opened, possibly again: its groups are delivered from the first."""
         self.received = []
 
     def closed(self, command: do.CloseStep) -> None:
@@ -242,7 +247,7 @@ class Ledger:
             raise Lost(f"step {command.step} ends short, with {len(self.received)} of {len(self.groups)} groups (C2)")
 
     def train(self) -> list[Group]:
-        """The collected step was trained and committed: its groups leave the books. Returns them."""
+        """Removes and returns the groups of the collected step, which was trained and committed."""
         groups = []
         for group_id in self.received:
             group = self.groups.pop(group_id)
@@ -298,7 +303,7 @@ class Ledger:
             del self.responses[name]
 
     def end_evaluation(self, command: do.EndEvaluation) -> None:
-        """Whole, or with a reason: then what of it was begun is forgotten."""
+        """Ends an evaluation. Complete, or with a reason: then its running groups are dropped."""
         asked = self.evaluations[command.evaluation_id]
         if asked.ended or (not command.reason and (asked.todo or asked.groups)):
             raise Lost(f"{command.evaluation_id} ends with {len(asked.todo) + len(asked.groups)} groups missing (C2)")
@@ -309,7 +314,7 @@ class Ledger:
         asked.groups.clear()
 
     def _check_redundant(self, group_id: str, group: Group) -> None:
-        """Only what is due and unfinished may be dropped for others, and of a step no more than was asked for."""
+        """Only unfinished groups due in this step may be dropped as redundant, and at most ``spare`` of them."""
         due, step = group.version + group.window - 1, self.steps
         self.redundant[step] += 1
         if due != step or not group.unscored or self.redundant[step] > self.spare:

@@ -1,4 +1,4 @@
-"""Measures one run as it goes: work done and consumed, time per step, what stood still. Fills the timeline too."""
+"""Measures one run: work done and consumed, time per step, blackouts. It also fills the timeline."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,12 @@ from dora.sim.report import Arrow, Span, StepSpan, Timeline
 from dora.sim.workload import FILTERED
 from dora.sim.world import World
 
-KV_SAMPLE_S = 10.0  # a worker's KV use is put on the timeline at most so often
+KV_SAMPLE_S = 10.0  # least time between two samples of a worker's KV use in the timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Sums since the start, as of one publish."""
+    """Sums from the start to one publish."""
 
     at_s: float = 0.0
     generated_tokens: float = 0.0
@@ -25,8 +25,8 @@ class Reading:
     reprefill_s: float = 0.0
     preemptions: int = 0
     loads: int = 0
-    still_s: float = 0.0  # requests stood still for a handoff, summed over requests
-    resident_s: float = 0.0  # requests were on a worker, however often they moved, summed over requests
+    still_s: float = 0.0  # time without a token during handoffs, summed over requests
+    resident_s: float = 0.0  # time on workers, summed over requests and their segments
     filtered: int = 0  # groups
     dropped: int = 0
     wasted_tokens: int = 0
@@ -34,7 +34,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Consumed:
-    """What the trainer took in the measured steps."""
+    """The groups that the trainer received in the measured steps."""
 
     responses: int = 0
     response_tokens: float = 0.0
@@ -42,9 +42,9 @@ class Consumed:
     context_tokens: float = 0.0  # the C of the bound: SimPrompt.context_work
     busy_s: float = 0.0
     staleness: list[int] = field(default_factory=list)  # of each group
-    out_of_window: int = 0  # trained on before their version was there, or later than when they were admitted for (C3)
+    out_of_window: int = 0  # trained before their version existed or after their deadline (C3)
     step_staleness: list[float] = field(default_factory=list)  # mean of each step
-    took_s: list[float] = field(default_factory=list)  # each step
+    took_s: list[float] = field(default_factory=list)  # of each step
     waited_s: list[float] = field(default_factory=list)
 
     def add(self, step: int, took_s: float, groups: list[Group], busy: list[tuple[float, float]]) -> None:
@@ -65,7 +65,7 @@ class Consumed:
 
 
 class Meter:
-    """Watches a World. The first ``warmup`` steps are run, but not measured."""
+    """Observes a World. The first ``warmup`` steps are not measured."""
 
     def __init__(self, world: World, warmup: int, timeline: Timeline | None) -> None:
         self.world, self.warmup, self.timeline = world, warmup, timeline
@@ -78,11 +78,11 @@ class Meter:
         self._loads = 0
         self._still_s = 0.0
         self._resident_s = 0.0
-        self._resident_until_s = world.now_s  # what ``_resident_s`` reckons with
+        self._resident_until_s = world.now_s  # end of the time that ``_resident_s`` includes
         self._held = {worker.worker_id: len(worker.rows) for worker in world.machine.state.workers.values()}
         self._on_workers = sum(self._held.values())  # requests
-        self._frozen: dict[str, float] = {}  # request -> since when
-        self._hosting: dict[str, tuple[int, float]] = {}  # worker -> version and since when
+        self._frozen: dict[str, float] = {}  # request -> start of its freeze
+        self._hosting: dict[str, tuple[int, float]] = {}  # worker -> version and its start
         self._sampled_s: dict[str, float] = {}
         world.trainer.on_step = self._step
         world.observers.append(self._saw)
@@ -110,7 +110,7 @@ class Meter:
             worker.engine.advance(world.now_s)
         engines = [*world.ended, *(worker.engine for worker in world.workers.values())]
         totals = [engine.totals for engine in engines]
-        # what runs has not been counted into generated_tokens yet: it counts when it stops
+        # generated_tokens includes requests only when they stop, so running ones are added
         running = sum(
             engine.tokens_of(request) - request.tokens for engine in engines for request in engine.requests.values()
         )
@@ -147,19 +147,19 @@ class Meter:
             self._draw(event, now_s)
 
     def _reside(self, now_s: float) -> None:
-        """Until now requests were on workers as they were last counted."""
+        """Adds the time of the requests on workers since the last call."""
         self._resident_s += self._on_workers * (now_s - self._resident_until_s)
         self._resident_until_s = now_s
 
     def _count(self, worker_id: str) -> None:
-        """A worker may hold other requests than before: only one that an event or one of its commands names can."""
+        """Updates a worker's request count. Only workers that an event or a command names can change theirs."""
         worker = self.world.machine.state.workers.get(worker_id)
         held = 0 if worker is None else len(worker.rows)
         self._on_workers += held - self._held.get(worker_id, 0)
         self._held[worker_id] = held
 
     def _sent(self, command: do.WorkerCommand, now_s: float) -> None:
-        if isinstance(command, do.CopyIn):  # until then it decodes
+        if isinstance(command, do.CopyIn):  # it decodes until then
             self._frozen[command.request_id] = now_s
         elif isinstance(command, (do.RemoveRequest, do.Thaw)):
             self._still_s += now_s - self._frozen.pop(command.request_id, now_s)
@@ -193,7 +193,7 @@ class Meter:
         state = self.world.machine.state
         row = state.request_row.get(command.request_id)
         owner = state.owner(row) if row is not None else None
-        from_worker = command.worker_id in state.workers  # else it is resumed from a pool
+        from_worker = command.worker_id in state.workers  # otherwise it is resumed from a pool
         if from_worker and row is not None and owner is not None and self.timeline is not None:
             source, target = _number(command.worker_id), _number(owner.worker_id)
             self.timeline.arrows.append(Arrow(now_s, source, target, int(state.requests["version"][row])))

@@ -10,20 +10,20 @@ from typing import Any, Final
 
 from dora.sim.report import Span, StepSpan, Timeline
 
-ROWS_MAX: Final = 48  # workers drawn; more would be thinner than a line
+ROWS_MAX: Final = 48  # drawn workers; more rows would be thinner than a line
 LABELLED_ROWS: Final = 16
-ARROWS_MAX: Final = 60  # more hide the versions and each other
-BUNDLE_SHARE: Final = 1 / 40  # of the width, within which moves from one worker to another are one arrow
-BESIDE_MAX: Final = 8  # arrows of one such stretch
-ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MAX  # of the width, between them
-LEGEND_MAX: Final = 16  # versions; more would widen the drawing
+ARROWS_MAX: Final = 60  # more would hide the versions and each other
+BUNDLE_SHARE: Final = 1 / 40  # share of the width within which moves between the same workers form one arrow
+BESIDE_MAX: Final = 8  # arrows of one such interval
+ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MAX  # share of the width between them
+LEGEND_MAX: Final = 16  # versions in the legend; more would widen the drawing
 STEP_LINES_MAX: Final = 120
-POINTS_MAX: Final = 40_000  # of KV use, over all rows
-LABEL_SHARE: Final = 1 / 45  # of the width, from which a stretch has room for its version's name
-COUNTS_ROW: Final = -0.8  # where the numbers of moves stand, in rows
-HALF: Final = 0.42  # of a row's height, the rest is the gap to the next
+POINTS_MAX: Final = 40_000  # points of KV use over all rows
+LABEL_SHARE: Final = 1 / 45  # share of the width that a span needs for its version's name
+COUNTS_ROW: Final = -0.8  # vertical position of the move counts, in rows
+HALF: Final = 0.42  # of a row's height; the rest is the gap to the next row
 INK, SOFT, GRID, WAIT, EMPTY = "#1f2933", "#7b8794", "#e4e7eb", "#f6c6c0", "#eef0f2"
-# After Paul Tol's muted scheme, in an order in which neighbouring versions differ in hue and in lightness.
+# Paul Tol's muted scheme, ordered so that neighbouring versions differ in hue and lightness.
 COLOURS: Final = ("#332288", "#ddaa33", "#117733", "#cc6677", "#4aa8d8", "#882255", "#999933", "#44aa99", "#aa4499")
 STALENESS: Final = ("#2f6f4f", "#8fbf6a", "#e9c46a", "#e07a3f", "#b23a48", "#6d2e46")
 LEGEND: Final = {
@@ -34,7 +34,7 @@ LEGEND: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves from one worker to another at about the same time: one arrow. ``at_s``: where it is drawn."""
+    """Moves between two workers at about the same time, drawn as one arrow at ``at_s``."""
 
     at_s: float
     source: int
@@ -46,7 +46,7 @@ class Bundle:
 
 
 def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float) -> None:
-    """One row for each worker of ``rows``. ``scale``: seconds of one unit of the time axis, here and below."""
+    """Draws one row for each worker of ``rows``. ``scale``: seconds per unit of the time axis, here and below."""
     row_of = {worker: row for row, worker in enumerate(rows)}
     end_s = end_s_of(timeline)
     kv = _kv_by_worker(timeline, row_of)
@@ -94,7 +94,7 @@ def _label_span(axes: Any, span: Span, row: int, scale: float, end_s: float) -> 
 
 
 def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], scale: float) -> None:
-    """An arrow from row to row, thicker the more moves it stands for."""
+    """Draws arrows between rows. An arrow's width grows with its number of moves."""
     most = max((bundle.moves for bundle in bundles), default=1)
     for bundle in bundles:
         style = {
@@ -106,7 +106,7 @@ def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], 
 
 
 def _draw_counts(axes: Any, timeline: Timeline, scale: float) -> None:
-    """Above the rows: how many requests moved in each stretch of time, between whichever workers."""
+    """Writes the number of moved requests in each interval above the rows, for all workers together."""
     stretch_s = end_s_of(timeline) * BUNDLE_SHARE
     for place, moves in sorted(Counter(int(arrow.at_s / stretch_s) for arrow in timeline.arrows).items()):
         at = (place + 0.5) * stretch_s / scale
@@ -129,7 +129,7 @@ def _versions_legend(axes: Any, versions: Sequence[int]) -> None:
 
 
 def draw_trainer(axes: Any, steps: Sequence[StepSpan], scale: float) -> None:
-    """Upper band: computing or waiting, by step. Lower band: the step's groups by staleness, as shares."""
+    """Draws two bands by step. Upper: computing or waiting. Lower: shares of the step's groups by staleness."""
     for step in steps:
         begin, width = step.begin_s / scale, (step.end_s - step.begin_s) / scale
         axes.broken_barh([(begin, width)], (1.12, 0.8), facecolor=WAIT, linewidth=0.0)
@@ -173,7 +173,7 @@ def _trainer_legend(axes: Any, kinds: int) -> None:
 
 
 def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, scale: float) -> None:
-    """A line at every publish; the warm-up, which the report leaves out, lies under a veil."""
+    """Draws a line at every publish, and shades the warm-up, which the report excludes."""
     warm_up = steps[: max(0, len(steps) - measured)]
     for axes in panels:
         axes.vlines(
@@ -192,7 +192,7 @@ def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, 
 
 
 def rows_of(timeline: Timeline, engines: int) -> list[int]:
-    """The workers drawn: all, or ``ROWS_MAX`` evenly picked ones. More than ``engines`` may have lived."""
+    """The drawn workers: all, or ``ROWS_MAX`` evenly selected ones. More than ``engines`` may have existed."""
     workers = sorted({span.worker for span in timeline.spans}) or list(range(engines))
     if len(workers) <= ROWS_MAX:
         return workers
@@ -200,7 +200,7 @@ def rows_of(timeline: Timeline, engines: int) -> list[int]:
 
 
 def end_s_of(timeline: Timeline) -> float:
-    """Where the time axis ends; of an empty timeline after a second."""
+    """The end of the time axis; one second for an empty timeline."""
     ends = [span.end_s for span in timeline.spans] + [step.end_s for step in timeline.steps]
     return max(ends, default=0.0) or 1.0
 
@@ -218,7 +218,7 @@ def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple
 
 
 def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[float], list[float]]:
-    """KV use within a span, from its begin to its end: a sample holds until the next one."""
+    """KV use within a span, from its begin to its end. A sample holds until the next one."""
     times, shares = kv
     first, last = bisect_right(times, span.begin_s), bisect_left(times, span.end_s)
     before = shares[first - 1] if first else 0.0
@@ -229,9 +229,9 @@ def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[floa
 
 
 def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
-    """Moves between drawn workers, those of about the same time taken together; the largest bundles only.
+    """Moves between drawn workers, bundled by time; the largest bundles only.
 
-    The bundles of one stretch of time stand side by side around the mean time of their moves.
+    Bundles of one interval stand side by side around the mean time of their moves.
     """
     drawn, end_s = set(rows), end_s_of(timeline)
     times: dict[tuple[int, int, int], list[float]] = {}

@@ -54,7 +54,9 @@ class Estimate:
     known_tokens: tuple[int, ...] = ()
 
     def of_siblings(self, count: int) -> tuple[list[float], float]:
-        """``log_mean`` of each of ``count`` siblings, and ``log_sd`` of all. If lengths are known: exact means, and 0."""
+        """``log_mean`` of each of ``count`` siblings, and ``log_sd`` of all. If lengths are known: exact means, and
+        0.
+        """
         if self.known_tokens:
             return [math.log(tokens) for tokens in self.known_tokens], 0.0
         return [self.log_mean] * count, self.log_sd
@@ -124,7 +126,9 @@ def running_chance(
     max_tokens: Column,
     ahead_tokens: Column,
 ) -> Column:
-    """The chance that a response runs for this many more tokens; 0 or 1 if all lengths are known. Shape (rows, ahead)."""
+    """The chance that a response runs for this many more tokens; 0 or 1 if all lengths are known. Shape (rows,
+    ahead).
+    """
     if log_sd.any():
         return survival_chance(log_mean, log_sd, tokens, max_tokens, ahead_tokens)
     known: Column = remaining_tokens[:, None] > ahead_tokens

@@ -1,4 +1,6 @@
-"""The base of most policies: it fills the newest version first, the emptiest worker first, and takes prompts in order."""
+"""The base of most policies: it fills the newest version first, the emptiest worker first, and takes prompts in
+order.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -68,7 +70,9 @@ class BasePolicy(ABC):
         return ceil((supply + held) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether the request's KV fits, counting every request at its full length. An empty worker takes any request."""
+        """Whether the request's KV fits, counting every request at its full length. An empty worker takes any
+        request.
+        """
         need = dispatcher.context_tokens(row)
         return not worker.held or worker.kv_claimed + need <= worker.kv_tokens
 

@@ -23,7 +23,9 @@ def context_tokens(requests: RequestColumns) -> Column:
 
 
 def staying(view: View, targets: Mapping[int, int]) -> Column:
-    """Whether each worker has its version in memory and keeps it (bool, by index). Requests may move to such a worker."""
+    """Whether each worker has its version in memory and keeps it (bool, by index). Requests may move to such a
+    worker.
+    """
     workers = view.workers
     target = workers.target.copy()
     indexes = np.fromiter(targets, dtype=np.int64, count=len(targets))

@@ -21,7 +21,9 @@ ENGINE_GRID = np.array(TUNING.engine_tokens)
 
 
 class LaxityPolicy(BasePolicy):
-    """The default policy. Its fields are caches of what the core shows; docs/strategy.md describes how each is rebuilt."""
+    """The default policy. Its fields are caches of what the core shows; docs/strategy.md describes how each is
+    rebuilt.
+    """
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)

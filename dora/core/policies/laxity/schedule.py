@@ -57,7 +57,9 @@ class Schedule:
         return age
 
     def share(self, version: int, at_s: Column | float) -> Column:
-        """The version's workers at these times. The number is a float, as a middle version's share may be a fraction."""
+        """The version's workers at these times. The number is a float, as a middle version's share may be a
+        fraction.
+        """
         at = np.asarray(at_s, dtype=np.float64)
         if not self.taken_up(version):
             return np.zeros_like(at)
