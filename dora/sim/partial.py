@@ -1,9 +1,9 @@
-"""Partial rollout, for comparison: it breaks C1, so the simulator runs it and no service does.
+"""Partial rollout, for comparison. It breaks C1, so only the simulator runs it.
 
-Responses go on under newer weights, and workers take new prompts without end ("DORA", section 5). A response is then
-sampled by several versions, which the core has no notion of: here everything runs under version 0 for ever, in a window
-that never ends, and staleness means nothing. A change of weights has every running context computed anew: the world
-makes its engines pay that at each publish (``WorkerDriver.renew``).
+Responses continue under newer weights, and workers take new prompts without a limit ("DORA", section 5). Several
+versions may then sample one response, which the core cannot represent. Here everything runs under version 0, in an
+endless window, and staleness has no meaning. A weight change requires recomputing every running context: the world
+charges its engines for that at each publish (``WorkerDriver.renew``).
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from dora.sim.scenario import Scenario
 
 NAME: Final = "partial"
 VERSION: Final = 0
-ENDLESS_STEPS: Final = 1 << 30  # no run has so many
+ENDLESS_STEPS: Final = 1 << 30  # more than any run has
 
 
 class PartialPolicy(BasePolicy):
-    """Every worker hosts the one version that there is, and takes what it has slots for."""
+    """Every worker hosts the single version and takes as many requests as it has slots."""
 
     def plan(self, view: View, trigger: Trigger) -> Plan:
         return Plan(dict.fromkeys(plannable(view).tolist(), VERSION))
@@ -35,31 +35,31 @@ class PartialPolicy(BasePolicy):
         return (VERSION,)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Slots alone count: what exceeds the KV waits inside the engine."""
+        """Only slots limit a worker. Requests that exceed its KV wait inside the engine."""
         return True
 
 
-# the largest window is named for it, as it has no bound
+# registered with the largest window, as it has no limit
 STRATEGY: Final = Strategy(PartialPolicy, windows=(WINDOW_MAX, WINDOW_MAX))
 
 
 def strategies() -> Mapping[str, Strategy]:
-    """All that the simulator runs, the baselines first."""
+    """All strategies of the simulator, the baselines first."""
     every = {**POLICIES, NAME: STRATEGY}
     first = [name for name in ("sync", "one_step", "stream", NAME) if name in every]
     return {name: every[name] for name in (*first, *every)}
 
 
 def has_versions(policy: str) -> bool:
-    """Whether its responses belong to versions, so that windows and staleness mean something."""
+    """Whether the policy's responses belong to versions, so that windows and staleness are defined."""
     return policy != NAME
 
 
 def window_steps(scenario: Scenario) -> int:
-    """Steps that a version lives: the window, or without end where there is one version alone."""
+    """Steps that a version is live: the window, or endless if there is only one version."""
     return scenario.window.most if has_versions(scenario.balance.policy) else ENDLESS_STEPS
 
 
 def policy_of(scenario: Scenario, config: BalanceConfig) -> PartialPolicy | None:
-    """The policy for a core that knows no such name; None where the core has it itself."""
+    """The policy object for a strategy that the core does not know; None for a registered one."""
     return None if has_versions(scenario.balance.policy) else PartialPolicy(config)

@@ -1,9 +1,9 @@
-"""The timeline of a simulated run: workers by time, and the trainer's steps under them. Matplotlib loads on use.
+"""Draws the timeline of a simulated run: workers over time, and the trainer's steps below. Loads Matplotlib on use.
 
-Each worker is a row. Its colour is the version it hosts, the filled height the share of its KV in use; an arrow is
-requests that moved from one to another at about the same time, the thicker the more, and above the rows stands how many
-moved in all; hatched stretches load weights or host nothing. Below, the trainer computes (dark) or waits, and
-the batch of each step is divided by staleness.
+Each worker is a row. Its colour is the hosted version, and the filled height is the share of its KV in use. An arrow
+stands for requests that moved between two workers at about the same time, and its width for their number. The total
+number of moves is above the rows. Hatched spans load weights or host nothing. Below, the trainer computes (dark) or
+waits, and each step's batch is divided by staleness.
 """
 
 import html
@@ -38,7 +38,7 @@ STYLE: Final = {
 
 
 def check_plot(path: Path) -> None:
-    """Raises what ``draw`` would raise for this file, before the run rather than after it."""
+    """Raises the errors that ``draw`` would raise for this file, before the run."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidValue("--plot", str(path), f"a file ending in {', '.join(SUFFIXES)}")
     check_folder("--plot", path)
@@ -49,7 +49,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw(timeline: Timeline, report: Report, path: Path) -> None:
-    """Writes the timeline to ``path``: .png, .svg, or .html with the SVG in it. Empty timelines draw empty panels."""
+    """Writes the timeline to ``path``: .png, .svg, or .html that contains the SVG. Empty timelines draw empty
+    panels.
+    """
     check_plot(path)
     suffix = path.suffix.lower()
     content = _rendered(timeline, report, "png" if suffix == ".png" else "svg")
@@ -91,7 +93,7 @@ def _rendered(timeline: Timeline, report: Report, kind: str) -> bytes:
 
 
 def _unit(end_s: float) -> tuple[float, str]:
-    """Seconds of one unit of the time axis, and its name."""
+    """Seconds per unit of the time axis, and the unit's name."""
     if end_s < 300.0:
         return 1.0, "seconds"
     return (60.0, "minutes") if end_s < 12 * 3600.0 else (3600.0, "hours")
@@ -123,7 +125,7 @@ def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:
 
 
 def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
-    """What the arrows stand for, and how many moves are not among them."""
+    """Describes the arrows and the number of moves that are not drawn."""
     moves, shown = len(timeline.arrows), sum(bundle.moves for bundle in bundled(timeline, rows))
     if not moves:
         return "no moves"
@@ -133,7 +135,7 @@ def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
 
 
 def _page(svg: str, report: Report) -> str:
-    """A page of its own: no script, no link to anything."""
+    """A standalone page without scripts or links."""
     drawing = svg[svg.index("<svg") :]
     title = html.escape(_title(report))
     numbers = "".join(

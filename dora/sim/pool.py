@@ -1,4 +1,4 @@
-"""A simulated pool of host memory: it keeps parked requests and gives them out again, and runs nothing."""
+"""A simulated pool of host memory. It stores parked requests and returns them; it runs nothing."""
 
 from dataclasses import dataclass, field
 
@@ -12,10 +12,10 @@ from dora.sim_engine.request import SimRequest
 
 @dataclass(slots=True, eq=False)
 class SimPool(SimWorker):
-    """One epoch of one pool. Its engine has no slot, so what it holds waits there, each under its own version."""
+    """One epoch of one pool. Its engine has no slots, so each request waits there, under its own version."""
 
     kv_tokens: int = 0
-    reserved: dict[str, int] = field(default_factory=dict)  # request that is on its way here -> its KV in tokens
+    reserved: dict[str, int] = field(default_factory=dict)  # incoming request -> its KV in tokens
 
     @classmethod
     def of(cls, pool_id: str, epoch: int, cost: CostModel, kv_tokens: int) -> "SimPool":
@@ -34,11 +34,11 @@ class SimPool(SimWorker):
 
     @property
     def held_tokens(self) -> int:
-        """KV of what it keeps and of what it has promised to take."""
+        """KV of stored and reserved requests."""
         return sum(self.reserved.values()) + sum(request.context for request in self.engine.requests.values())
 
     def drop(self, subject: int, share: float) -> tuple[str, ...]:
-        """Loses the KV of some requests, from the ``subject``-th on, at least one; says which."""
+        """Drops the KV of some requests, at least one, from the ``subject``-th on. Returns their ids."""
         names = sorted(self.engine.requests)
         lost = tuple(names[subject % len(names) :][: 1 + int(share * len(names))]) if names else ()
         for name in lost:

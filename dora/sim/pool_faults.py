@@ -1,4 +1,4 @@
-"""Faults of the host tier: what befalls pools, and the requests that are parked in them or on their way."""
+"""Faults of the pools: faults of their processes and of requests that are parked in them or in transit."""
 
 from typing import Final
 
@@ -10,9 +10,9 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.worker import SimWorker
 
-PARKS_MAX: Final = 4  # that one fault asks for
-LATER_MOST_S: Final = 4.0  # until something befalls the worker that parks, and then the pool
-# Which commands fail, and how the pool, or a worker that is to park or to resume, says so.
+PARKS_MAX: Final = 4  # parks per fault
+LATER_MOST_S: Final = 4.0  # until the fault of the parking worker, and then of the pool
+# Commands that fail, with the error kind that the pool, or a parking or resuming worker, reports.
 POOL_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.ReserveSlot, "refused"),
     (do.CopyIn, "refused"),
@@ -30,7 +30,9 @@ WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 
 
 def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
-    """A worker parks some requests; in half of the cases it dies once they may be parked. Then a pool has its fault."""
+    """A worker parks some requests, and in half of the cases dies while they may be parked. Then a fault hits a
+    pool.
+    """
     worker = pick(world.running(), fault.subject // 16)
     pool = pick([pool for _, pool in sorted(world.pools.items())], fault.subject // 8)
     if worker is None or pool is None:
@@ -42,7 +44,7 @@ def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def park(world: UnreliableWorld, worker: SimWorker, pool: SimPool, fault: Fault) -> None:
-    """Up to ``PARKS_MAX`` requests of a worker are to go to a pool, as if an operator had asked."""
+    """Asks to park up to ``PARKS_MAX`` requests of a worker, as an operator would."""
     state = world.machine.state
     known = state.worker_at(worker.worker_id, worker.epoch)
     for row in sorted(known.rows)[: 1 + fault.subject // 64 % PARKS_MAX] if known is not None else ():
@@ -81,7 +83,7 @@ def _befall(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
 
 
 def _cancel_parked(world: UnreliableWorld, fault: Fault) -> None:
-    """A group of a parked request is cancelled: one that waits, if there is any, else one that is being resumed."""
+    """Cancels the group of a parked request: a waiting one if there is any, otherwise one that is being resumed."""
     state = world.machine.state
     parked = sorted(row for pool in state.pools.values() for row in pool.rows)
     row = pick([row for row in parked if row not in state.handoffs] or parked, fault.subject // 512)

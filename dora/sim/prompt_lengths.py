@@ -1,10 +1,10 @@
-"""How long prompts are: spread around a mean, or as a trace has them beside its responses.
+"""Prompt lengths: spread around a mean, or from a trace that also has response lengths.
 
-A line of a trace is a prompt of so many tokens with one response. A simulated prompt has many responses, drawn anew in
-every epoch; what it keeps is its difficulty z (workload.py). So its line is the one whose response stands where z does
-among all responses of the trace: prompt lengths then have the distribution of the file, and so have response lengths,
-which are drawn as without prompt lengths. With a group correlation of 1 a response is the line's own; below, the two
-lengths have as much less to do with each other as siblings have.
+A line of a trace is a prompt length with one response length. A simulated prompt has many responses, drawn again in
+every epoch, and keeps its difficulty z (workload.py). Its line is the one whose response has the same rank among all
+responses of the trace as z has among difficulties. So prompt lengths have the distribution of the file, and so have
+response lengths, which are drawn as without prompt lengths. With a group correlation of 1 a response is the line's own.
+With a lower one, the two lengths are as much less correlated as siblings are.
 """
 
 from collections.abc import Callable
@@ -20,32 +20,32 @@ from dora.sim.traces import FloatColumn, IntColumn, Trace, normal_scores
 
 PROMPT_LOG_SD = 0.5
 PROMPT_TOKENS_MIN = 16
-SCORE_MAX = 8.0  # beyond lies 1e-15 of the normal distribution
+SCORE_MAX = 8.0  # beyond it is 1e-15 of the normal distribution
 INTEGRAL_SCORES = 262_145  # points of an integral over the normal distribution
-SLICES = 2048  # of the difficulties, each as likely as the others, in an integral over them
-OWN_SCORES = 1025  # points of an integral over what is a response's own
+SLICES = 2048  # equally likely slices of the difficulties, in an integral over them
+OWN_SCORES = 1025  # points of an integral over a response's own score
 
 # Response tokens at standard normal scores, of the same shape.
 Tokens = Callable[[FloatColumn], NDArray[np.number[Any]]]
 
 
 class PromptLengths(Protocol):
-    """Of the prompts of one task."""
+    """Prompt lengths of one task."""
 
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that any seed can draw."""
 
     def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
-        """Tokens of prompts of such a difficulty, all columns of one shape; ``scores`` are standard normal."""
+        """Prompt tokens for these difficulties, all columns of one shape. ``scores`` are standard normal."""
 
     def in_context_tokens(self, tokens: Tokens, group_correlation: float) -> float:
-        """Mean prompt in the context of a sampled token: long responses count for as much more."""
+        """Mean prompt in the context of a sampled token, so weighted by response length."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpreadPrompts:
-    """Lognormal around ``mean_tokens``, from PROMPT_TOKENS_MIN to PROMPT_TOKENS_MAX, whatever the response."""
+    """Lognormal around ``mean_tokens``, from PROMPT_TOKENS_MIN to PROMPT_TOKENS_MAX, independent of the responses."""
 
     mean_tokens: int
 
@@ -66,7 +66,7 @@ class SpreadPrompts:
 
 
 class TracedPrompts:
-    """Of the lines of a trace, each as likely as the others. See the module."""
+    """The lines of a trace, equally likely. The module's docstring explains the choice."""
 
     def __init__(self, trace: Trace) -> None:
         self._inputs, self._outputs = trace.input_tokens, trace.output_tokens
@@ -78,7 +78,7 @@ class TracedPrompts:
         return int(self._inputs.max())
 
     def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
-        """Lines with equally long responses come in random order: which of them is harder nobody knows."""
+        """Lines with equal response lengths come in random order, as their difficulty is unknown."""
         shuffled = rng.permutation(len(self._outputs))
         lines = shuffled[np.argsort(self._outputs[shuffled], kind="stable")]
         return self._inputs[lines[np.searchsorted(self._bounds, difficulty, side="right")]]
@@ -91,10 +91,11 @@ class TracedPrompts:
         return float(self._means_of_slices() @ responses / responses.sum())
 
     def _means_of_slices(self) -> FloatColumn:
-        """Mean prompt in each of SLICES even parts of the lines, in order of their responses."""
+        """Mean prompt in each of SLICES equal parts of the lines, ordered by response."""
         order = np.argsort(self._outputs, kind="stable")
         _, alike, counts = np.unique(self._outputs[order], return_inverse=True, return_counts=True)
-        expected = (np.bincount(alike, self._inputs[order]) / counts)[alike]  # in whatever order those alike come
+        # independent of the order of equal responses
+        expected = (np.bincount(alike, self._inputs[order]) / counts)[alike]
         lines = len(order)
         sums = np.interp(
             np.arange(SLICES + 1) / SLICES, np.arange(lines + 1) / lines, np.concatenate([[0.0], expected.cumsum()])
@@ -105,7 +106,7 @@ class TracedPrompts:
 
 @cache
 def normal_grid(points: int) -> tuple[FloatColumn, FloatColumn]:
-    """Even scores from -SCORE_MAX to SCORE_MAX, and the weight of each in an integral over the normal density."""
+    """Evenly spaced scores from -SCORE_MAX to SCORE_MAX, with weights for an integral over the normal density."""
     scores = np.linspace(-SCORE_MAX, SCORE_MAX, points)
     weights = np.exp(-0.5 * scores**2)
     weights /= weights.sum()

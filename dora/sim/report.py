@@ -1,4 +1,4 @@
-"""What a simulated run says: one object of numbers, and the timeline behind a plot."""
+"""The results of a simulated run: one object of numbers, and the timeline for a plot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class BrokenReport:
-    """A run that ended because a promise was broken, or an exception raised: what is left to say of it."""
+    """The partial result of a run that a broken promise or an exception ended."""
 
     preset: Annotated[str, "name of the preset, or `custom`"]
     policy: Annotated[str, "the strategy"]
@@ -96,7 +96,7 @@ class BrokenReport:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One worker hosted one version from ``begin_s`` to ``end_s``. ``version`` -1: loading or none."""
+    """A worker hosted one version from ``begin_s`` to ``end_s``. ``version`` -1: loading or none."""
 
     worker: int
     version: int
@@ -106,7 +106,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """One request moved between two workers."""
+    """One request's move between two workers."""
 
     at_s: float
     source: int
@@ -116,7 +116,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One trainer step: from the publish before it to its own, and when it computed (the rest is waiting)."""
+    """One trainer step, from the previous publish to its own, with its computing intervals (the rest is waiting)."""
 
     step: int
     begin_s: float
@@ -127,7 +127,7 @@ class StepSpan:
 
 @dataclass(slots=True)
 class Timeline:
-    """Collected while a run goes on; every list is in order of time."""
+    """Collected during a run. Every list is in order of time."""
 
     spans: list[Span] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)
@@ -137,14 +137,14 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class StepUnit:
-    """The unit in which people are shown the time of a step, short and in words."""
+    """The unit in which step times are displayed, as a symbol and in words."""
 
     name: str
     word: str
     seconds: float
 
     def of_min(self, minutes: float) -> float:
-        """So many minutes in this unit."""
+        """Converts minutes to this unit."""
         return minutes * 60.0 / self.seconds
 
 
@@ -153,5 +153,5 @@ MINUTES: Final = StepUnit("min", "minutes", 60.0)
 
 
 def step_unit(times_min: Iterable[float]) -> StepUnit:
-    """One unit for all these step times: seconds where the shortest is below a minute."""
+    """One unit for all these step times: seconds if the shortest is below a minute."""
     return SECONDS if min(times_min, default=1.0) < 1.0 else MINUTES

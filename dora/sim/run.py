@@ -23,14 +23,16 @@ from dora.sim.workload import longest_context_tokens
 from dora.sim.world import Observer, World
 from dora.system.memory import collecting_rarely
 
-# The books and the watch check every event. The core's whole state is checked once in so many events as this times its
-# requests: a check walks them all, and is to cost a few percent at most.
+# The ledger and the watch check every event. The core's whole state is checked once per this many events times its
+# number of requests: such a check reads all requests, and should cost at most a few percent.
 WHOLE_CHECK = 1.0
-PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
+PROGRESS_EVENTS = 256  # between two progress reports: a step of a large cluster has many thousands
 
 
 class BrokenRun(Violation):
-    """The run has ended: a promise was broken, nothing goes on, or a strategy raised. ``report`` says what is known."""
+    """A run that ended early: a promise was broken, it stalled, or a strategy raised. ``report`` has the partial
+    result.
+    """
 
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)
@@ -46,9 +48,10 @@ def simulate(
     timeline: Timeline | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Runs ``warmup + steps`` training steps and reports on the last ``steps``. ``progress`` is told the share done.
+    """Runs ``warmup + steps`` training steps and reports on the last ``steps``. ``progress`` receives the completed
+    share.
 
-    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken, nothing goes on or a strategy
+    Raises InvalidValue for an impossible scenario, and BrokenRun if a promise is broken, the run stalls or a strategy
     raises.
     """
     check_cluster(scenario)
@@ -66,7 +69,7 @@ def simulate(
                 if progress is not None:
                     progress(meter.steps / goal)
             check_state(world.machine.state)
-        except Exception as error:  # also what the core refuses: here that follows from its own commands
+        except Exception as error:  # including a refusal by the core, which its own commands caused
             raise BrokenRun(_broken(scenario, seed, failure_of(error, world.now_s), world.events)) from error
     meter.finish()
     return _report(scenario, world, meter, steps, seed, time.perf_counter() - began_s)
@@ -80,8 +83,9 @@ def _run_step(world: World, meter: Meter, step: int, patience_s: float) -> None:
 
 
 def check_cluster(scenario: Scenario) -> None:
-    """Raises InvalidValue for what cannot run: no engine, a response that fits into none, too few groups in flight,
-    none to spare, steps of weeks."""
+    """Raises InvalidValue for a scenario that cannot run: no engine, a response that fits into none, too few groups in
+    flight, none to spare, steps of weeks.
+    """
     cluster = scenario.cluster
     if cluster.engines < 1:
         gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
@@ -102,7 +106,7 @@ def check_cluster(scenario: Scenario) -> None:
 
 
 def _world(scenario: Scenario, seed: int) -> World:
-    """The core makes its first decisions, and so may fail, while the world is made."""
+    """Makes the world. The core takes its first decisions meanwhile, so this may raise."""
     try:
         return World(scenario, seed)
     except DoraError:
@@ -112,7 +116,7 @@ def _world(scenario: Scenario, seed: int) -> World:
 
 
 def _checks(world: World) -> Observer:
-    """Checks the core's whole state now and then; that of a small cluster after every event."""
+    """An observer that checks the core's whole state periodically, or after every event for a small cluster."""
     due = 0
 
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
@@ -126,7 +130,7 @@ def _checks(world: World) -> Observer:
 
 
 def _tells(world: World, meter: Meter, goal: int, progress: Callable[[float], None]) -> Observer:
-    """Tells now and then how much is done of ``goal`` steps, within a step by the groups that the trainer has of it."""
+    """An observer that reports progress toward ``goal`` steps. Within a step it counts the trainer's groups."""
 
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
         if world.events % PROGRESS_EVENTS == 0:
@@ -194,7 +198,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
 
 
 def _groups_to_add(scenario: Scenario, took_s: float, busy_s: float) -> int | None:
-    """None where no number lets generation keep up: with a trainer that takes turns with it, or takes no time."""
+    """None if no number of workers lets generation keep up: the trainer alternates with it or takes no time."""
     if scenario.cluster.colocated or busy_s <= 0.0:
         return None
     return groups_to_add(took_s, busy_s, scenario.cluster.engines)

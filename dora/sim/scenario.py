@@ -1,4 +1,4 @@
-"""What is simulated: one frozen, validated description. Presets (presets/) are instances of it."""
+"""A scenario: one frozen, validated description of a simulation. Presets (presets/) are instances of it."""
 
 from math import ceil, fsum
 from typing import Literal, Self
@@ -35,12 +35,12 @@ from dora.data.limits import Turns as TurnCount
 from dora.errors import InvalidValue
 
 PROMPTS_MAX = 1 << 24
-GROUP_TURNS_MAX = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once
+GROUP_TURNS_MAX = 1 << 15  # turns of one prompt's responses, as they are drawn for hundreds of prompts at once
 TASKS_MAX = 256
-SHARES_OFF = 1e-6  # of the sum of all shares from 1: thirds have no end
-FILTERED_MAX = 0.99  # a step takes a hundred times as many groups then
-STEP_COST_LEAST_S = 1e-9  # of a whole step: less is lost in rounding beside the time since the start
-READING_KINDS = ("histogram", "trace")  # of length distributions: they are what a file says
+SHARES_OFF = 1e-6  # allowed error of the sum of all shares, as thirds are not exact
+FILTERED_MAX = 0.99  # a step then takes a hundred times as many groups
+STEP_COST_LEAST_S = 1e-9  # of a whole step: a smaller one would be lost in rounding
+READING_KINDS = ("histogram", "trace")  # length distributions that are read from a file
 # Qwen2.5-32B on four H800
 COST = CostConfig(
     kv_token_s=3.26e-8,
@@ -49,7 +49,7 @@ COST = CostConfig(
     step_s=20e-3,
     prefill_token_s=41.7e-6,
 )
-# Why a field has no effect.
+# the reason why a field has no effect
 TRACED_PROMPTS = "workload.prompt_lengths is trace, so prompts are as long as the trace says"
 
 
@@ -100,7 +100,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """An engine has room for its weights and the KV it claims, and its steps take time that counts."""
+        """An engine has room for its weights and KV, and the duration of its steps is not lost in rounding."""
         if CostModel.of(self.cost).decode_step_s(1, 1) < STEP_COST_LEAST_S:
             allowed = f"such that a step of one request takes {STEP_COST_LEAST_S:g} s at least"
             raise InvalidValue("cluster.cost.step_s", self.cost.step_s, allowed)
@@ -116,7 +116,7 @@ class Cluster(Section):
 
 
 class TrainerPace(Section):
-    """The trainer: it streams groups in micro-batches and commits when all are trained."""
+    """The trainer's speed. It streams groups in micro-batches and commits when all are trained."""
 
     groups_per_step: Groups = Field(512, description="prompt groups a step takes")
     step_s: Seconds = Field(774.0, description="computing time of one step")
@@ -150,7 +150,7 @@ class Lengths(Section):
 
 
 class Turns(Section):
-    """Multi-turn trajectories: between turns an environment answers while the request holds no slot."""
+    """Multi-turn trajectories: an environment answers between turns while the request holds no slot."""
 
     most: TurnCount = Field(1, description="turns of one trajectory, drawn uniformly from 1 .. most")
     environment_mean_s: Seconds = Field(0.0, description="lognormal latency of one environment call")
@@ -159,7 +159,7 @@ class Turns(Section):
 
 
 class Task(Section):
-    """What one kind of prompts has of its own; what it leaves out is the workload's."""
+    """The settings of one kind of prompts. Omitted ones are the workload's."""
 
     name: str = Field(min_length=1, description="of the task")
     share: PositiveShare = Field(description="of the prompts; those of all tasks are 1 together")
@@ -171,7 +171,7 @@ class Task(Section):
 
 
 class Workload(Section):
-    """Prompts and how long their responses become."""
+    """Prompts and the lengths of their responses."""
 
     group_size: GroupSize = Field(16, description="responses per prompt")
     prompts: int = Field(17_000, ge=1, le=PROMPTS_MAX, description="size of the prompt set; an epoch draws each once")
@@ -224,7 +224,7 @@ class Workload(Section):
         return self
 
     def _check_lengths_of(self, task: Task, place: str) -> None:
-        """A task changes what the workload's kind of lengths has."""
+        """A task may only change settings of the workload's kind of lengths."""
         kind = self.lengths.kind
         if task.file and kind not in READING_KINDS:
             raise InvalidValue(f"{place}.file", task.file, f"left out: {no_file(kind)}")
@@ -235,7 +235,7 @@ class Workload(Section):
 
 
 class Scenario(Section):
-    """One simulated run. ``balance.cost``: what the core believes; left out, it knows the cluster's."""
+    """One simulated run. ``balance.cost``: the cost that the core assumes; if omitted, the cluster's."""
 
     name: str = Field("custom", description="shown in reports")
     window: WindowConfig = WindowConfig(size=3)

@@ -1,6 +1,6 @@
-"""The simulated world around a core that has its own service: book, executor and journal are those of a real one.
+"""The simulated world around a core with its own service: response buffer, executor and journal are the real ones.
 
-Each command is checked against the books of the run, then the service's own executor carries it out.
+The run's ledger checks each command, then the service's own executor carries it out.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from dora.sim.world import World
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How those around a core keep it waiting, faults apart: the order of events follows from it."""
+    """Delays of the processes around a core, apart from faults. They determine the order of events."""
 
-    prompts_most_s: float = 1.0  # until prompts are there
-    verdict_most_s: float = 1.0  # until the verifier has judged a response
-    trainer_rests_most_s: float = 0.0  # from a commit until the trainer asks for the next step
-    odd_groups: float = 0.1  # share of prompts that bring a smaller group
-    last_prompts: int | None = None  # the run ends with so many more; None: with a service that drains
+    prompts_most_s: float = 1.0  # until prompts are available
+    verdict_most_s: float = 1.0  # until a verdict
+    trainer_rests_most_s: float = 0.0  # from a commit until the trainer requests the next step
+    odd_groups: float = 0.1  # share of prompts with a smaller group
+    last_prompts: int | None = None  # the run ends after this many more prompts; None: by draining the service
 
     @classmethod
     def drawn(cls, random: Random) -> "Habits":
@@ -40,18 +40,18 @@ class Habits:
 
 
 class ServedWorld(World):
-    """A World whose shell is the service's. Prompts and verdicts take their time."""
+    """A World that uses the service's shell. Prompts and verdicts are delayed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = Random(f"world {seed}")
         self.habits = Habits.drawn(Random(f"habits {seed}"))
-        self.logged = Facts()  # that the orchestrators have told the journal
-        self.prompts_left: int | None = None  # None: without end
-        self.prompts_again: list[SimPrompt] = []  # that were drawn, and what was to become of them is lost
+        self.logged = Facts()  # records that the orchestrators gave to the journal
+        self.prompts_left: int | None = None  # None: endless
+        self.prompts_again: list[SimPrompt] = []  # drawn prompts whose further records were lost
         self._service: Service | None = None
         self._offers: dict[str, on.OfferedPrompt] = {}
         self._priorities = Random(f"priorities {seed}").choice((1, 1, 1, 3))
-        self._checks: dict[type, Callable[[Any], None]] = {  # beside the books' own
+        self._checks: dict[type, Callable[[Any], None]] = {  # in addition to the ledger's own
             do.ScoreRequest: self._check_finished,
             do.ScoreEvaluated: self._check_finished,
             do.DeliverGroup: self._check_delivered,
@@ -61,7 +61,7 @@ class ServedWorld(World):
 
     @property
     def service(self) -> Service:
-        """The one that lives now."""
+        """The present incarnation."""
         if self._service is None:
             self._service = Service(self, self.logged)
         return self._service
@@ -75,7 +75,7 @@ class ServedWorld(World):
             self.ledger.take_over(event, request_id)
 
     def carry_out(self, event: on.Event, commands: list[do.Command]) -> None:
-        """The books check each command, and the service's own executor carries it out."""
+        """Checks each command against the ledger, and carries it out with the service's own executor."""
         service = self.service
         service.handled(self.machine, event)
         for command in commands:
@@ -86,7 +86,7 @@ class ServedWorld(World):
         service.carried_out(event)
 
     def posted(self, event: on.Event) -> None:
-        """The executor tells the core of what it waited for."""
+        """Receives an event from the executor for the core."""
         if isinstance(event, on.PromptsOffered):
             event = replace(event, prompts=tuple(self._offers[each.prompt_id] for each in event.prompts))
         elif isinstance(event, on.RequestScored):
@@ -107,15 +107,15 @@ class ServedWorld(World):
     # ------------------------------------------------------------------------------------------- prompts and verdicts
 
     def priority(self, prompt_id: str) -> int:
-        """In a quarter of the seeds prompts differ in it."""
+        """Prompts have different priorities in a quarter of the seeds."""
         return crc32(prompt_id.encode()) % self._priorities
 
     def prompts_s(self) -> float:
-        """Until prompts are there."""
+        """Seconds until prompts are available."""
         return self.random.random() * self.habits.prompts_most_s
 
     def drawn(self, asked: int) -> list[SimPrompt]:
-        """At least one prompt, as long as there are any; it need not be as many as were asked for."""
+        """Some prompts: at least one while any are left, and possibly fewer than ``asked``."""
         count = self.random.randint(1, asked)
         again, self.prompts_again = self.prompts_again[:count], self.prompts_again[count:]
         count -= len(again)
@@ -130,18 +130,18 @@ class ServedWorld(World):
         return drawn
 
     def known_prompt(self, prompt_id: str) -> on.OfferedPrompt:
-        """As the core knows it."""
+        """The prompt in the form that the core gets."""
         return self._offers[prompt_id]
 
     def _sized(self, prompt: SimPrompt) -> SimPrompt:
-        """Groups have the scenario's size at most; some are smaller."""
+        """Reduces some groups below the scenario's size."""
         if self.random.random() >= self.habits.odd_groups:
             return prompt
         size = self.random.randint(1, prompt.group_size)
         return replace(prompt, group_size=size, lengths=prompt.lengths[:size], turns=prompt.turns[:size])
 
     def verdict_s(self) -> float:
-        """Until the verifier has judged a response."""
+        """Seconds until a verdict."""
         return self.random.random() * self.habits.verdict_most_s
 
     def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:

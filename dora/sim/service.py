@@ -1,10 +1,11 @@
-"""The service around a simulated core: its own book, executor and journal, with no event loop, no disk and no socket.
+"""The service around a simulated core: the real response buffer, executor and journal, without event loop, disk or
+socket.
 
-    commands ──▶ executor ──▶ book, journal ──▶ facts, of which a crash keeps a beginning
-                    ▲ reports of simulated workers, as the columns of tokens that real ones would send
+    commands ──▶ executor ──▶ buffer, journal ──▶ records, of which a crash keeps a prefix
+                    ▲ reports of simulated workers, as the token columns that real ones would send
 
-Each token follows from its request, its version and its place, so what a trainer is given can be told from anything
-else: a gap, a double, another's token, a token of another version.
+Each token is computed from its request, version and position. So any error in a delivery is detected: a gap, a
+duplicate, another request's token, or a token of another version.
 """
 
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -42,14 +43,14 @@ from dora.sim.trainer import SimTrainer
 from dora.sim.worker import SimWorker
 from dora.sim.workload import FILTERED, Filter, SimPrompt
 
-REPEATED_MAX: Final = 4  # tokens that a report may repeat of what is held, less one
+REPEATED_MAX: Final = 4  # accepted tokens that a report may repeat, plus one
 TOKENS_MAX: Final = 4096  # of a response
 TOKEN_IDS: Final = 50_000
-_STRIDE: Final = 7919  # from a token id to the next one of its request
+_STRIDE: Final = 7919  # difference of consecutive token ids of a request
 
 
 def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) -> tuple[Column, Column]:
-    """Token ids and logprobs of stretches. ``names``: of each its request and version."""
+    """Token ids and logprobs of token spans. ``names``: the request and version of each."""
     origins = np.array([crc32(f"{request_id}/{version}".encode()) for request_id, version in names], np.int64)
     positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
     token_ids = ((np.repeat(origins, counts) + positions * _STRIDE) % TOKEN_IDS).astype(np.int32)
@@ -57,7 +58,7 @@ def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) ->
 
 
 class Environment(Protocol):
-    """What a service needs of the world around it."""
+    """The world, as the service uses it."""
 
     config: Config
     scenario: Scenario
@@ -81,7 +82,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the first so many facts come to."""
+    """The state that a prefix of the records restores."""
 
     groups: list[LiveGroup]
     requests: Requests
@@ -90,11 +91,11 @@ class Kept:
 
 
 class Facts:
-    """The log: in memory, and durable once it is relied on."""
+    """The log, in memory. Records become durable when another party relies on them."""
 
     def __init__(self) -> None:
         self.told: list[records.LogRecord] = [records.Begun(0, 0.0, 0.0, "")]
-        self.relied_on = 1  # so many of them are not lost, whenever a crash comes
+        self.relied_on = 1  # number of records that no crash loses
 
     @property
     def appended(self) -> int:
@@ -109,7 +110,7 @@ class Facts:
         return len(self.told)
 
     def rely(self) -> None:
-        """Somebody is told what all of them come to."""
+        """Makes all present records durable, as another party has seen their result."""
         self.relied_on = len(self.told)
 
     async def settled(self, records: int | None = None) -> None: ...
@@ -117,7 +118,7 @@ class Facts:
 
 
 class _Delay:
-    """Awaited: simulated seconds pass."""
+    """An awaitable that takes simulated seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -127,14 +128,14 @@ class _Delay:
 
 
 class Service:
-    """One life of it. ``world`` is what is around it, and is told what happens."""
+    """One incarnation of the service. ``world`` receives its events and commands."""
 
     def __init__(self, world: Environment, log: Facts) -> None:
         self._world = world
         self.log = log
         self._ended = False
         state = world.machine.state
-        self.journal = Journal(cast(Log, log))  # what a journal asks of one, Facts has
+        self.journal = Journal(cast(Log, log))  # Facts has the methods that a journal needs
         self.buffer = ResponseBuffer(RolloutConfig(max_tokens=TOKENS_MAX), None, state.window.size)
         self.evaluations = Evaluations(self.buffer, state.evaluations.row_of, self._end_evaluation)
         self.prompts = PromptLedger(self.journal, 0)
@@ -166,13 +167,15 @@ class Service:
         return pending.handoff if pending is not None else None
 
     def end(self) -> None:
-        """It dies; what waits in it never goes on."""
+        """Ends the incarnation. Its waiting coroutines never continue."""
         self._ended = True
 
     # --------------------------------------------------------------------------------------------------------- events
 
     def taken_over(self, machine: Machine, event: on.Progress) -> None:
-        """A worker's report comes as columns; of those it owns the tokens go into the book, and only they stay."""
+        """Passes a worker's report to the buffer as columns. Tokens that the worker does not own are removed from the
+        event.
+        """
         names = [name for name in event.tokens if name in machine.state.rows()]
         rows = np.array([machine.state.rows()[name] for name in names], np.int64)
         owned = machine.owned(event.worker_id, event.epoch, rows)
@@ -184,7 +187,7 @@ class Service:
         self.journal.report(self.buffer.accept(event.worker_id, event.version, columns, self._world.now_s))
 
     def _columns(self, event: on.Progress, names: list[str], rows: Column) -> TokenColumns:
-        """Some tokens of what is held already come once more, as from a worker that has begun a request again."""
+        """The report's columns. They repeat some accepted tokens, as those of a worker that restarted a request do."""
         held = self.buffer.held(rows)
         reached = np.array([event.tokens[name] for name in names], np.int64)
         firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MAX)
@@ -198,7 +201,7 @@ class Service:
         )  # fmt: skip
 
     def handled(self, machine: Machine, event: on.Event) -> None:
-        """The core has taken this event: what a service then tells its journal, before it carries out what follows."""
+        """Writes the journal records that precede the commands of this event."""
         state = machine.state
         if isinstance(event, on.StepCommitted):
             counters = {"groups_trained": state.counters.groups_trained}
@@ -210,7 +213,7 @@ class Service:
             self.log.rely()
 
     def carried_out(self, event: on.Event) -> None:
-        """What followed has been done."""
+        """Writes the journal records that follow the commands of this event."""
         self.journal.window(self._world.machine.state)
         self.journal.trainer(self._world.machine.state)
         was_asked = isinstance(event, on.GroupCancelled) and event.reason == "asked for"
@@ -227,7 +230,7 @@ class Service:
     # ----------------------------------------------------------------------------------------------------- background
 
     def _go_on(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Up to its next delay; begun or not."""
+        """Runs a coroutine until its next delay."""
         if self._ended:
             coroutine.close()
             return
@@ -240,7 +243,7 @@ class Service:
     # -------------------------------------------------------------------------------------------------------- crashes
 
     def kept(self, count: int) -> Kept:
-        """What the first ``count`` facts come to."""
+        """The state that the first ``count`` records restore."""
         ledger = Ledger(None)
         ledger.apply(self.log.told[:count], count)
         groups = ledger.groups()
@@ -258,14 +261,14 @@ class Service:
         return self._world.known_prompt(prompt.prompt_id)
 
     def restore(self, kept: Kept) -> None:
-        """This life begins with what was kept."""
+        """Begins this incarnation with the restored state."""
         self.prompts.restore((group.prompt, group.position, group.arrival) for group in kept.groups)
         resume.restore_buffer(self.buffer, kept.groups, kept.requests, kept.next_number)
         self.buffer.window_versions = kept.restored.window_versions
 
 
 def cut(log: Facts, count: int, incarnation: int) -> None:
-    """All facts but the first so many are lost, and another life begins."""
+    """Removes all records after the first ``count``, and begins another incarnation."""
     del log.told[count:]
     log.append(records.Begun(incarnation, 0.0, 0.0, ""))
     log.rely()
@@ -276,7 +279,9 @@ def prompt_of(prompt: SimPrompt) -> Prompt:
 
 
 class _Executor(Executor):
-    """As the service's, but for what goes to workers: their messages are made, and simulated workers told."""
+    """The service's executor, except that it builds workers' messages only as a check and orders simulated workers
+    directly.
+    """
 
     def __init__(self, world: Environment, log: Facts, **parts: Any) -> None:
         super().__init__(**parts)
@@ -293,7 +298,7 @@ class _Executor(Executor):
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         super()._reject_version(command)
-        self._log.rely()  # its trainer is told, with its stream or when it asks for the next one
+        self._log.rely()  # the trainer learns it from its stream or its next request
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
         self._world.release(command)
@@ -311,7 +316,7 @@ class _Feed:
         self._ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """The world says which prompts come again after a crash, so they have no position in a source."""
+        """Prompts without a position in a source, as the world repeats them itself after a crash."""
         await _Delay(self._world.prompts_s())
         prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
         for prompt in prompts:
@@ -329,7 +334,7 @@ class _Verifier:
 
 
 class _Filter:
-    """The user's."""
+    """The user's group filter."""
 
     name = FILTERED.removeprefix("filtered: ")
 
@@ -341,7 +346,7 @@ class _Filter:
 
 
 class _Trainers:
-    """The sessions of trainers: their streams."""
+    """The trainers' sessions with their streams."""
 
     def __init__(self, world: Environment, service: Service) -> None:
         self._world = world
@@ -380,7 +385,7 @@ class _Stream:
 
 
 class _Nothing:
-    """A recorder, a storage, hosts and weights of which nothing is asked here."""
+    """A stub for the recorder, storage, hosts and weight store."""
 
     def delivered(self, group: object) -> None: ...
     def cancelled(self, group: object) -> None: ...

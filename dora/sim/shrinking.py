@@ -1,4 +1,4 @@
-"""What is left of a failing schedule when everything is taken out that the failure does not need."""
+"""Shrinks a failing fault schedule to the part that the failure needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ RUNS_MAX: Final = 200
 
 
 def ddmin(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> tuple[Item, ...]:
-    """Some of the items, in order, that still fail while none of them can be left out alone.
+    """A part of the items, in order, that still fails, and from which no single item can be removed.
 
-    Delta debugging (Zeller and Hildebrandt, 2002), by complements: halves are left out first, then ever smaller parts.
-    ``fails`` must hold for all the items, and be deterministic.
+    Delta debugging (Zeller and Hildebrandt, 2002), by complements: it removes halves first, then ever smaller parts.
+    ``fails`` must hold for all the items and be deterministic.
     """
     left, parts = tuple(items), 2
     if fails(()):

@@ -1,4 +1,4 @@
-"""Many seeds of small clusters under faults: how many broke a promise, and the shortest way to see it again."""
+"""Runs many seeds of small clusters with faults. Reports the failures, with the shortest replay of each."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from dora.sim.shrinking import shrunk
 from dora.sim.trial import DRAWN, Trial
 from dora.sim.trial_processes import outcomes
 
-SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
+SHRUNK_MAX: Final = 10  # failures that are shrunk, as a core that fails everywhere needs no more
 
 
 @dataclass(frozen=True, slots=True)
 class SweepFailure:
-    """A failed seed, cut down. ``replay`` is the command that shows it again."""
+    """A failed seed, shrunk. ``replay``: the command that reproduces it."""
 
     seed: Annotated[int, "of the cluster"]
     policy: Annotated[str, "the strategy"]
@@ -29,7 +29,7 @@ class SweepFailure:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Seeds tried, and how many of them failed in which way."""
+    """Number of seeds, and of failures by kind."""
 
     seeds: Annotated[int, "small clusters tried"]
     violations: Annotated[int, "of these, those that broke a promise"]
@@ -51,10 +51,10 @@ def sweep(
     jobs: int = 1,
     window: str = DRAWN,
 ) -> SweepReport:
-    """One trial a seed, the policies in turn. ``kinds``: of faults, as ``fault_kinds.kinds_of`` takes them.
-    ``window``: as a Trial has it.
+    """Runs one trial per seed and alternates the policies. ``kinds``: of faults, in the format of
+    ``fault_kinds.kinds_of``. ``window``: as in a Trial.
 
-    ``progress`` is told the share that is done. ``jobs``: processes that try them; the report is the same with any.
+    ``progress`` receives the completed share. ``jobs``: number of processes, which does not change the report.
     """
     trials = [Trial(seed, policies[seed % len(policies)], kinds, window=window) for seed in seeds]
     failures: list[SweepFailure] = []
@@ -67,7 +67,7 @@ def sweep(
 
 
 def replay(token: str) -> tuple[Trial, SweepReport]:
-    """Runs a trial again, as a token names it. Raises InvalidValue for a text that is no token."""
+    """Runs the trial of a token again. Raises InvalidValue if the text is not a token."""
     trial = Trial.of(token)
     failure = trial.run()
     return trial, _report(1, [] if failure is None else [_found(trial, failure)])

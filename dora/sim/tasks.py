@@ -1,4 +1,4 @@
-"""The tasks of a workload, resolved: what its own fields, a task's and the files say together."""
+"""The resolved tasks of a workload, from its own fields, those of each task, and the files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from dora.sim.prompt_lengths import PromptLengths, SpreadPrompts, Tokens, Traced
 from dora.sim.scenario import Task, Turns, Workload
 from dora.sim.traces import LENGTHS_FILE, FloatColumn, IntColumn, LengthTable, load_histogram, load_trace
 
-TASK = "synthetic"  # the one task of a workload that has none: features and history tell its prompts apart
-LOG_MAX = 500.0  # of a length: every such one is cut, and stays finite whatever scale and drift make of it
-MIXED_SCORES = 8193  # points at which the lengths of each task are taken where they are mixed
+TASK = "synthetic"  # the task of a workload without tasks: features and history distinguish its prompts
+LOG_MAX = 500.0  # of a length: such a length is always cut, and stays finite with any scale and drift
+MIXED_SCORES = 8193  # points at which the lengths of tasks are mixed
 
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """What the prompts of one task are like, and their share of all. ``tokens``: responses, not rounded, not cut."""
+    """The properties of one task's prompts, and their share. ``tokens``: of responses, neither rounded nor cut."""
 
     name: str
     share: float
@@ -29,14 +29,14 @@ class TaskShape:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a file says of responses, and of prompts where it is asked."""
+    """Response lengths from a file, and prompt lengths if required."""
 
     lengths: LengthTable
     prompts: PromptLengths | None = None
 
 
 def shapes_of(workload: Workload) -> tuple[TaskShape, ...]:
-    """Its tasks in order, or the one that it is. Raises InvalidValue where a file is missing or malformed."""
+    """The workload's tasks in order, or a single one. Raises InvalidValue if a file is missing or malformed."""
     sources: dict[str, _Source] = {}
 
     def source_of(task: Task, place: str) -> _Source | None:
@@ -52,7 +52,7 @@ def shapes_of(workload: Workload) -> tuple[TaskShape, ...]:
 
 
 def task_of_prompts(shares: Sequence[float], prompts: int, rng: np.random.Generator) -> IntColumn:
-    """The task of each prompt, by index: as many as the shares say, to within one prompt, in random order."""
+    """The task of each prompt, by index: according to the shares, to within one prompt, in random order."""
     exact = np.array(shares) / sum(shares) * prompts
     counts = np.floor(exact + 1e-9).astype(np.int64)
     most_left = np.argsort(counts - exact, kind="stable")
@@ -61,7 +61,7 @@ def task_of_prompts(shares: Sequence[float], prompts: int, rng: np.random.Genera
 
 
 def mixed_tokens(shapes: Sequence[TaskShape]) -> Tokens:
-    """Response tokens of all tasks together at standard normal scores, as of one distribution."""
+    """Response tokens of all tasks at standard normal scores, as one distribution."""
     if len(shapes) == 1:
         return shapes[0].tokens
     scores, weights = normal_grid(MIXED_SCORES)

@@ -1,4 +1,4 @@
-"""Lengths from files: a histogram (JSON) or a request trace (JSON Lines), read whole or not at all."""
+"""Reads lengths from a histogram (JSON) or a request trace (JSON Lines). An invalid file is refused as a whole."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dora.data.limits import TOKENS_MAX
 from dora.errors import InvalidValue
 
-DIGITS_MAX = 18  # of a whole number: what fits into 64 bits
+DIGITS_MAX = 18  # digits of an integer that fits into 64 bits
 LENGTHS_FILE = "workload.lengths.file"  # the field that names a file
 
 IntColumn = NDArray[np.int64]
@@ -24,7 +24,7 @@ FloatColumn = NDArray[np.float64]
 def normal_scores(shares: FloatColumn) -> FloatColumn:
     """The standard normal score below which each share of the distribution lies."""
     score = NormalDist().inv_cdf
-    # A share that rounds to 0 or 1 belongs to a length too rare to be drawn at all.
+    # A share that rounds to 0 or 1 belongs to a length too rare to be drawn.
     return np.array([score(min(max(share, 1e-300), 1.0 - 1e-16)) for share in shares.tolist()], dtype=np.float64)
 
 
@@ -32,8 +32,8 @@ def normal_scores(shares: FloatColumn) -> FloatColumn:
 class LengthTable:
     """An empirical distribution, by normal scores.
 
-    ``tokens`` are the lengths that occur, ascending; ``bounds`` has one entry less: the standard normal score at which
-    the distribution passes from one length to the next.
+    ``tokens``: the lengths, ascending. ``bounds`` has one entry less: the standard normal scores between one length and
+    the next.
     """
 
     tokens: IntColumn
@@ -41,7 +41,7 @@ class LengthTable:
 
     @classmethod
     def weighted(cls, weights: Mapping[int, float]) -> "LengthTable":
-        """From the weight (>= 0, not all 0) of each length."""
+        """The distribution for the weight (>= 0, not all 0) of each length."""
         tokens = sorted(length for length, weight in weights.items() if weight > 0.0)
         cumulative = np.cumsum([weights[length] for length in tokens])
         return cls(np.array(tokens, dtype=np.int64), normal_scores(cumulative[:-1] / cumulative[-1]))
@@ -53,7 +53,7 @@ class LengthTable:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of a running service in order of the file; every column has one entry a request."""
+    """Requests of a running service in order of the file. Every column has one entry per request."""
 
     arrival_s: FloatColumn
     input_tokens: IntColumn
@@ -65,9 +65,9 @@ class Trace:
 
 
 def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
-    """Reads ``{"hist": {tokens: weight, ...}}``; other keys are ignored. ``field`` names the file.
+    """Reads ``{"hist": {tokens: weight, ...}}`` and ignores other keys. ``field``: the setting that names the file.
 
-    Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
+    Raises InvalidValue if the file is missing, and with file, line and reason if it is malformed.
     """
     text = _text(path, field)
     document = _parsed(text, f"{path}", 1)
@@ -88,11 +88,11 @@ def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
 
 
 def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = False) -> Trace:
-    """Reads one request a line: ``output_length`` in tokens (>= 1) and, each 0 by default, ``input_length`` in tokens
-    and ``timestamp`` in milliseconds; other keys (``hash_ids``) and blank lines are ignored. ``field`` names the file.
-    ``prompts``: its prompts are asked for, so every line has to have one, 1 token to TOKENS_MAX.
+    """Reads one request per line: ``output_length`` in tokens (>= 1), ``input_length`` in tokens and ``timestamp`` in
+    milliseconds; the latter two default to 0. Other keys (``hash_ids``) and blank lines are ignored. ``field``: the
+    setting that names the file. ``prompts``: every line must have a prompt of 1 to TOKENS_MAX tokens.
 
-    Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
+    Raises InvalidValue if the file is missing, and with file, line and reason if it is malformed.
     """
     columns: tuple[list[float], list[float], list[float]] = ([], [], [])
     for number, line in enumerate(_text(path, field).split("\n"), 1):
@@ -114,7 +114,7 @@ def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = F
 
 
 def _field(request: Mapping[str, Any], name: str, least: int, place: str, *, whole: bool) -> float:
-    value = request.get(name, 0)  # a missing output_length is 0, and refused
+    value = request.get(name, 0)  # a missing output_length becomes 0 and is refused
     if not _is_number(value) or value < least or (whole and not isinstance(value, int)):
         kind = "whole number" if whole else "number"
         raise InvalidValue(f"{place}: {name}", request.get(name), f"a {kind} of at least {least}")
@@ -122,7 +122,7 @@ def _field(request: Mapping[str, Any], name: str, least: int, place: str, *, who
 
 
 def _is_number(value: object) -> bool:
-    """Whole numbers have to fit into 64 bits, others have to be finite."""
+    """Integers must fit into 64 bits, and other numbers must be finite."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MAX
@@ -136,12 +136,12 @@ def _text(path: Path | str, field: str) -> str:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidValue(f"{path}:{line}", error.object[error.start : error.end], "UTF-8 text") from error
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # a name that is not valid for a file
         raise InvalidValue(field, str(path), f"a readable file ({error})") from error
 
 
 def _parsed(text: str, path: str, first_line: int) -> Any:
-    """The JSON document in ``text``, which begins at ``first_line`` of the file. NaN and Infinity are refused."""
+    """Parses the JSON document ``text``, which begins at ``first_line`` of the file. Refuses NaN and Infinity."""
 
     def refused(constant: str) -> NoReturn:
         raise InvalidValue(f"{path}:{first_line + _line(text, constant, quoted=False) - 1}", constant, "finite numbers")
@@ -156,12 +156,12 @@ def _parsed(text: str, path: str, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         shown = error.doc[error.pos : error.pos + 20]
         raise InvalidValue(f"{path}:{first_line + error.lineno - 1}", shown, f"JSON ({error.msg})") from error
-    except ValueError as error:  # Python reads no whole number of thousands of digits
+    except ValueError as error:  # Python refuses integers of thousands of digits
         raise InvalidValue(f"{path}:{first_line}", text[:20], f"JSON ({error})") from error
     except RecursionError as error:
         raise InvalidValue(f"{path}:{first_line}", text[:20], "JSON that is not nested this deeply") from error
 
 
 def _line(text: str, mark: str, *, quoted: bool = True) -> int:
-    """The line, from 1, on which ``mark`` first stands."""
+    """The first line, from 1, that contains ``mark``."""
     return text.count("\n", 0, max(text.find(f'"{mark}"' if quoted else mark), 0)) + 1

@@ -1,4 +1,4 @@
-"""The simulated trainer: collects a step, trains it in micro-batches as they fill, commits, begins the next."""
+"""The simulated trainer: it collects a step, trains it in micro-batches as they fill, commits and begins the next."""
 
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -8,11 +8,11 @@ from dora.core import events as on
 from dora.sim.ledger import Group, Ledger
 from dora.sim.scenario import Scenario, TrainerPace
 
-REJECTION_NOTED_S: Final = 0.01  # until the trainer has read how its stream ended
+REJECTION_NOTED_S: Final = 0.01  # until the trainer has read the end of its stream
 
 
 class Environment(Protocol):
-    """What a trainer needs of the world around it."""
+    """The world, as the trainer uses it."""
 
     scenario: Scenario
     machine: Machine
@@ -25,7 +25,7 @@ class Environment(Protocol):
 
 
 class SimTrainer:
-    """One trainer. ``busy`` collects the intervals in which it computes; ``on_step`` is told of each committed step."""
+    """One trainer. ``busy`` collects its computing intervals. ``on_step`` is called for each committed step."""
 
     def __init__(self, world: Environment, pace: TrainerPace) -> None:
         self.world, self.pace = world, pace
@@ -33,41 +33,42 @@ class SimTrainer:
         self.step = 0
         self.committed = 0  # in steps
         self.alive = True
-        self.ended = False  # it was told that prompts have run out
+        self.ended = False  # prompts have run out
         self.holds_gpus = False
         self.busy: list[tuple[float, float]] = []
-        self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit until the next step is asked for
-        self.after_commit: Callable[[], None] = lambda: None  # called at each, before accelerators are let go
-        self.tells: Callable[[list[Group]], tuple[float, float]] = self._measured  # of a step, with its commit
+        self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit to the next request
+        self.after_commit: Callable[[], None] = lambda: None  # called at each commit, before accelerators are released
+        # signals of a step, sent with its commit
+        self.tells: Callable[[list[Group]], tuple[float, float]] = self._measured
         self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
-        self._asked_s = 0.0  # for the step's groups
+        self._asked_s = 0.0  # time of the step's request
         self._groups = 0
         self._full = False
-        self._trained = 0  # micro-batches of this step
+        self._trained = 0  # trained micro-batches of this step
         self._computing = False
-        self._streams = 0  # what was computed on an earlier stream is void
+        self._streams = 0  # number of streams; results from an earlier one are void
 
     @property
     def at_work(self) -> bool:
-        """It computes or publishes."""
+        """Whether it computes or publishes."""
         return self._computing or self._trained == self.pace.micro_batches
 
     def attach(self) -> None:
-        """A new trainer, or the same one started again: what was not committed is delivered again."""
+        """Attaches a new trainer, or the same one after a restart. Uncommitted groups are delivered again."""
         self.epoch += 1
         self.alive = True
         self.world.post(on.TrainerAttached(self.epoch, self.pace.groups_per_step))
         self.request()
 
     def die(self) -> None:
-        """The trainer is lost with all that it has not committed; the service does not know."""
+        """Ends the trainer and its uncommitted work. The service is not informed."""
         self.alive = False
         self._streams += 1
         self._let_gpus_go()
 
     def request(self) -> None:
-        """Opens the stream of the first step that is not committed; first publishes anew what workers have rejected."""
+        """Opens the stream of the first uncommitted step. Rejected versions are published again first."""
         self._streams += 1
         if self.world.machine.state.rejected:
             self.world.after(self.pace.publish_s + self.rest_s(), self._republish, self._streams)
@@ -82,14 +83,14 @@ class SimTrainer:
         self.world.post(on.StepRequested(self.epoch, self.step))
 
     def rejected(self) -> None:
-        """Workers have rejected a version: the stream has ended with that, and what was computed is begun anew."""
+        """Ends the stream because workers have rejected a version. The step's computation begins again."""
         self._streams += 1
         if self.alive:
             self._let_gpus_go()
             self.world.after(REJECTION_NOTED_S, self._go_on, self._streams)
 
     def _republish(self, stream: int) -> None:
-        if stream == self._streams:  # else it was lost meanwhile, or is at it already
+        if stream == self._streams:  # otherwise the trainer was lost meanwhile or has begun already
             self.world.post(on.VersionRepublished(self.epoch, min(self.world.machine.state.rejected)))
             self.request()
 
@@ -98,7 +99,7 @@ class SimTrainer:
         self._compute()
 
     def closed(self, exhausted: bool) -> None:
-        """The stream ends. Without any group: there is nothing left to train on."""
+        """Ends the stream. Without any group, the training is complete."""
         self.ended = exhausted and not self._groups
         if self.ended or not self.alive:
             return
@@ -109,7 +110,7 @@ class SimTrainer:
         self._compute()
 
     def _compute(self) -> None:
-        """Begins the next micro-batch as soon as its groups are there."""
+        """Begins the next micro-batch if its groups have arrived."""
         pace = self.pace
         needed = -(-pace.groups_per_step * (self._trained + 1) // pace.micro_batches)
         ready = self._full or (pace.streams and self._groups >= needed)
@@ -141,12 +142,13 @@ class SimTrainer:
         world.post(on.StepCommitted(self.epoch, self.step, *self.tells(groups)))
         self.after_commit()
         self._let_gpus_go()
-        if self.alive:  # else it was lost just after the commit
+        if self.alive:  # otherwise it was lost just after the commit
             self._rest()
 
     def _measured(self, groups: list[Group]) -> tuple[float, float]:
-        """How long it waited for these groups, and the share of their tokens that an objective would clip, which grows
-        with their mean staleness."""
+        """The time that the trainer waited for these groups, and the share of their tokens that an objective would
+        clip, which grows with their mean staleness.
+        """
         busy_s = sum(ended_s - began_s for began_s, ended_s in self.busy)
         waited_s = max(0.0, self.world.now_s - self._asked_s - busy_s - self.pace.publish_s)
         staleness = sum(self.step - group.version for group in groups) / max(1, len(groups))
@@ -160,7 +162,7 @@ class SimTrainer:
             self.request()
 
     def _go_on(self, stream: int) -> None:
-        if stream == self._streams:  # else it was lost meanwhile, or has asked already
+        if stream == self._streams:  # otherwise it was lost meanwhile or has requested already
             self.request()
 
     def _let_gpus_go(self) -> None:

@@ -1,4 +1,4 @@
-"""One seed of the sweep: a small cluster, its faults, and the question whether every promise was kept to the end."""
+"""One seed of the sweep: a small cluster with faults, and a check that every promise is kept to the end."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,19 +20,20 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.world import TICK_S
 
 WORKERS_MAX: Final = 4
-HORIZON_S: Final = 60  # faults strike before
+HORIZON_S: Final = 60  # end of the faults
 FAULTS_MEAN: Final = 8.0
 DRAWN: Final = "drawn"
 WINDOWS: Final = (DRAWN, "auto")
-STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
-PATIENCE_S: Final = 1500.0  # within which the next one must be committed, in the drain too
-QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer than any fault lasts
+STEPS_AFTER: Final = 2  # steps that must complete after the faults
+PATIENCE_S: Final = 1500.0  # time limit of a step, and of each step in the drain
+QUIET_S: Final = 20.0  # after the drain, for events in transit: longer than any fault lasts
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried. ``chosen``: indexes of the drawn faults that strike (None: all); ``workers`` 0: as drawn.
-    ``window``: drawn, of one size for the whole run, or auto."""
+    """The parameters of one trial. ``chosen``: indexes of the drawn faults that occur (None: all). ``workers`` 0: as
+    drawn. ``window``: drawn, constant, or auto.
+    """
 
     seed: int
     policy: str
@@ -44,14 +45,14 @@ class Trial:
 
     @property
     def token(self) -> str:
-        """Text that ``of`` makes this trial from again."""
+        """A text from which ``of`` restores this trial."""
         chosen = "all" if self.chosen is None else ",".join(map(str, self.chosen))
         window = "" if self.window == DRAWN else f":{self.window}"
         return f"{self.seed}:{self.policy}:{self.kinds}:{chosen}:{self.workers}:{self.steps_after}{window}"
 
     @classmethod
     def of(cls, token: str) -> "Trial":
-        """Raises InvalidValue for a text that no trial has printed: for its first part that is wrong, by name."""
+        """Parses a token. Raises InvalidValue that names the first invalid part."""
         try:
             seed, policy, kinds, chosen, workers, steps_after, *rest = token.split(":")
             (window,) = rest or (DRAWN,)
@@ -63,7 +64,7 @@ class Trial:
         return trial
 
     def check(self) -> None:
-        """Raises InvalidValue for what no sweep tries."""
+        """Raises InvalidValue for parameters that no sweep has."""
         if self.policy not in POLICIES:
             raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, POLICIES, cutoff=0.6))
         if self.window not in WINDOWS:
@@ -91,17 +92,17 @@ class Trial:
         return self.drawn if self.chosen is None else tuple(self.drawn[index] for index in self.chosen)
 
     def run(self) -> Failure | None:
-        """None: every promise was kept, after every event, to the end."""
+        """Runs the trial. None: every promise was kept after every event."""
         scenario = self.cluster()
         world, told = None, logging.getLogger("dora.service")
         was_disabled, told.disabled = (
             told.disabled,
             True,
-        )  # what an operator is told of faults, which all are on purpose
+        )  # messages to operators about faults, which are all intended
         try:
             world = UnreliableWorld(scenario, self.seed)
             conduct(world, self.faults, self.steps_after)
-        except Exception as error:  # whatever the core raises is a finding, and the next seed goes on
+        except Exception as error:  # any exception of the core is a finding, and the next seed continues
             return failure_of(error, world.now_s if world is not None else 0.0)
         finally:
             told.disabled = was_disabled
@@ -149,7 +150,7 @@ class Trial:
         return scenario.model_copy(update={"balance": balance})
 
     def _window(self, drawn: int) -> WindowConfig:
-        """An adaptive one changes often, so that faults strike before and after."""
+        """An adaptive window changes often, so that faults occur before and after a change."""
         if self.window == DRAWN:
             return WindowConfig(size=nearest_window(self.policy, drawn))
         random = Random(f"window {self.seed}")
@@ -157,7 +158,7 @@ class Trial:
         return WindowConfig(size="auto", min=least, max=most, look_steps=random.choice((1, 2)), rest_steps=0)
 
     def _pools(self) -> dict[str, Any]:
-        """Of the cluster: in a third of the seeds there is none, and there the strategies decide as ever."""
+        """Pool settings. One third of the seeds have no pool."""
         random = Random(f"pools {self.seed}")
         if POOL not in kinds_of(self.kinds):
             return {}
@@ -169,9 +170,9 @@ class Trial:
 
 
 def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, Any]) -> Cluster:
-    """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
+    """Slots and KV are scarce. A copy may take as long as many tokens, so that other events occur meanwhile.
 
-    Where KV or requests cost time a full engine is much slower: strategies have fast and slow places to choose from.
+    If KV or requests cost time, a full engine is much slower, so strategies choose between fast and slow workers.
     """
     return Cluster(
         gpus=workers + 1,
@@ -189,7 +190,9 @@ def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, An
 
 
 def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -> None:
-    """Runs with faults; then the trainer must get its next steps; then all that was admitted must come out."""
+    """Runs with faults. Then the trainer must complete its next steps, and then the drain must return every admitted
+    group.
+    """
     for fault in faults:
         world.after(fault.at_s, strike, world, fault)
     world.run_until(lambda: world.now_s >= HORIZON_S)
@@ -202,7 +205,7 @@ def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -
         world.ask(on.EvaluationCancelled(evaluation_id, "the run ends"))
     rest_s = world.now_s + QUIET_S
     world.run_until(lambda: world.now_s >= rest_s)
-    limit_s = rest_s + world.config.workers.load_timeout_s + TICK_S  # a load that never ends is ended by then
+    limit_s = rest_s + world.config.workers.load_timeout_s + TICK_S  # a load that never ends has timed out by then
     world.run_until(lambda: world.now_s >= limit_s or not _loads(world))
     check_books(world)
 
@@ -212,7 +215,7 @@ def _loads(world: UnreliableWorld) -> bool:
 
 
 def check_books(world: UnreliableWorld) -> None:
-    """After the drain: nothing was lost, and nobody holds anything any more."""
+    """Checks after the drain that no group was lost and no process holds one."""
     if world.ledger.groups:
         raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
     unended = [evaluation_id for evaluation_id, asked in world.ledger.evaluations.items() if not asked.ended]
@@ -227,7 +230,7 @@ def check_books(world: UnreliableWorld) -> None:
 
 
 def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:
-    """Until ``done``, as long as steps are committed: many prompts may be left, and a step takes what it takes."""
+    """Runs until ``done`` while steps are committed. Many prompts may be left, so only each step has a limit."""
 
     def moved_on(committed: int) -> Callable[[], bool]:
         return lambda: done() or world.trainer.committed > committed
@@ -240,7 +243,7 @@ def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:
 
 
 def describe(world: UnreliableWorld) -> str:
-    """Where a stalled core stands."""
+    """The state of a stalled core."""
     state = world.machine.state
     waiting = {version: len(rows) for version, rows in state.waiting.items() if rows}
     workers = ", ".join(

@@ -1,4 +1,4 @@
-"""Many trials, in a pool of processes."""
+"""Runs many trials in a pool of processes."""
 
 import os
 import signal
@@ -18,27 +18,27 @@ from dora.system.process_tree import die_with
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import SynchronizedArray
 
-TRIALS_A_PROCESS: Final = 40  # fewer take less time than a process takes to start
+TRIALS_A_PROCESS: Final = 40  # fewer trials take less time than the start of a process
 _INT64: Final = "q"
-_RUNNING: list["Running"] = []  # in a process of the pool: the array that it shares with its parent
+_RUNNING: list["Running"] = []  # in a process of the pool: the array shared with its parent
 
-Running: TypeAlias = "SynchronizedArray[int]"  # two numbers a process: its id, and 1 + the index of its trial
+Running: TypeAlias = "SynchronizedArray[int]"  # two integers per process: its id, and 1 + the index of its trial
 
 
 class TrialsEnded(DoraError):
-    """A process ended during a trial: the system killed it, as for its memory, or Python itself crashed."""
+    """A process ended during a trial: the system killed it, for example for its memory, or Python crashed."""
 
 
 def processes_for(trials: int) -> int:
-    """Processes that so many trials are worth, at most one a core that this process may use."""
+    """The number of processes for these trials, at most one per core available to this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, trials // TRIALS_A_PROCESS))
 
 
 def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]:
-    """The outcome of each trial, in their order. ``jobs`` 1: in this process.
+    """The outcome of each trial, in order. ``jobs`` 1: in this process.
 
-    Raises TrialsEnded if a process ends during a trial; the other processes are then killed, as they are when the
+    Raises TrialsEnded if a process ends during a trial. The other processes are then killed, as they are when the
     caller stops early.
     """
     if jobs == 1:
@@ -63,7 +63,7 @@ def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]
 
 
 def _begin(parent: int, running: Running) -> None:
-    """Prepares a process of the pool."""
+    """Initialises a process of the pool."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     load_strategies()

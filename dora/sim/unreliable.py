@@ -1,5 +1,5 @@
-"""The simulated world with everything that can go wrong in it, the orchestrator's own end among it: who outlives that,
-and how they come back. The rest is in unsteady.py; what goes wrong, and when, is data: see fault.py.
+"""The simulated world with crashes of the orchestrator, which workers and pools survive. Other faults are in
+unsteady.py, and schedules of faults in fault.py.
 """
 
 from dataclasses import replace
@@ -19,10 +19,12 @@ from dora.sim_engine.engine import Phase
 
 
 class UnreliableWorld(UnsteadyWorld):
-    """An UnsteadyWorld whose orchestrator may die (crash.py), and whose workers and pools outlive it."""
+    """An UnsteadyWorld whose orchestrator may crash (crash.py) while workers and pools survive."""
 
     def check_replay(self) -> None:
-        """The core is a function of its events. Raises Violation where this life's, again, come to anything else."""
+        """The core is a function of its events. Raises Violation if replaying those of this incarnation gives another
+        result.
+        """
         machine = Machine(self.config)
         for now_s, event, outcome in self.log[self._began :]:
             try:
@@ -38,11 +40,11 @@ class UnreliableWorld(UnsteadyWorld):
 
     @property
     def incarnation(self) -> int:
-        """Of the orchestrator; the first is 0."""
+        """The orchestrator's incarnation; the first is 0."""
         return self._incarnation
 
     def begin_incarnation(self, kept: Kept) -> None:
-        """Another orchestrator, whose core knows nothing yet. All streams have broken."""
+        """Starts another orchestrator with an empty core. All streams have broken."""
         self._incarnation += 1
         self.service.end()
         self._service = None
@@ -57,14 +59,14 @@ class UnreliableWorld(UnsteadyWorld):
             self.lose_trainer()
 
     def carry_on(self) -> None:
-        """What those around it say again once it is there."""
+        """Repeats the reports that a new orchestrator needs."""
         if self.storage_faults:
             self.post(on.StorageChanged("record: no room"))
         if self.ending and self.prompts_left is None:
             self.post(on.AdmissionEnded())
 
     def outlives(self, worker: SimWorker, may: bool) -> bool:
-        """Whether the process lives on; else it ends, and is started again after a while."""
+        """Whether the process survives. Otherwise it ends and is restarted after a while."""
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         del members[worker.worker_id]
         if worker.alive and may:
@@ -75,7 +77,7 @@ class UnreliableWorld(UnsteadyWorld):
         return False
 
     def reborn(self, worker: SimWorker) -> SimWorker:
-        """The same process, which waits for a service: what was under way between workers is undone."""
+        """The surviving process, which waits for a service. Its handoffs with other workers are undone."""
         engine, before = worker.engine, self.process(worker)
         engine.advance(self.now_s)
         worker.alive = False
@@ -95,7 +97,7 @@ class UnreliableWorld(UnsteadyWorld):
         return again
 
     def hello(self, worker: SimWorker) -> on.WorkerJoined | on.PoolJoined:
-        """What the core is told of one that has come back: as the service has it, which looks at what it says first."""
+        """The join event of a reconnected process. As in the service, its claims are validated first."""
         worker.engine.advance(self.now_s)
         cluster, engine, process = self.scenario.cluster, worker.engine, self.process(worker)
         has = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
@@ -113,16 +115,18 @@ class UnreliableWorld(UnsteadyWorld):
         return replace(joined, requests=claimed)
 
     def enter(self, worker: SimWorker) -> None:
-        """It is in session again."""
+        """Adds a reconnected process to the members."""
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         members[worker.worker_id] = worker
         self._away.discard(worker.worker_id)
         self.process(worker).incarnation = self._incarnation
 
     def welcome(self, worker: SimWorker) -> None:
-        """It goes on with what the core has given it again, and tells what has ended of that; the rest it forgets."""
+        """The worker continues the requests that the core assigned to it again, reports those that ended, and removes
+        the others.
+        """
         if isinstance(worker, SimPool):
-            return  # it is told by the core what to forget
+            return  # the core orders it to remove requests
         state, known = self.machine.state, self.machine.state.worker_at(worker.worker_id, worker.epoch)
         goes_on = (
             {state.request_id[row] for row in known.rows if not state.requests["starting"][row]} if known else set()
@@ -140,7 +144,7 @@ class UnreliableWorld(UnsteadyWorld):
         self._report(worker)
 
     def come_back(self, worker: SimWorker) -> None:
-        """It reaches the orchestrator only now, if another crash has not come before."""
+        """Reconnects a process late, unless another crash came first."""
         if worker.worker_id not in self._away or not worker.alive:
             return
         joined = self.hello(worker)

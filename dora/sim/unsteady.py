@@ -1,7 +1,8 @@
-"""The simulated world in which workers, messages, trainer, prompts and storage fail. What fails, and when, is data.
+"""The simulated world with faults of workers, messages, trainer, prompts and storage. The faults and their times are
+data.
 
-Two views part here. The orchestrator sees a session: it ends with its stream, or by silence. The worker is a process:
-it may die while what it sent is still under way, stand still, or go on decoding although its epoch is over.
+Two views differ here. The orchestrator sees a session, which ends with its stream or by silence. The worker is a
+process: it may die while its messages are in transit, hang, or continue decoding after its epoch has ended.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,45 +25,45 @@ from dora.sim.worker import SimWorker
 from dora.sim.world import TICK_S
 from dora.sim_engine.request import SimRequest
 
-SILENCE_LIMIT_S = 8.0  # a worker not heard of for so long is lost (workers.silence_timeout_s)
-RESTART_MOST_S = 6.0  # until a lost worker or trainer is started again
+SILENCE_LIMIT_S = 8.0  # a worker that is silent for this long is lost (workers.silence_timeout_s)
+RESTART_MOST_S = 6.0  # until a lost worker or trainer is restarted
 
 
 @dataclass(slots=True)
 class Process:
-    """What a worker's or pool's process has of its own, under one epoch."""
+    """State of a worker's or pool's process in one epoch."""
 
-    incarnation: int  # of the orchestrator that it is connected to; -1: to none
-    publication: int = 0  # of the version that it hosts: how often that had been published anew
-    ended: dict[str, SimRequest] = field(default_factory=dict)  # that have ended here, and are not settled
-    loads: dict[int, int] = field(default_factory=dict)  # command -> publication that it was told to load
+    incarnation: int  # of the orchestrator that it is connected to; -1: none
+    publication: int = 0  # of its hosted version: the number of earlier republications
+    ended: dict[str, SimRequest] = field(default_factory=dict)  # responses that ended here and are not settled
+    loads: dict[int, int] = field(default_factory=dict)  # command -> publication that it must load
 
     @property
     def is_away(self) -> bool:
         return self.incarnation < 0
 
 
-Handled = tuple[float, on.Event, list[do.Command] | str]  # when, what, and the commands, or why it was refused
+Handled = tuple[float, on.Event, list[do.Command] | str]  # time, event, and the commands or the reason of its refusal
 
 
 class UnsteadyWorld(ServedWorld):
-    """A ServedWorld whose messages take their time and whose members may fail. Its core is checked at every event."""
+    """A ServedWorld with message delays and faults of its members. Its core is checked after every event."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
-        self.log: list[Handled] = []  # what the orchestrators have handled
-        self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # are shown every command; True: sprung
+        self.log: list[Handled] = []  # events that the orchestrators have handled
+        self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # called with every command; True: the trap is done
         self.sessions: dict[int, Session] = {}  # by worker epoch
-        self.ending = False  # admission has ended, or will with the prompts
-        self.dies_committing = False  # the trainer is lost with its next commit
-        self.storage_faults = 0  # under way now
-        self.bad_commits = 0  # so many of the next commits publish what no worker can reproduce,
-        self.bad_again = 0  # and so many of the next times that something is published anew
-        self.loads: dict[int, int] = {}  # command -> version that a worker was told to load
-        self.archive: dict[str, tuple[Group, list[Response]]] = {}  # every group that was ever admitted
-        self.dropped: dict[str, str] = {}  # group -> why it was cancelled
-        self._away: set[str] = set()  # ids of those that have outlived an orchestrator, and not come back yet
+        self.ending = False  # admission has ended, or will end with the prompts
+        self.dies_committing = False  # the trainer is lost at its next commit
+        self.storage_faults = 0  # active now
+        self.bad_commits = 0  # number of next commits that publish weights which no worker can reproduce
+        self.bad_again = 0  # the same for the next republications
+        self.loads: dict[int, int] = {}  # command -> version to load
+        self.archive: dict[str, tuple[Group, list[Response]]] = {}  # every group ever admitted
+        self.dropped: dict[str, str] = {}  # group -> reason of its cancellation
+        self._away: set[str] = set()  # ids of processes that survived an orchestrator and have not reconnected
         self._incarnation = 0  # of the orchestrator
-        self._began = 0  # where in the log this life of it began
+        self._began = 0  # position in the log at which this incarnation began
         self._processes: dict[int, Process] = {}  # by worker epoch
         self._names = 0
         super().__init__(scenario, seed)
@@ -76,7 +77,7 @@ class UnsteadyWorld(ServedWorld):
         return self.random.random() * self.habits.trainer_rests_most_s
 
     def _tells(self, _groups: list[Group]) -> tuple[float, float]:
-        """Whatever it is told, an adaptive window has to keep every promise: it is told to change often."""
+        """Random signals that change an adaptive window often. It must keep every promise with any signals."""
         return self._signals.random() * self.scenario.trainer.step_s, self._signals.choice((0.0, 0.0, 0.5))
 
     def _tick(self) -> None:
@@ -85,7 +86,7 @@ class UnsteadyWorld(ServedWorld):
         self.after(2.0 * TICK_S * self.random.random(), self._tick)
 
     def _sweep_snapshots(self) -> None:
-        """As the service does at each tick: what workers that are gone have left, and no handoff knows."""
+        """Deletes snapshots of lost workers that no handoff refers to, as the service does at each tick."""
         epochs = {worker.epoch for worker in (*self.workers.values(), *self.pools.values())}
         kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
         for locator, snapshot in list(self.snapshots.items()):
@@ -108,7 +109,7 @@ class UnsteadyWorld(ServedWorld):
             self.lose_trainer()
 
     def _published(self, version: int, bad: bool) -> bool:
-        """Weights were stored, which workers can reproduce or cannot. Returns ``bad``."""
+        """Records that stored weights are reproducible or not. Returns ``bad``."""
         if bad:
             self.bad_weights.add(version)
         else:
@@ -125,8 +126,9 @@ class UnsteadyWorld(ServedWorld):
                 self.dropped[command.group_id] = command.reason
 
     def check(self, event: on.Event, commands: list[do.Command]) -> None:
-        """The core's whole state, after every event; what it answers while storage is full; and that no worker ends for
-        what its trainer has published."""
+        """Checks the core's whole state after every event, its commands while storage is full, and that no worker is
+        evicted because of weights that its trainer published.
+        """
         check_state(self.machine.state)
         if self.storage_faults and any(isinstance(command, do.AdmitGroup) for command in commands):
             raise Violation(f"{event} admits a group while storage is full")
@@ -174,8 +176,9 @@ class UnsteadyWorld(ServedWorld):
             self._obey(worker, (order,))
 
     def _hear(self, worker: SimWorker, event: on.Event) -> None:
-        """Also from a worker whose epoch is over: it is the core that must tell them apart. Nothing comes through that
-        was sent to an earlier life of the orchestrator."""
+        """Passes a worker's message to the core, also after the end of its epoch: the core must distinguish these.
+        Messages to an earlier incarnation of the orchestrator are dropped.
+        """
         if self.process(worker).incarnation != self._incarnation:
             return
         if isinstance(event, on.WorkerLost | on.PoolLost):
@@ -184,7 +187,9 @@ class UnsteadyWorld(ServedWorld):
             self.post(event)
 
     def ask(self, event: on.Event, *, refused: bool = False) -> bool:
-        """What the core may refuse (``refused``: must); then nothing may have changed. Whether it took it."""
+        """Posts an event that the core may refuse (``refused``: must refuse) without a change. Returns whether it was
+        accepted.
+        """
         before = fingerprint(self.machine.state)
         try:
             self.post(event)
@@ -202,21 +207,21 @@ class UnsteadyWorld(ServedWorld):
     # -------------------------------------------------------------------------------------------------------- workers
 
     def running(self) -> list[SimWorker]:
-        """Workers in session whose process lives, by id."""
+        """Connected workers whose process is alive, by id."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.alive]
 
     def kill(self, worker: SimWorker, share: float) -> None:
-        """The process dies. That ``share`` of what it has sent still arrives, and then the end of its stream."""
+        """Kills the process. ``share`` of its messages in transit still arrive, then the end of its stream."""
         self._bury(worker)
         self.session(worker).to_core.end(_lost(worker, "killed"), share)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
-        """Process and session end together: the stream broke, or the orchestrator ended the worker."""
+        """Ends process and session together: the stream broke, or the orchestrator ended the worker."""
         self._bury(worker)
         self.fence(worker, reason)
 
     def fence(self, worker: SimWorker, reason: str, starts_again: bool = True) -> None:
-        """To the orchestrator this epoch is over, whatever the process does."""
+        """Ends the epoch in the orchestrator, whatever the process does."""
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         if members.get(worker.worker_id) is worker:
             del members[worker.worker_id]
@@ -231,12 +236,12 @@ class UnsteadyWorld(ServedWorld):
             self.fence(worker, "drained", starts_again=False)
 
     def join_new(self) -> None:
-        """A worker of a new name."""
+        """Adds a worker with a new name."""
         self._names += 1
         self.join(f"w{self._names - 1}")
 
     def hang(self, worker: SimWorker, for_s: float) -> None:
-        """The process stands still: it neither decodes nor reads nor answers. Silent for too long, it is replaced."""
+        """The process hangs: it neither decodes nor reads nor answers. If it is silent too long, it is replaced."""
         session, until_s = self.session(worker), self.now_s + for_s
         session.hung_until_s = max(session.hung_until_s, until_s)
         worker.engine.advance(self.now_s)
@@ -247,7 +252,9 @@ class UnsteadyWorld(ServedWorld):
             self.after(SILENCE_LIMIT_S, self.lose, worker, "silent")
 
     def partition(self, worker: SimWorker, for_s: float, to_core: bool) -> None:
-        """One direction is silent. For too long: the epoch is over, while the worker goes on until that reaches it."""
+        """Silences one direction. If it lasts too long, the epoch ends, and the worker continues until it learns of
+        that.
+        """
         session = self.session(worker)
         wire = session.to_core if to_core else session.to_worker
         wire.silent_until_s = max(wire.silent_until_s, self.now_s + for_s)
@@ -300,13 +307,13 @@ class UnsteadyWorld(ServedWorld):
     # ------------------------------------------------------------------------------------------------ trainer, prompts
 
     def lose_trainer(self) -> None:
-        """It is started again after a while, and gets what it has not committed once more."""
+        """The trainer is lost. It restarts after a while and gets its uncommitted groups again."""
         if self.trainer.alive:
             self.trainer.die()
             self.after(self.random.random() * RESTART_MOST_S, self.trainer.attach)
 
     def fill_storage(self, for_s: float) -> None:
-        """Nothing can be stored for a while; a fault that strikes meanwhile prolongs it."""
+        """Fills the storage for a while. Another such fault meanwhile extends the time."""
         self.storage_faults += 1
         self.post(on.StorageChanged("record: no room"))
         self.after(for_s, self._empty_storage)
@@ -317,7 +324,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(on.StorageChanged(""))
 
     def end_prompts(self, left: int | None) -> None:
-        """The source has only so many prompts left; None: the service admits nothing more, now."""
+        """Limits the source to ``left`` more prompts. None: the service ends admission now."""
         self.ending = True
         if left is None:
             self.post(on.AdmissionEnded())

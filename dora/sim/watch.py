@@ -1,10 +1,10 @@
-"""Checks after every event what that event can have changed, so that a large cluster is checked event by event, too.
+"""Checks after every event the state that it can have changed, so that each event of a large cluster is checked too.
 
-``check_state`` (invariants.py) walks the whole state, which with tens of thousands of requests takes as long as
-hundreds of events. Here the window and the evaluations that run are checked whole, and of requests, groups, workers and
-handoffs those that the event or one of its commands names. Books of its own say where each request was seen last, so
-one that is left behind in a second place is found, and one that nobody has any more. What changes without being named
-the next whole check finds.
+``check_state`` (invariants.py) reads the whole state, which takes as long as hundreds of events with tens of thousands
+of requests. Here the window and the running evaluations are checked as a whole, and only the requests, groups, workers
+and handoffs that the event or its commands name. The watch records the last place of each request. So it finds a
+request that remains in a second place, or that is in none. Changes that no event names are found by the next whole
+check.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,18 +31,18 @@ from dora.sim.ledger import Violation
 
 WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 LEASED = int(GroupStatus.LEASED)
-# Where a request stands that is on no index:
+# The place of a request that is on no index:
 IN_LINE: Final = -1
-STRANDED: Final = -2  # its source is lost, its snapshot on the way
-NOWHERE: Final = -3  # not admitted yet, or ended
-RESUMED: Final = -4  # on its way from a pool to a worker
+STRANDED: Final = -2  # its source is lost, and its snapshot is in transit
+NOWHERE: Final = -3  # not admitted, or ended
+RESUMED: Final = -4  # in transit from a pool to a worker
 TO_ENDS: Final = tuple(kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand))
-REPORTS: Final = 7  # after one in so many full reports all of its worker is looked at: prime, so that all have turns
+REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, so that all workers are checked
 
 
 @dataclass(slots=True)
 class Watched:
-    """A group in the books. ``rows`` of its requests; how many have not ended, and have no verdict."""
+    """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict."""
 
     deadline: int
     rows: Sequence[int]
@@ -52,7 +52,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Named:
-    """What an event and its commands name: to be looked at once all is noted."""
+    """Rows, groups and indexes that an event and its commands name. They are checked after all are recorded."""
 
     rows: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
@@ -65,22 +65,22 @@ class Named:
 
 
 class Watch:
-    """One run's. ``saw`` is told each event with the commands that answered it, and raises Violation."""
+    """The watch of one run. ``saw`` receives each event with its commands, and raises Violation."""
 
     def __init__(self, machine: Callable[[], Machine]) -> None:
-        """``machine``: the one that runs now; one that takes over has to stand where the one before it stood."""
+        """``machine``: the present one. A machine that replaces it must have the same state."""
         self._machine = machine
-        self._places: dict[int, int] = {}  # request row -> index, or as above; of those that have not ended
-        self._at: dict[int, int] = {}  # index -> requests that stand there
-        self._open: dict[int, int] = {}  # deadline -> groups admitted, neither taken by a step nor cancelled
+        self._places: dict[int, int] = {}  # row of an unfinished request -> index, or one of the places above
+        self._at: dict[int, int] = {}  # index -> number of its requests
+        self._open: dict[int, int] = {}  # deadline -> open groups: admitted, neither taken by a step nor cancelled
         self._groups: dict[str, Watched] = {}
         self._complete = 0  # groups whose responses are all scored
-        self._sent: dict[int, do.WorkerCommand] = {}  # commands to workers whose outcome is due
+        self._sent: dict[int, do.WorkerCommand] = {}  # commands to workers that await an outcome
         self._loading: dict[str, int] = {}  # worker -> its LoadVersion
         self._counted = 0  # changes of the two counts above
-        self._stood = (-1, -1, -1, -1)  # the window as of the last event, and ``_counted``
-        self._size = machine().state.window.size  # in force, by the core's own words
-        self._reports = 0  # since one was followed by a look at all that its worker holds
+        self._stood = (-1, -1, -1, -1)  # the window at the last event, and ``_counted``
+        self._size = machine().state.window.size  # the present size, as reported by the core
+        self._reports = 0  # full reports since the last whole check of a worker
         self._storage_fault = ""
         self._named = Named()
         self._notes: dict[type, Callable[[State, Any, Named], None]] = {
@@ -102,7 +102,7 @@ class Watch:
         self._begin(machine().state)
 
     def _begin(self, state: State) -> None:
-        """The core has handled its first events already: workers are loading."""
+        """Records the commands of the core's first events: workers are loading already."""
         for pending in state.pending.values():
             self._ordered(state, pending.command, self._named)
         self._named.clear()
@@ -147,7 +147,7 @@ class Watch:
         deadline = command.version + self._size - 1
         self._count(deadline, 1)
         group, size = state.group_row.get(command.group_id), len(command.request_ids)
-        rows = state.members[group] if group is not None else ()  # else it is cancelled by the same event
+        rows = state.members[group] if group is not None else ()  # otherwise the same event cancelled it
         self._groups[command.group_id] = Watched(deadline, rows, size, size)
         named.rows.update(rows)
 
@@ -159,7 +159,7 @@ class Watch:
             self._count(watched.deadline, -1)
 
     def _gone(self, state: State, command: do.DropGroup | do.ForgetGroup, named: Named) -> None:
-        """A group has left the core, with all that was of it. Its rows may be another's already."""
+        """A group has left the core with all its requests. Its rows may already belong to another group."""
         watched, names = self._groups.pop(command.group_id), state.request_row
         left = [name for n in range(len(watched.rows)) if (name := f"{command.group_id}.{n}") in names]
         if left or command.group_id in state.group_row:
@@ -172,7 +172,7 @@ class Watch:
 
     def _ended(self, state: State, command: do.ScoreRequest, named: Named) -> None:
         row = state.request_row.get(command.request_id)
-        if row is not None:  # else its group was cancelled by the same event
+        if row is not None:  # otherwise the same event cancelled its group
             group = int(state.requests["group"][row])
             self._groups[state.group_id[group]].unfinished -= 1
             named.rows.add(row)
@@ -190,7 +190,7 @@ class Watch:
         worker = state.worker_at(event.worker_id, event.epoch)
         if worker is not None:
             named.indexes.add(worker.index)
-            self._reports += len(event.tokens) > len(event.finished)  # of all that runs
+            self._reports += len(event.tokens) > len(event.finished)  # a report of all running requests
             if self._reports == REPORTS:
                 self._reports = 0
                 check_worker(state, worker)
@@ -215,7 +215,7 @@ class Watch:
                 self._counted += 1
 
     def _lost(self, state: State, event: on.WorkerLost, named: Named) -> None:
-        """What stood there stands elsewhere now; and every handoff is looked at."""
+        """Checks the requests of a lost worker, which are elsewhere now, and every handoff."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.worker_id, event.epoch)]
         for command_id in over:
             if isinstance(self._sent.pop(command_id), do.LoadVersion):
@@ -225,7 +225,7 @@ class Watch:
         check_handoffs(state)
 
     def _pool_lost(self, state: State, event: on.PoolLost, named: Named) -> None:
-        """What was on its way there or from there, and every handoff, is looked at."""
+        """Checks every handoff, including those to and from the lost pool."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.pool_id, event.epoch)]
         for command_id in over:
             del self._sent[command_id]
@@ -249,7 +249,7 @@ class Watch:
                 check_handoff(state, row, state.handoffs[row])
 
     def _stands(self, state: State, row: int, named: Named) -> None:
-        """Looks where a request stands, and that it has left where it stood."""
+        """Checks a request's present place, and that it has left the previous one."""
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
         if place != before:
             if before >= 0:
@@ -274,7 +274,7 @@ class Watch:
             named.indexes.add(place)
 
     def _place(self, state: State, row: int) -> int:
-        """Where the core says that a request stands, if it is there."""
+        """The request's place in the core's state. Raises Violation if it is not there."""
         requests = state.requests
         status, index, version = requests["status"][row], int(requests["worker"][row]) - 1, requests["version"][row]
         if status == RUNNING and index >= 0:
@@ -298,7 +298,7 @@ class Watch:
         return NOWHERE
 
     def _holds(self, state: State, index: int) -> None:
-        """A worker has as many requests as stand there, loads what it was told to load, and is idle or is not."""
+        """Checks that a worker's requests, load and idle entry agree with the records."""
         worker = state.worker_list[index] if index < len(state.worker_list) else None
         held = 0 if worker is None else len(worker.rows)
         if held != self._at.get(index, 0):

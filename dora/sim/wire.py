@@ -1,8 +1,9 @@
-"""One worker's stream to the orchestrator, as the transport keeps it: each direction reliable and in order, or broken.
+"""A worker's stream to the orchestrator, as the transport provides it: each direction is reliable and ordered, or
+broken.
 
-Messages carry numbers. The network may lose, delay, double and overtake them; the receiver passes each on once and in
-order, and holds back what comes early. What stays away for ``GAP_LIMIT_S`` breaks the whole stream, which ends the
-worker's epoch: to the core a lost message is a lost worker, never a missing event.
+Messages have numbers. The network may lose, delay, duplicate and reorder them. The receiver delivers each once and in
+order, and holds early ones back. A message that is missing for ``GAP_LIMIT_S`` breaks the whole stream, which ends the
+worker's epoch. To the core a lost message is a lost worker, never a missing event.
 """
 
 from collections import deque
@@ -14,11 +15,11 @@ from random import Random
 from typing import Any, Protocol
 
 GAP_LIMIT_S = 4.0
-OVERTAKEN_LATENCIES = 5.0  # a re-ordered message takes so much longer than the others
+OVERTAKEN_LATENCIES = 5.0  # extra latency of a reordered message, as a multiple of the latency
 
 
 class Trouble(Enum):
-    """What happens to one message on its way."""
+    """A fault of one message in transit."""
 
     LOST = auto()
     LATE = auto()
@@ -33,7 +34,9 @@ class Clock(Protocol):
 
 
 class Wire:
-    """One direction. ``troubles`` meet the next messages, one each; until ``silent_until_s`` nothing gets through."""
+    """One direction. Each of ``troubles`` applies to one of the next messages. No message arrives before
+    ``silent_until_s``.
+    """
 
     def __init__(
         self, clock: Clock, latency_s: float, random: Random, deliver: Callable[[Any], None], broke: Callable[[], None]
@@ -43,9 +46,9 @@ class Wire:
         self._clock, self._latency_s, self._random = clock, latency_s, random
         self._deliver, self._broke = deliver, broke
         self._sent = 0
-        self._next = 0  # number that is passed on next
+        self._next = 0  # number of the next message to deliver
         self._early: dict[int, Any] = {}
-        self._end: float = inf  # number of the last message, once the sender has gone
+        self._end: float = inf  # number of the last message, if the sender has ended
         self._last: Any = None
 
     def send(self, message: Any) -> None:
@@ -53,7 +56,7 @@ class Wire:
         clock, silent_s = self._clock, max(0.0, self.silent_until_s - self._clock.now_s)
         delay_s = silent_s + self._latency_s * (0.2 + 1.6 * self._random.random())
         trouble, late_s = self.troubles.popleft() if self.troubles else (None, 0.0)
-        if trouble is Trouble.LOST:  # its sender waits in vain for the receipt
+        if trouble is Trouble.LOST:  # the sender never gets a receipt
             clock.after(GAP_LIMIT_S, self._missing, number)
             return
         if trouble is Trouble.LATE:
@@ -65,7 +68,7 @@ class Wire:
         clock.after(delay_s, self._arrive, number, message)
 
     def end(self, last: Any, share: float) -> None:
-        """The sender is gone: that ``share`` of what is under way still arrives, then ``last``."""
+        """The sender ends: ``share`` of the messages in transit still arrive, then ``last``."""
         under_way = self._sent - self._next
         self._sent = self._next + round(share * under_way)
         self._end, self._last = self._sent, last
@@ -90,7 +93,7 @@ class Wire:
 
 @dataclass(slots=True)
 class Session:
-    """Both directions of one epoch's stream, and what a hung worker has not looked at."""
+    """Both directions of one epoch's stream, and the messages that a hung worker has not read."""
 
     to_worker: Wire
     to_core: Wire

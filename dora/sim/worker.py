@@ -1,4 +1,4 @@
-"""A simulated rollout worker: obeys the core's commands on a SimEngine and answers each with one outcome."""
+"""A simulated rollout worker. It executes the core's commands on a SimEngine and answers each with one outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,23 +11,23 @@ from dora.sim.ledger import Ledger, Response, Violation
 from dora.sim_engine.engine import SimEngine, SimRequest
 
 STUCK: Final = "stuck"  # a fault: the load never ends
-AHEAD_LEAST_TOKENS: Final = 32  # a request with no more context is frozen at once
+AHEAD_LEAST_TOKENS: Final = 32  # a request with at most this much context is frozen at once
 FOREVER_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
-    """What a handoff copies: enough to go on elsewhere."""
+    """The content of a handoff, from which the target continues."""
 
     version: int
-    source: str  # worker id, and the epoch that copied
+    source: str  # worker id and epoch of the source
     epoch: int
     request: SimRequest
-    left_tokens: int  # of its context, copied while it is frozen
+    left_tokens: int  # tokens of its context that are copied while it is frozen
 
 
 class Environment(Protocol):
-    """What a worker needs of the world around it."""
+    """The world, as the worker uses it."""
 
     ledger: Ledger
     snapshots: dict[str, KvSnapshot]
@@ -39,7 +39,7 @@ class Environment(Protocol):
 
 
 def resumed(response: Response, request_id: str) -> SimRequest:
-    """A response as an engine begins it, or goes on with it after the tokens the service has."""
+    """A response as an engine begins it, or continues it after the service's tokens."""
     prompt, index, tokens = response.prompt, response.index, response.tokens
     turns = prompt.turns[index] if prompt.turns else ()
     answers, before, turn = 0, 0, 0
@@ -61,7 +61,9 @@ def resumed(response: Response, request_id: str) -> SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A command that takes time: ``finish``, called ``after_s`` later, makes the outcome. ``began`` is told at once."""
+    """A command that takes time. ``finish`` is called ``after_s`` later and returns the outcome. ``began`` is sent at
+    once.
+    """
 
     after_s: float
     finish: Callable[[], on.CommandDone]
@@ -73,7 +75,7 @@ Outcome = on.CommandDone | Later
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """Messages on one way that were sent at one moment: they arrive together, in order."""
+    """Messages of one direction that were sent at the same time: they arrive together, in order."""
 
     sent_s: float = -1.0
     messages: list[Any] = field(default_factory=list)
@@ -89,16 +91,16 @@ class SimWorker:
     version: int = -1
     loading: int = -1
     alive: bool = True
-    due_s: float = inf  # when the engine's next own event is
-    wakes_s: float = inf  # the wake-up on the agenda, not after ``due_s``; any other is void
-    orders: Parcel = field(default_factory=Parcel)  # what was last sent to it
-    words: Parcel = field(default_factory=Parcel)  # and by it
+    due_s: float = inf  # time of the engine's next event
+    wakes_s: float = inf  # the scheduled wake-up, at most ``due_s``; any other is void
+    orders: Parcel = field(default_factory=Parcel)  # last messages to it
+    words: Parcel = field(default_factory=Parcel)  # last messages from it
     outgoing: dict[str, int] = field(default_factory=dict)  # request that is copied while it decodes -> its CopyOut
-    incoming: dict[str, int] = field(default_factory=dict)  # request whose KV is on its way here -> its CopyIn
-    refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
+    incoming: dict[str, int] = field(default_factory=dict)  # incoming request -> its CopyIn
+    refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: next error kinds
 
     def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
-        """Begins the command. Returns its outcome, or when it ends. ``request`` is what a StartRequest brings."""
+        """Begins the command. Returns its outcome or its end. ``request``: the request of a StartRequest."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
         match command:
@@ -127,7 +129,7 @@ class SimWorker:
         return version == self.version
 
     def version_of(self, request: SimRequest) -> int:
-        """Under which version a request stands here."""
+        """The version of a request here."""
         return self.version
 
     # -------------------------------------------------------------------------------------------------------- details
@@ -167,7 +169,7 @@ class SimWorker:
         return self._done(command)
 
     def _copy_out(self, world: Environment, command: do.CopyOut, bad: str) -> Outcome:
-        """Copies what is there while the request decodes on; frozen, it waits for what has come since."""
+        """Copies the present KV while the request decodes; then freezes it and copies the rest."""
         request = self.engine.requests.get(command.request_id)
         ahead_tokens = 0 if request is None else request.context
         if request is None or ahead_tokens <= AHEAD_LEAST_TOKENS:
@@ -188,7 +190,7 @@ class SimWorker:
         request = self.engine.freeze(command.request_id)
         if request is None:
             return self._failed(command, f"{command.request_id} cannot be frozen now", "unknown_request")
-        if bad:  # found not to be movable, or the copy failed
+        if bad:  # it is not movable, or the copy failed
             return self._failed(command, "the copy failed", bad)
         locator = f"{self.worker_id}/{self.epoch}/{command.command_id}"
         left_tokens = max(1, request.context - ahead_tokens)
@@ -197,7 +199,7 @@ class SimWorker:
         return self._done(command, locator, request.tokens)
 
     def _copy_in(self, world: Environment, command: do.CopyIn, bad: str) -> Outcome:
-        snapshot = world.snapshots.get(command.locator)  # an undone handoff has released it
+        snapshot = world.snapshots.get(command.locator)  # an undone handoff may have released it
         if snapshot is None or bad or snapshot.request.request_id != command.request_id:
             return self._failed(command, f"the snapshot {command.locator} is not whole", bad or "refused")
         if command.version != snapshot.version or not self.takes(snapshot.version):

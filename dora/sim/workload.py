@@ -1,13 +1,13 @@
-"""Prompts without end, each with the true lengths of its responses: what the simulated policy would have said.
+"""An endless stream of prompts with the true lengths of their responses, as the simulated policy would generate them.
 
-A prompt set is drawn once; every epoch goes through it in a new order. A prompt keeps its difficulty z, and with it its
-mean log length, what it shows (features) and its own length; the responses are drawn anew each time. Response lengths
-are a function of standard normal scores (a Gaussian copula), whatever their distribution:
+A prompt set is drawn once, and every epoch visits it in a new order. A prompt keeps its difficulty z, and with it its
+mean log length, its features and its own length. The responses are drawn again each time. Response lengths are a
+function of standard normal scores (a Gaussian copula), whatever their distribution:
 
     score = sqrt(r) * z + sqrt(1 - r) * own        r: correlation of log lengths within a group
     log length = mu + sigma * score                lognormal; else the histogram's or trace's quantile at that score
 
-A prompt is of one task, which may have lengths, prompts and turns of its own (tasks.py). How long a prompt is, is in
+A prompt belongs to one task, which may have its own lengths, prompts and turns (tasks.py). Prompt lengths are in
 prompt_lengths.py.
 """
 
@@ -30,17 +30,16 @@ from dora.sim.traces import FloatColumn, IntColumn
 from dora.sim_engine.request import Turn
 
 FEATURES = 4
-BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
-FILTERED = "filtered: it teaches nothing"  # the reason of such a cancellation
+BLOCK = 512  # prompts drawn at once, so that calls of any size see the same stream
+FILTERED = "filtered: it teaches nothing"  # reason of a filtered group's cancellation
 
 
 @dataclass(frozen=True, slots=True)
 class SimPrompt:
-    """One draw of one prompt. ``prompt_id`` names the draw, ``key`` the prompt: the latter returns every epoch.
+    """One draw of one prompt. ``prompt_id`` identifies the draw and ``key`` the prompt, which returns every epoch.
 
-    ``lengths`` are the response tokens of each sibling, 1 .. max_tokens. ``turns`` is empty for single-turn workloads,
-    else it splits each sibling's response: the tokens of its turns sum to its length, and after the last turn there is
-    no environment call.
+    ``lengths``: response tokens of each sibling, 1 .. max_tokens. ``turns``: empty for single-turn workloads; otherwise
+    the turns of each sibling's response. Their tokens sum to its length, and no environment call follows the last turn.
     """
 
     prompt_id: str
@@ -54,7 +53,7 @@ class SimPrompt:
     turns: tuple[tuple[Turn, ...], ...]
 
     def context_work(self) -> float:
-        """Cached tokens read over all decode steps of its responses: prompt, response and answers so far."""
+        """Cached tokens read over all decode steps of its responses: prompt, response and previous answers."""
         if not self.turns:
             return sum(context_work(length, self.prompt_tokens) for length in self.lengths)
         work = 0.0
@@ -68,9 +67,10 @@ class SimPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and mean square of one response's tokens, after the cut; the prompt's and the answers' tokens before one.
+    """Mean and mean square of one response's tokens, after the cut; the prompt's and the answers' tokens before one
+    token.
 
-    The latter two are means over sampled tokens: what belongs to long responses counts for as much more.
+    The latter two are means over sampled tokens, so they are weighted by response length.
     """
 
     mean_tokens: float
@@ -79,11 +79,11 @@ class Moments:
     answer_tokens: float = 0.0  # of the environment
 
     def generated_tokens(self, responses: float) -> float:
-        """N: tokens to be sampled."""
+        """N: tokens to sample."""
         return responses * self.mean_tokens
 
     def context_tokens(self, responses: float) -> float:
-        """C: cached tokens read over all decode steps: prompt, response and answers so far."""
+        """C: cached tokens read over all decode steps: prompt, response and previous answers."""
         before_tokens = self.prompt_tokens + self.answer_tokens
         return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)
 
@@ -91,9 +91,9 @@ class Moments:
 class WorkloadStream:
     """The prompts of one run, deterministic by ``seed``.
 
-    Lengths depend on the seed and on the length fields alone, not on the features, so predictors compete on equal
-    prompts. Every ``groups_per_step`` prompts taken are one step of drift. Raises InvalidValue or NotFound where the
-    lengths' file cannot be used.
+    Lengths depend only on the seed and the length settings, not on the features, so predictors compete on equal
+    prompts. Every ``groups_per_step`` prompts are one step of drift. Raises InvalidValue or NotFound if the lengths'
+    file is not usable.
     """
 
     def __init__(self, workload: Workload, seed: int, groups_per_step: int) -> None:
@@ -120,7 +120,7 @@ class WorkloadStream:
         return [self._ready.popleft() for _ in range(count)]
 
     def _rows(self, tasks: IntColumn) -> Iterator[tuple[TaskShape, IntColumn]]:
-        """The tasks, each with its rows of a column of tasks."""
+        """Each task with its rows of a column of tasks."""
         for index, shape in enumerate(self._shapes):
             yield shape, np.flatnonzero(tasks == index)
 
@@ -166,12 +166,12 @@ class WorkloadStream:
         tokens = np.empty(scores.shape)
         for shape, rows in self._rows(self._task[chosen]):
             tokens[rows] = shape.tokens(scores[rows])
-        # Past e^60 every length is cut; the exponent is bounded so that it stays finite however long the run.
+        # Beyond e^60 every length is cut. The exponent is limited so that it stays finite in any run.
         growth = np.exp(np.clip(steps * math.log1p(lengths.drift_per_step), -60.0, 60.0))
         return _whole(tokens * growth[:, None], lengths.cap_tokens)
 
     def _turns(self, chosen: IntColumn, lengths: IntColumn) -> list[tuple[tuple[Turn, ...], ...]]:
-        """The turns of each response of each prompt; none where its task has one turn."""
+        """The turns of each response of each prompt; none if its task has one turn."""
         turns: list[tuple[tuple[Turn, ...], ...]] = [()] * len(chosen)
         for shape, rows in self._rows(self._task[chosen]):
             if shape.turns.most > 1:
@@ -181,7 +181,7 @@ class WorkloadStream:
 
 
 def _cut(lengths: IntColumn, turns: Turns, rng: np.random.Generator) -> list[tuple[tuple[Turn, ...], ...]]:
-    """Each response cut into 1 .. most turns, of one token at least, at uniformly random places."""
+    """Divides each response into 1 .. most turns, of at least one token, at uniformly random positions."""
     counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
     weights = rng.standard_exponential((*lengths.shape, turns.most))
     weights *= np.arange(turns.most) < counts[..., None]
@@ -198,10 +198,10 @@ def _cut(lengths: IntColumn, turns: Turns, rng: np.random.Generator) -> list[tup
 
 
 class Filter:
-    """A user's filter, where a service asks ``selection.filter``: it lets a share of the groups go once all their
-    responses are scored, as DAPO does where all rewards are equal.
+    """A user's filter, for services with ``selection.filter``. It drops a share of the groups after all their responses
+    are scored, as DAPO does if all rewards are equal.
 
-    Which ones follows from the seed and the prompt's draw. The prompt of such a group comes again in the next epoch.
+    The seed and the prompt's draw determine the dropped groups. Their prompts come again in the next epoch.
     """
 
     def __init__(self, fraction: float, seed: int) -> None:
@@ -214,7 +214,9 @@ class Filter:
 
 
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
-    """Of one response before any drift. ``shapes``: of its tasks, where they are at hand (a file is read but once)."""
+    """The moments of one response before any drift. ``shapes``: of its tasks, if known (so that files are read
+    once).
+    """
     shapes = shapes or shapes_of(workload)
     each = [_moments_of(shape, workload.lengths) for shape in shapes]
     mean = sum(shape.share * of_task.mean_tokens for shape, of_task in zip(shapes, each, strict=True))
@@ -236,13 +238,13 @@ def _moments_of(shape: TaskShape, lengths: Lengths) -> Moments:
     scores, weights = normal_grid(INTEGRAL_SCORES)
     tokens = cut(scores)
     prompt_tokens = shape.prompts.in_context_tokens(cut, lengths.group_correlation)
-    # of 1 .. most turns that are alike on average, half of the others have been answered before a token
+    # with 1 .. most equally long turns on average, half of the other turns were answered before a token
     answer_tokens = shape.turns.answer_tokens * (shape.turns.most - 1) / 4
     return Moments(float(weights @ tokens), float(weights @ tokens**2), prompt_tokens, answer_tokens)
 
 
 def longest_context_tokens(workload: Workload) -> tuple[int, int]:
-    """The most that the longest response can hold with its prompt and its environment's answers, and that prompt."""
+    """The most context of the longest response, with its prompt and its environment's answers; and that prompt."""
     context, prompt_tokens = max(
         (
             shape.prompts.longest_tokens + (shape.turns.most - 1) * shape.turns.answer_tokens,
@@ -258,7 +260,7 @@ def _whole(tokens: NDArray[np.number[Any]], cap_tokens: int) -> IntColumn:
 
 
 def _features(difficulty: FloatColumn, correlation: float, rng: np.random.Generator) -> FloatColumn:
-    """FEATURES noisy views of the difficulty, shape (prompts, FEATURES), each standard normal.
+    """FEATURES noisy observations of the difficulty, shape (prompts, FEATURES), each standard normal.
 
     Their best linear combination (the mean) has ``correlation`` with the difficulty.
     """

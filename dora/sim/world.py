@@ -1,10 +1,10 @@
-"""Virtual time around one Machine: the same core that the service runs, with simulated workers, links and trainer.
+"""Virtual time around one Machine: the core of the service, with simulated workers, links and trainer.
 
     agenda (heap by time) ──▶ wake-ups of engines, messages, trainer ──▶ post(event) ──▶ machine.handle
                  ▲                                                                         │
                  └──────────────── latencies, copies, loads, micro-batches ◀── commands ───┘
 
-Everything is a function of the scenario and the seed: ties in time are broken by the order of scheduling.
+Everything is a function of the scenario and the seed. Ties in time are broken by the order of scheduling.
 """
 
 from collections import deque
@@ -29,9 +29,9 @@ from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
 from dora.sim_engine.engine import SimEngine
 
 TICK_S = 5.0
-LOAD_TIMES: Final = 10.0  # a load that takes so many times what it should is given up
+LOAD_TIMES: Final = 10.0  # timeout of a load, as a multiple of its normal time
 
-Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, what the core answered
+Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, the core's commands
 
 
 def core_config(scenario: Scenario) -> Config:
@@ -39,7 +39,7 @@ def core_config(scenario: Scenario) -> Config:
     cluster = scenario.cluster
     known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
     balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
-    # without end it is beyond what a service may ask for
+    # an endless window exceeds the limit of a service
     freshness = scenario.window.freshness if partial.has_versions(scenario.balance.policy) else 0.0
     window = scenario.window.model_copy(update={"freshness": freshness})
     if not window.is_adaptive:
@@ -68,15 +68,15 @@ class World(WorkerDriver):
         self.retired = 0
         self._latency_s = scenario.cluster.link_latency_s
         self.observers: list[Observer] = []
-        self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
+        self.ended: list[SimEngine] = []  # engines of lost workers, whose work still counts
         self.trainer = SimTrainer(self, scenario.trainer)
         if policy is not None:
             self.trainer.after_commit = self.renew
-        self._now: deque[on.Event] = deque()  # events of this very moment
+        self._now: deque[on.Event] = deque()  # events of the present time
         self._posting = False
         self._epochs = 0
-        self._owed = 0  # prompts that were drawn and not offered yet: too much was in flight
-        self._books: dict[type, Callable[[Any], None]] = {  # what is only entered and checked
+        self._owed = 0  # drawn prompts that were not offered yet, as too much was in flight
+        self._books: dict[type, Callable[[Any], None]] = {  # commands that are only recorded and checked
             do.AdmitGroup: self.ledger.admit,
             do.DropPrompt: self.ledger.take_back,
             do.DropGroup: self.ledger.drop,
@@ -115,7 +115,7 @@ class World(WorkerDriver):
     # --------------------------------------------------------------------------------------------------------- events
 
     def post(self, event: on.Event) -> None:
-        """Hands the core an event and carries its commands out, then the events that follow at this same moment."""
+        """Gives the core an event and carries out its commands, then the events that follow at the same time."""
         self._now.append(event)
         if self._posting:
             return
@@ -137,7 +137,7 @@ class World(WorkerDriver):
         self.handled(event, commands)
 
     def carry_out(self, event: on.Event, commands: list[do.Command]) -> None:
-        """Does what the core has answered to this event."""
+        """Carries out the core's commands for this event."""
         for command in commands:
             if isinstance(command, do.WorkerCommand):
                 self.to_worker(command)
@@ -145,12 +145,12 @@ class World(WorkerDriver):
                 self._carry_out[type(command)](command)
 
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
-        """The core has handled an event, and its commands were carried out."""
+        """Called after the core has handled an event and its commands were carried out."""
         for observer in self.observers:
             observer(self.now_s, event, commands)
 
     def take_over(self, event: on.Progress) -> None:
-        """Only the owner's tokens enter the books, and only they reach the core."""
+        """Records tokens of requests that the worker owns, and removes others from the event."""
         state = self.machine.state
         known, names = event.in_rows(state.rows()), state.names()
         rows = known.rows[self.machine.owned(event.worker_id, event.epoch, known.rows)].tolist()
@@ -185,11 +185,11 @@ class World(WorkerDriver):
         return pool
 
     def end(self, name: str) -> SimWorker | None:
-        """The worker or the pool in session with this id."""
+        """The connected worker or pool with this id."""
         return self.workers.get(name) or self.pools.get(name)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
-        """The worker is gone, with all that it held."""
+        """Removes a worker with all its requests."""
         if not worker.alive:
             return
         worker.alive = False
@@ -200,7 +200,7 @@ class World(WorkerDriver):
         self.post(on.WorkerLost(worker.worker_id, worker.epoch, reason))
 
     def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
-        """Whom a command is for, a worker or a pool; None where that epoch is over."""
+        """The worker or pool that a command addresses; None if that epoch has ended."""
         worker = self.end(command.worker_id)
         return worker if worker is not None and worker.epoch == command.epoch else None
 
@@ -223,25 +223,25 @@ class World(WorkerDriver):
         self.send(worker, (command, request))
 
     def target_of(self, command: do.CopyOut) -> str:
-        """The worker or the pool that a request is to be copied to; its own, where its handoff is over."""
+        """The worker or pool that receives the copy; the source itself if its handoff has ended."""
         pending = self.machine.state.pending.get(command.command_id)
         handoff = pending.handoff if pending is not None else None
         return command.worker_id if handoff is None else handoff.target
 
     def send(self, worker: SimWorker, order: Order) -> None:
-        """An order goes on its way."""
+        """Sends a command to a worker."""
         self._add(worker.orders, order, self._obey, worker)
 
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
         self._add(worker.words, event, self._from_worker, worker)
 
     def _add(self, parcel: Parcel, message: Any, deliver: Callable[[SimWorker, Any], None], worker: SimWorker) -> None:
-        """What a stream carries at one moment arrives at one moment: one entry on the agenda."""
+        """Messages that a stream sends at one time arrive at one time, with one entry on the agenda."""
         if parcel.sent_s == self.now_s:
             parcel.messages.append(message)
             return
         messages = parcel.messages = [message]
-        if self.now_s + self._latency_s > self.now_s:  # else it has arrived before the next one is sent
+        if self.now_s + self._latency_s > self.now_s:  # otherwise it has arrived before the next one is sent
             parcel.sent_s = self.now_s
         self.after(self._latency_s, deliver, worker, messages)
 
@@ -257,12 +257,12 @@ class World(WorkerDriver):
         self._draw()
 
     def _draw(self) -> None:
-        """Offers what is owed as far as the scenario's limit allows; the rest is looked at again at the next tick."""
+        """Offers drawn prompts up to the scenario's limit. The others wait for the next tick."""
         limit, state = self.scenario.in_flight_groups, self.machine.state
         in_flight = len(state.backlog) + state.window.open_groups + len(state.leased)
         count = min(self._owed, limit - in_flight) if limit else self._owed
         if count > 0:
-            self._owed = 0  # the core asks again for what is lacking
+            self._owed = 0  # the core asks again for missing prompts
             self.offer(self.prompts.take(count))
 
     def offer(self, drawn: list[SimPrompt], exhausted: bool = False) -> None:
@@ -275,7 +275,7 @@ class World(WorkerDriver):
         return WorkloadStream(self.scenario.workload, self._seed + 1, self.scenario.trainer.groups_per_step)
 
     def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
-        """The event that asks for so many prompts, of a stream of their own; they are in the books from now on."""
+        """The event that asks for an evaluation of ``count`` prompts from their own stream. The ledger records them."""
         taken = [replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}") for each in self.evaluated.take(count)]
         self.ledger.ask_evaluation(evaluation_id, taken)
         return on.EvaluationAsked(evaluation_id, self._offered(taken), version, share)
@@ -305,7 +305,7 @@ class World(WorkerDriver):
         self.judged(command.request_id)
 
     def judged(self, request_id: str) -> None:
-        """A verdict is there. If it is a group's last, the user's filter sees it before any step may take the group."""
+        """Delivers a verdict. If it is a group's last, the user's filter runs before any step may take the group."""
         group_id = self.ledger.scored(request_id)
         if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt.prompt_id):
             self.post(on.GroupCancelled(group_id, FILTERED))

@@ -7,8 +7,8 @@ apply in this order:
 1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, or the effective sample size is
    below ``window.effective_sample_min``. The window gets narrower.
 2. *A trial*: each other change is a trial. A wider window stays if its steps are shorter than the previous ones by half
-   of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns to
-   its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times as
+   of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns
+   to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times as
    many. If it is still unclear then, the narrower size wins.
 3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
    are far enough from their limits.

@@ -1,7 +1,7 @@
-"""Presets: scenarios by name, each a TOML file beside this module.
+"""Presets: named scenarios, each a TOML file in this directory.
 
-A file has the fields of a :class:`~dora.sim.scenario.Scenario`, and under ``[policy.NAME]`` those that differ where
-that strategy runs: each may have a split of its own, and where training and rollout take turns they share all
+A file has the fields of a :class:`~dora.sim.scenario.Scenario`. A section ``[policy.NAME]`` has the fields that differ
+for that strategy. Each strategy may have its own split, and strategies that alternate training and rollout share all
 accelerators.
 """
 
@@ -26,23 +26,23 @@ from dora.sim.tasks import mixed_tokens, shapes_of
 from dora.sim.workload import moments
 
 NAMES: Final = ("dora-64", "dora-128", "longcat-4096", "fleet-1024", "small")
-LISTED_BY: Final = "dora simulate presets"  # the command
-OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often ("Laminar", section 5.1)
-# These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
+LISTED_BY: Final = "dora simulate presets"  # command that lists them
+OWN_PERIODS_S: Final = {"laminar": 5.0}  # period of its repacking check ("Laminar", section 5.1)
+# Strategies that train a step only when it is complete, as does any that shares accelerators with the trainer.
 WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
 _DEFAULTS: Final = Scenario().model_dump()
 
 
 def preset(name: str) -> Scenario:
-    """The preset under the default policy. Raises InvalidValue for an unknown name, with the nearest one."""
+    """The preset with the default policy. Raises InvalidValue for an unknown name, with the nearest one."""
     return scenario_for(name, DEFAULT_POLICY)
 
 
 def scenario_for(name: str, policy: str, window: WindowSize | None = None) -> Scenario:
-    """The preset with the split, the colocation and the period that are ``policy``'s own.
+    """The preset with the split, colocation and period of ``policy``.
 
-    ``window``: instead of the preset's; only for policies that have a choice. Raises InvalidValue for an unknown
-    preset and for a window that the policy cannot have.
+    ``window``: replaces the preset's, if the policy allows a choice. Raises InvalidValue for an unknown preset and for
+    a window that the policy does not allow.
     """
     if name not in NAMES:
         raise InvalidValue("--preset", name, one_of(name, NAMES, listed_by=LISTED_BY))
@@ -50,7 +50,7 @@ def scenario_for(name: str, policy: str, window: WindowSize | None = None) -> Sc
 
 
 def adapted(tree: Mapping[str, Any], name: str, policy: str, window: WindowSize | None = None) -> Scenario:
-    """The scenario of a preset's ``tree`` under ``policy``; see ``scenario_for``."""
+    """The scenario of a preset's ``tree`` under ``policy``, as in ``scenario_for``."""
     own = tree.get("policy", {}).get(policy, {})
     whole = merged(_DEFAULTS, merged({key: value for key, value in tree.items() if key != "policy"}, own))
     period = {"period_s": OWN_PERIODS_S[policy]} if policy in OWN_PERIODS_S else {}
@@ -69,26 +69,26 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def window_of(policy: str, default: int, asked: WindowSize | None = None) -> WindowSize:
-    """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
+    """The window ``asked``; otherwise ``default``, or the nearest one that ``policy`` allows."""
     if asked is None:
         return nearest_window(policy, default, strategies())
     if isinstance(asked, int):
         check_window(policy, asked, strategies=strategies())
-    return asked  # the bounds of an adaptive one are checked with the whole scenario
+    return asked  # the scenario's validation checks the bounds of an adaptive one
 
 
 def composed(
     over: Mapping[str, Any], name: str = "", policy: str = "", window: WindowSize | None = None, *, shared: bool = False
 ) -> Scenario:
-    """The preset ``name`` with the fields of ``over`` in their place; without a name, the default cluster with them.
+    """The preset ``name`` with the fields of ``over`` replaced; without a name, the default cluster.
 
-    ``policy`` and ``window`` stand above those of ``over``. ``shared``: other policies have ``over`` too, so a field of
-    it may be without effect here. Raises InvalidValue for an unknown preset, a field that is unknown, wrong or without
-    effect, and an impossible cluster.
+    ``policy`` and ``window`` override those of ``over``. ``shared``: ``over`` applies to several policies, so some of
+    its fields may have no effect here. Raises InvalidValue for an unknown preset, a field that is unknown, invalid or
+    without effect, and an impossible cluster.
     """
     policy = policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY)
     asked = value_at(over, "window.size") if window is None else window
-    own = asked if isinstance(asked, int) or asked == "auto" else None  # anything else is for the validation to refuse
+    own = asked if isinstance(asked, int) or asked == "auto" else None  # the validation refuses other values
     if name:
         base = scenario_for(name, policy, own).model_dump()
     else:
@@ -104,10 +104,10 @@ def composed(
 
 
 def planned(scenario: Scenario) -> Scenario:
-    """The scenario with the train:rollout split that StreamRL's Algorithm 1 picks for it; engines stay as they are.
+    """The scenario with the train:rollout split of StreamRL's Algorithm 1. Engines stay the same.
 
-    Training scales linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has no split,
-    and for training that takes no time, which needs none.
+    Training is assumed to scale linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has
+    no split, and for training without duration, which needs none.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     if cluster.colocated:
