@@ -33,7 +33,7 @@ class WorkerDriver(Agenda, ABC):
             self.ledger = Ledger(window.least, batch, spare, (window.least, window.most))
         else:
             self.ledger = Ledger(window_steps(scenario), batch, spare)
-        self.workers: dict[str, SimWorker] = {}  # in session, by id
+        self.workers: dict[str, SimWorker] = {}  # connected, by id
         self.pools: dict[str, SimPool] = {}  # connected pools, by id
         self.snapshots: dict[str, KvSnapshot] = {}
         self.bad_weights: set[int] = set()  # versions whose present weights no worker can reproduce

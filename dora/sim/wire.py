@@ -41,7 +41,7 @@ class Wire:
     def __init__(
         self, clock: Clock, latency_s: float, random: Random, deliver: Callable[[Any], None], broke: Callable[[], None]
     ) -> None:
-        self.troubles: deque[tuple[Trouble, float]] = deque()  # with the seconds that a late one takes longer
+        self.troubles: deque[tuple[Trouble, float]] = deque()  # with the extra delay of a late message
         self.silent_until_s = 0.0
         self._clock, self._latency_s, self._random = clock, latency_s, random
         self._deliver, self._broke = deliver, broke

@@ -8,8 +8,8 @@ apply in this order:
    below ``window.effective_sample_min``. The window gets narrower.
 2. *A trial*: each other change is a trial. A wider window stays if its steps are shorter than the previous ones by half
    of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns
-   to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times as
-   many. If it is still unclear then, the narrower size wins.
+   to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times
+   as many. If it is still unclear then, the narrower size wins.
 3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
    are far enough from their limits.
 4. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.

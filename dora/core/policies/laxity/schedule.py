@@ -1,6 +1,6 @@
 """The number of workers for a version at each age, and the expected ends of future steps.
 
-Of E workers the newest and the due version share E / (W - 1) (all, at W = 2); docs/strategy.md draws it. By age:
+The newest and the due version share E / (W - 1) of E workers (all, at W = 2); docs/strategy.md draws it. By age:
 
     W = 3, E = 10                            newest 2 3 | middle 5 5   | due 3 2     | 0
     W = 3, E = 6, every second version       newest 2 4 | middle 6 6   | due 4 2     | 0
