@@ -33,7 +33,7 @@ from dora.config import WindowConfig
 PATIENCE: Final = 4
 CLEAR: Final = 2.0  # standard errors, for many steps
 STEPS_KEPT: Final = 64  # the latest steps of one size
-REST_MAX: Final = 1024  # steps
+REST_MAX: Final = 1024  # in steps
 ROOM: Final = 0.7  # share of a signal's limit below which a wider window may be tried
 TRAINED_MIN: Final = 1e-3  # of a step's time: the least that counts as training
 
