@@ -8,8 +8,9 @@ import logging
 import multiprocessing.connection
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -27,6 +28,7 @@ from dora.worker.vllm_routing import RoutingRows
 
 log = logging.getLogger("dora.worker")
 
+EXIT_CODE_S: Final = 1.0
 RANK_LOST: Final = 4  # exit status of a worker that has lost a rank
 
 Lost = Callable[[str], None]  # called with the ended rank, in a separate thread
@@ -139,8 +141,20 @@ class Ranks:
             return
         rank = min(sentinels[each] for each in ended if isinstance(each, int))
         process = self._processes[rank]
-        process.join()
-        lost(f"rank {rank} of {len(self._processes)} (process {process.pid}) has ended with {process.exitcode}")
+        lost(f"rank {rank} of {len(self._processes)} (process {process.pid}) has ended with {_exit_code(process)}")
+
+
+def _exit_code(process: Any) -> int | None:
+    """Returns the exit code of an ended process; None: unknown.
+
+    A thread of vLLM waits for the process too. If it is first, ``exitcode`` is None until that thread has stored it.
+    """
+    process.join()
+    deadline_s = time.monotonic() + EXIT_CODE_S
+    while process.exitcode is None and time.monotonic() < deadline_s:
+        time.sleep(EXIT_CODE_S / 100)
+    code: int | None = process.exitcode
+    return code
 
 
 def check_routing(stages: Sequence[RankRouting], shape: RoutingShape) -> None:
