@@ -11,12 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
-from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.models.int8 import int8_of, is_quantised
 
-NAME: Final = "quantised"
 # Modules that are not quantised, by vLLM's names. MLA splits kv_b_proj, so it must be plain.
 _PLAIN: Final = ("lm_head", "re:.*embed.*", "re:.*experts.*", "re:.*gate$", "re:.*kv_b_proj.*", "re:.*_mqa.*")
 
@@ -47,40 +44,3 @@ def quantised(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
         weights, scales = int8_of(tensor)
         yield name, weights
         yield f"{name}_scale", scales
-
-
-def _apply() -> None:
-    """Keeps a layer's scales alive as long as its kernel, which holds only their address.
-
-    After a reload vLLM copies the scales to their old address and frees the tensors with which the kernel was created.
-    The kernel would then read freed memory: NaN, or wrong logprobs.
-    """
-    process = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
-    if getattr(process, "keeps_scales", False):
-        return
-
-    def keeping(self: Any, layer: Any) -> None:
-        process(self, layer)
-        self.kept_scales = getattr(layer, self.layer_param_names[1])
-
-    keeping.keeps_scales = True  # type: ignore[attr-defined]
-    CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = keeping
-
-
-def _verify(runner: Any) -> None:
-    for module in runner.get_model().modules():
-        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-        if isinstance(kernel, CPUInt8ScaledMMLinearKernel) and hasattr(kernel, "dnnl_handler"):
-            if getattr(kernel, "kept_scales", None) is None:
-                raise PatchFailed(NAME, "a quantised layer's kernel was made without keeping its scales")
-            return
-
-
-PATCH = Patch(
-    name=NAME,
-    vllm_range=">=0.32,<0.33",
-    reason="on CPU the kernel of a quantised layer reads its scales where they lay when it was made",
-    apply=_apply,
-    verify=_verify,
-    after_reload=nothing,
-)

@@ -131,7 +131,7 @@ class Processes:
         adopted = {worker.worker_id for worker in self._begun}
         for name in [name for name in names if name not in adopted][: os.cpu_count() or 1]:
             worker = _Worker(name)
-            worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION])
+            worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION, "cpu"])
             worker.waiting = True
             self._begun.append(worker)
 

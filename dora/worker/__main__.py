@@ -19,6 +19,8 @@ from dora.kvtransfer.plane import DataPlane
 from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.worker.device.choice import device_named
+from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine
 from dora.worker.loop import EngineLoop, of_store
 
@@ -50,8 +52,8 @@ class WorkerMember(LinkedMember):
 
 def main(argv: list[str] | None = None) -> int:
     gc.disable()  # imported modules are permanent: collecting them again and again costs 12 to 25% of the time
-    if sys.argv[1:] == ["--wait"]:
-        argv = _awaited_arguments()
+    if len(sys.argv) == 3 and sys.argv[1] == "--wait":
+        argv = _arguments_from_stdin(sys.argv[2])
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
     token = os.environ.get("DORA_TOKEN", "")
@@ -85,14 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _awaited_arguments() -> list[str]:
-    """Imports vLLM, which takes seconds, then reads the remaining arguments from stdin: one line with a JSON list.
+def _arguments_from_stdin(device: str) -> list[str]:
+    """Imports vLLM for a kind of device, which takes seconds, then reads the arguments from stdin: a line of JSON.
 
     Ends the process if stdin ends first, because the service has ended.
     """
     from dora.worker import vllm_environment
 
-    vllm_environment.prepare()
+    vllm_environment.prepare(device_named(device).environment)
     from dora.worker import vllm_core, vllm_requests, vllm_weights  # noqa: F401
 
     line = sys.stdin.readline()
@@ -129,6 +131,8 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         tier_endpoint=options.kv_tier,
         router_replay=options.router_replay,
         quantisation=options.quantisation,
+        device=options.device,
+        memory_share=options.memory_share,
     )
 
 
@@ -143,10 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--slots", type=int, default=16, help="requests decoded at once")
-    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV-cache, in tokens")
-    parser.add_argument("--block-tokens", type=int, default=32)
+    parser.add_argument("--device", choices=KINDS, default="cpu", help="kind of device")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="of a GPU's memory, for everything together")
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV-cache, in tokens; 0: as many as fit")
+    parser.add_argument("--block-tokens", type=int, default=32, help="0: the attention backend's own")
     parser.add_argument("--max-model-len-tokens", type=int, default=2048)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the device's")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
     parser.add_argument("--quantisation", choices=("int8",), default="", help="of projections; none by default")

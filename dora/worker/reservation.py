@@ -29,6 +29,21 @@ class Store(Protocol):
         """Overwrites some blocks of every layer."""
 
 
+class KvStore(Store, Protocol):
+    """The whole KV-cache of an engine."""
+
+    @property
+    def layers(self) -> tuple[tuple[str, int], ...]:
+        """(layer name, bytes per block), sorted by name."""
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The axis orders inside the layers' blocks, if they can differ between engines."""
+
+    def join(self) -> None:
+        """Makes the engine's next step see all earlier writes."""
+
+
 class Begun(NamedTuple):
     """The part of a request that came before its snapshot, and the engine's preparation of it."""
 

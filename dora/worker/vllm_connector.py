@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from dora.kvtransfer.snapshot import KvSnapshot, Pieces
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.vllm_blocks import BlockStore, KvMemory
+from dora.worker.reservation import KvStore
+from dora.worker.vllm_blocks import KvMemory
 from dora.worker.vllm_groups import groups_of
 from dora.worker.vllm_tier import TierPrefixes
 
@@ -38,9 +38,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tier: TierPrefixes | None = None
         self._is_alone = vllm_config.parallel_config.world_size == 1
         self._groups = groups_of(kv_cache_config)
-        self.store: BlockStore | DeviceStore | None = (
-            None  # once the engine has started, where its KV-cache can be reached from here
-        )
+        self.store: KvStore | None = None  # once the engine has started, where its KV-cache can be reached from here
         self.kv_cache_config = kv_cache_config
         self.memory = KvMemory()  # of the runner's half with several ranks
         self.tensors: dict[str, torch.Tensor] = {}  # by layer, in that memory
@@ -103,8 +101,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tensors = dict(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self.store is not None:  # in other processes it is in the host's memory, and all is written
-            self.store.join()
+        """Does nothing: the engine's step joins all writes before its forward pass (``VllmEngine.step``)."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: writes precede the step on its stream."""

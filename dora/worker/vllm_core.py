@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,42 +23,24 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from dora.engine_patches import mapped_weights, quantised, registry
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, LimitExceeded
 from dora.kvtransfer.snapshot import KvLayout
 from dora.weights.reference import Reference
+from dora.worker.device.port import Device, EngineSettings
 from dora.worker.vllm_connector import SnapshotConnector
 from dora.worker.vllm_groups import groups_of, unmovable
-from dora.worker.vllm_rank import WORKER_CLASS
 from dora.worker.vllm_ranks import Ranks
 from dora.worker.vllm_scheduler import HoldingScheduler
 
 _INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
 _RPC_FOLDER: Final = "VLLM_RPC_BASE_PATH"
-_PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; ``_Core`` overrides it
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """The settings of one engine."""
-
-    slots: int
-    kv_tokens: int
-    block_tokens: int
-    max_model_len_tokens: int
-    dtype: str
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    quantisation: str = ""
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
 
 
 class _Core(EngineCore):
     """A core whose KV-cache holds ``kv_tokens`` tokens for any model: each group of layers has separate blocks.
 
-    A window needs one block more than its tokens, because it may begin within a block.
+    A window needs one block more than its tokens, because it may begin within a block. ``kv_tokens`` 0: as many as
+    vLLM finds room for.
     """
 
     def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
@@ -72,15 +53,20 @@ class _Core(EngineCore):
         layouts = self.model_executor.get_supported_kv_cache_layouts()
         resolve_kv_cache_layout(vllm_config, layouts, list(specs.values()))  # which groups there are depends on it
         groups = get_kv_cache_groups(vllm_config, specs)
-        windows = sum(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
-        blocks = self._kv_tokens // vllm_config.cache_config.block_size
-        vllm_config.cache_config.num_gpu_blocks_override = blocks * len(groups) + windows + 1  # vLLM keeps one
+        if self._kv_tokens:
+            windows = sum(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+            blocks = self._kv_tokens // vllm_config.cache_config.block_size
+            vllm_config.cache_config.num_gpu_blocks_override = blocks * len(groups) + windows + 1  # vLLM keeps one
         return super()._initialize_kv_caches(vllm_config)
 
 
-def start(model: Path, settings: EngineSettings) -> EngineCore:
-    """Starts an engine with random weights and patches each rank. Raises InvalidValue with vLLM's reason."""
-    registry.apply()
+def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
+    """Starts an engine with random weights and patches each rank.
+
+    Raises InvalidValue with vLLM's reason if it refuses, and LimitExceeded if the device has too little memory.
+    """
+    device.check_platform(settings)
+    registry.apply(device.patches())
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -89,22 +75,16 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         skip_tokenizer_init=True,
         load_format="dummy",  # weights arrive with their version
         dtype=settings.dtype,
-        enforce_eager=True,
         distributed_executor_backend="uni" if settings.ranks == 1 else "mp",
         tensor_parallel_size=settings.tensor_parallel,
         pipeline_parallel_size=settings.pipeline_parallel,
-        worker_cls=WORKER_CLASS,
+        worker_cls=device.worker_class,
         max_model_len=settings.max_model_len_tokens,
         max_num_seqs=settings.slots,
-        # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=settings.max_model_len_tokens + settings.slots,
         # Nothing may be in flight between steps. With asynchronous scheduling the next step starts before this step's
         # tokens are known: a frozen request would have KV of one token too many, and its blocks would still be written.
         async_scheduling=False,
         enable_prefix_caching=True,
-        block_size=settings.block_tokens,
-        kv_cache_memory_bytes=_PROFILE_BYTES,
         logprobs_mode="raw_logprobs",
         scheduler_cls=HoldingScheduler,
         kv_transfer_config=KVTransferConfig(
@@ -115,6 +95,7 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         hf_overrides=_overrides(settings),
         weight_transfer_config=WeightTransferConfig(backend=mapped_weights.BACKEND),
         disable_log_stats=True,
+        **device.arguments(settings),
     )
     _import_architectures(model)
     try:
@@ -123,6 +104,9 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
             core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
     except ValueError as error:
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
+    except torch.OutOfMemoryError as error:
+        allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
+        raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error
     return core
 
 
@@ -178,6 +162,15 @@ def takes_ahead(core: EngineCore) -> bool:
 def block_tokens_of(core: EngineCore) -> int:
     """Returns the tokens of a block: as configured, or as the model's attention requires."""
     return int(core.vllm_config.cache_config.block_size)
+
+
+def kv_tokens_of(core: EngineCore, wanted: int) -> int:
+    """Returns the tokens of whole blocks that the KV-cache holds. ``wanted`` 0: as many as vLLM found room for."""
+    block_tokens = block_tokens_of(core)
+    if wanted:
+        return wanted // block_tokens * block_tokens
+    config = core.scheduler.kv_cache_config
+    return (int(config.num_blocks) - 1) // len(config.kv_cache_groups) * block_tokens
 
 
 def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:

@@ -8,10 +8,9 @@ connector is a global of the process.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.errors import Conflict, InvalidValue
@@ -22,7 +21,8 @@ from dora.models import routing
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
-from dora.worker.engine_checks import CanaryBound
+from dora.worker.device.choice import device_named
+from dora.worker.device.port import Dtype, EngineSettings, Kind
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
 
@@ -31,16 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dora.worker")
 
-Dtype = Literal["float32", "bfloat16"]
-# Bounds for rounding. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32 and 0.23 in
-# bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In bfloat16 a router
-# may validly choose another expert for a token or two, whose logprobs then differ freely (up to 0.72), while nine in
-# ten stay within 0.03. A head that is one small training step behind may hide below this bound, so the patches verify
-# themselves at every start.
 QUANTISATIONS: Final = ("", "int8")
-CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
-# The trainer's canary is computed from unquantised weights, so the bound allows for quantisation.
-QUANTISED_BOUND: Final = CanaryBound(0.5, Fraction(9, 10))
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
 
@@ -70,7 +61,7 @@ class VllmEngine(BaseEngine[_Live]):
         slots: int,
         kv_tokens: int,
         max_model_len_tokens: int,
-        dtype: Dtype = "float32",
+        dtype: Dtype | None = None,
         block_tokens: int = 32,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
@@ -78,24 +69,29 @@ class VllmEngine(BaseEngine[_Live]):
         tier_endpoint: str = "",
         router_replay: bool = False,
         quantisation: str = "",
+        device: Kind = "cpu",
+        memory_share: float = 0.9,
     ) -> None:
-        """``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
+        """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
+
+        ``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
 
         ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
 
         ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
         InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
         """
-        if dtype not in CANARY_BOUNDS:
-            raise InvalidValue("dtype", dtype, " or ".join(CANARY_BOUNDS))
+        self._device = device_named(device)
+        dtype = dtype or self._device.default_dtype
+        bound = self._device.canary_bound(dtype, quantisation)
         if quantisation not in QUANTISATIONS:
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
-        vllm_environment.prepare()
+        vllm_environment.prepare(self._device.environment)
         from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
-        settings = vllm_core.EngineSettings(
+        settings = EngineSettings(
             slots,
             kv_tokens,
             block_tokens,
@@ -104,10 +100,11 @@ class VllmEngine(BaseEngine[_Live]):
             tensor_parallel,
             pipeline_parallel,
             quantisation,
+            memory_share,
         )
-        self._core: Any = vllm_core.start(model, settings)
+        self._core: Any = vllm_core.start(model, settings, self._device)
         self._ranks = vllm_ranks.Ranks(
-            self._core, lost or vllm_ranks.end_process, routing(model) if router_replay else None
+            self._core, self._device, lost or vllm_ranks.end_process, routing(model) if router_replay else None
         )
         self._scheduler.routing = self._ranks.routing
         self._store = self._scheduler.connector.store = self._ranks.store
@@ -120,7 +117,7 @@ class VllmEngine(BaseEngine[_Live]):
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
             slots=slots,
-            kv_tokens=kv_tokens // layout.block_tokens * layout.block_tokens,
+            kv_tokens=vllm_core.kv_tokens_of(self._core, kv_tokens),
             block_tokens=layout.block_tokens,
             max_model_len_tokens=max_model_len_tokens,
             vocab_size=self._reference.vocab_size,
@@ -128,7 +125,7 @@ class VllmEngine(BaseEngine[_Live]):
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
         )
-        super().__init__(capability, layout, QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype])
+        super().__init__(capability, layout, bound)
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = count(1)
         self._tier: Any = None
@@ -143,7 +140,7 @@ class VllmEngine(BaseEngine[_Live]):
     def step(self) -> list[TokenDelta]:
         if not self.has_work():
             return []
-        outputs, _ = self._core.step()
+        outputs, _ = self._step()
         deltas = [self._delta(output) for batch in outputs.values() for output in batch.outputs]
         if self._tier is not None:
             self._tier.keep_new()
@@ -285,7 +282,7 @@ class VllmEngine(BaseEngine[_Live]):
     def _make_ahead(self, request: RequestSpec) -> Any:
         core_request = self._requests.to_vllm(request, self._next_engine_id(request.request_id), self._stops)
         watch = self._stop_strings.watch(replace(request, output_token_ids=(), logprobs=()))
-        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch)
+        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch, self._device)
         made.go_on(request.output_token_ids)
         return made
 
@@ -357,6 +354,11 @@ class VllmEngine(BaseEngine[_Live]):
             routed_experts=routed_experts,
         )
 
+    def _step(self) -> Any:
+        """Runs a step of the core. All KV written so far is in place before its forward pass."""
+        self._store.join()
+        return self._core.step()
+
     def _reset_prefix_cache(self) -> None:
         self._scheduler.prefixes.sweep()
         if not self._core.reset_prefix_cache():
@@ -366,7 +368,7 @@ class VllmEngine(BaseEngine[_Live]):
         core_request = self._requests.scoring(tuple(token_ids), self._next_engine_id("canary"))
         self._core.add_request(self._core.preprocess_add_request(core_request)[0])
         while self.has_work():
-            outputs, _ = self._core.step()
+            outputs, _ = self._step()
         (scored,) = (output for batch in outputs.values() for output in batch.outputs)
         logprobs = scored.new_prompt_logprobs_tensors.logprobs[:, 0]
         self._reset_prefix_cache()

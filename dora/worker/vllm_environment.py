@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 # Set unless the operator has set them.
@@ -12,12 +12,9 @@ _DEFAULTS: Final = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is looked up
     "TOKENIZERS_PARALLELISM": "false",
-    # Eager throughout: compiling small helpers costs seconds a start, and a C++ compiler that may not be there.
-    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise an engine of several ranks needs a NUMA node for each
     # A rank is killed at the end, and Python's tracker removes what shared memory it had: nothing to warn of.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
@@ -30,9 +27,12 @@ _REQUIRED: Final = {
 _SWITCH_S: Final = 0.0002
 
 
-def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the environment for vLLM in this process and reduces its logging. May be repeated."""
-    for name, value in _DEFAULTS.items():
+def prepare(of_device: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the environment for vLLM in this process and reduces its logging. May be repeated.
+
+    ``of_device``: the device's defaults (``Device.environment``).
+    """
+    for name, value in {**_DEFAULTS, **of_device}.items():
         environment.setdefault(name, value)
     environment.update(_REQUIRED)
     sys.setswitchinterval(_SWITCH_S)

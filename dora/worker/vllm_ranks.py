@@ -20,10 +20,11 @@ from dora.data.types import RoutingShape
 from dora.engine_patches.patch import PatchFailed
 from dora.errors import InvalidValue
 from dora.kvtransfer.reslice import shard_name
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.vllm_blocks import BlockStore, LayerBlocks, mapped, memory_of, rows_of, shard_of
+from dora.worker.device.port import Device
+from dora.worker.device.rank import RankKv, RankRouting
+from dora.worker.reservation import KvStore
+from dora.worker.vllm_blocks import LayerBlocks, mapped, memory_of, rows_of, shard_of
 from dora.worker.vllm_connector import SnapshotConnector
-from dora.worker.vllm_rank import RankKv, RankRouting
 from dora.worker.vllm_routing import RoutingRows
 
 log = logging.getLogger("dora.worker")
@@ -43,7 +44,9 @@ def end_process(reason: str) -> None:
 class Ranks:
     """Used by the engine's thread only."""
 
-    def __init__(self, core: EngineCore, lost: Lost = end_process, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self, core: EngineCore, device: Device, lost: Lost = end_process, routing: RoutingShape | None = None
+    ) -> None:
         """``routing``: the shape of routed experts to record beside the KV; None: none are recorded.
 
         Raises PatchFailed if a patch did not take effect on a rank, InvalidValue if vLLM's routing is unknown or has
@@ -51,6 +54,7 @@ class Ranks:
         """
         parallel = core.vllm_config.parallel_config
         self._core = core
+        self._device = device
         self._processes = [handle.proc for handle in getattr(core.model_executor, "workers", ())]
         self._stopping, self._stop = multiprocessing.connection.Pipe(duplex=False)
         self._watch: threading.Thread | None = None
@@ -106,21 +110,22 @@ class Ranks:
         """Returns the name of the shard that this rank holds."""
         return shard_name(layer.name, self._shard(rank), self.shards)
 
-    def _store(self, shown: Sequence[tuple[int, RankKv]]) -> BlockStore | DeviceStore:
+    def _store(self, shown: Sequence[tuple[int, RankKv]]) -> KvStore:
         """Returns the KV-cache of all ranks, with each shard of a layer once for each rank that holds it."""
         groups = {name: layer.group for name, layer in self.layers.items()}
-        if any(layer.span is None for layer in self.layers.values()):
-            if self.routing is not None:
-                raise InvalidValue("workers.router_replay", True, "false where KV is on a device")
-            own = _own_connector()
-            own.store = DeviceStore(own.tensors, groups, self._block_count)
-            return own.store
+        if self.routing is not None and any(layer.span is None for layer in self.layers.values()):
+            raise InvalidValue("workers.router_replay", True, "false where KV is on a device")
+        return self._device.kv_store(
+            lambda: self._host_rows(shown), lambda: _own_connector().tensors, groups, self._block_count
+        )
+
+    def _host_rows(self, shown: Sequence[tuple[int, RankKv]]) -> dict[str, list[np.ndarray]]:
         held: dict[str, list[np.ndarray]] = {name: [] for name in self.layers}
         for rank, kv in shown:
             memory = _memory(kv)
             for layer in kv.layers:
                 held[self._name(rank, layer)].append(rows_of(memory, layer, self._block_count))
-        return BlockStore(held, groups)
+        return held
 
     def _rows(self, kept: Sequence[tuple[int, RankKv]], shape: RoutingShape) -> RoutingRows:
         """Returns the ranks' routed experts; of ranks with the same shard, the first one's."""

@@ -13,9 +13,9 @@ from vllm.v1.request import Request
 
 from dora.data.sampling import DOMAINS
 from dora.data.types import RequestSpec
-from dora.engine_patches.exact_resume import OUTPUTS_KEY, PROMPT_KEY
 from dora.errors import InvalidValue
 from dora.kvtier.chunks import salt_of
+from dora.worker.device.port import Device
 from dora.worker.stop_strings import StopWatch
 
 
@@ -25,8 +25,9 @@ class Made:
     It includes the hashes of its blocks, the most expensive part, so it is made ahead of time if possible.
     """
 
-    def __init__(self, core_request: Request, watch: StopWatch | None) -> None:
-        """Neither has seen an output."""
+    def __init__(self, core_request: Request, watch: StopWatch | None, device: Device) -> None:
+        """Neither ``core_request`` nor ``watch`` has seen an output."""
+        self._device = device
         self.core_request = core_request
         self.watch = watch
         self._prompt = array("i", core_request.prompt_token_ids)
@@ -40,7 +41,7 @@ class Made:
         new = list(outputs[self.core_request.num_output_tokens :])
         if not new:
             return
-        self.core_request.sampling_params.extra_args = {OUTPUTS_KEY: list(outputs), PROMPT_KEY: self._prompt}
+        self.core_request.sampling_params.extra_args = self._device.resume_arguments(outputs, self._prompt)
         self.core_request.append_output_token_ids(new)
         self.core_request.prefill_stats = None  # they describe prompts; with outputs vLLM's assertions would fail
         if self.watch is not None:

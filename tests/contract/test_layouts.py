@@ -141,16 +141,18 @@ def test_logprobs_are_those_of_transformers(engine: VllmEngine, version_folder: 
 def test_a_patched_rope_is_proven(engine: VllmEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from dora.engine_patches import interleaved_rope, registry
+    from dora.engine_patches import registry
+    from dora.engine_patches.cpu import interleaved_rope
+    from dora.engine_patches.cpu.registry import PATCHES
 
     runner = engine.core.model_executor.driver_worker.worker.model_runner
-    registry.verify(runner)
+    registry.verify(runner, PATCHES)
     if kind == "vllm-mla":
         for module in runner.get_model().modules():
             if isinstance(module, RotaryEmbedding):
                 monkeypatch.setattr(module, "_forward_method", partial(interleaved_rope._kernel, module))
         with pytest.raises(PatchFailed, match="'interleaved_rope'"):
-            registry.verify(runner)
+            registry.verify(runner, PATCHES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

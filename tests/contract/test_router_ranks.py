@@ -123,7 +123,7 @@ def test_rows_are_those_of_one_rank(engine: VllmEngine, alone: Alone) -> None:
 
 
 def test_an_engine_that_routes_otherwise_than_its_config_says_is_refused() -> None:
-    from dora.worker.vllm_rank import RankKv, RankRouting
+    from dora.worker.device.rank import RankKv, RankRouting
     from dora.worker.vllm_ranks import check_routing
 
     shape = RoutingShape(layers=3, top_k=2, experts=8)

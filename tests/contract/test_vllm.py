@@ -29,6 +29,13 @@ def runner_of(engine: VllmEngine) -> object:
     return engine.core.model_executor.driver_worker.worker.model_runner
 
 
+def verify(engine: VllmEngine) -> None:
+    from dora.engine_patches import registry
+    from dora.engine_patches.cpu.registry import PATCHES
+
+    registry.verify(runner_of(engine), PATCHES)
+
+
 @pytest.fixture
 def reference(version_folder: VersionFolder) -> Iterator[torch.nn.Module]:
     """Version 2 in transformers."""
@@ -85,16 +92,16 @@ def test_without_the_repairs_the_canary_catches_the_load(
 def test_a_patch_that_does_not_take_is_named_at_the_start(
     engine: VllmEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora.engine_patches import moe_experts, registry, tied_head
+    from dora.engine_patches.cpu import moe_experts, tied_head
 
-    registry.verify(runner_of(engine))
+    verify(engine)
     with monkeypatch.context() as broken:
         broken.setattr(tied_head, "_repack", nothing)
         with pytest.raises(PatchFailed, match="'tied_head'"):
-            registry.verify(runner_of(engine))
+            verify(engine)
     if kind == "vllm-moe":
         with monkeypatch.context() as broken:
             broken.setattr(moe_experts.CPUUnquantizedExperts, "process_weights_after_loading", nothing)
             with pytest.raises(PatchFailed, match="'moe_experts'"):
-                registry.verify(runner_of(engine))
-    registry.verify(runner_of(engine))
+                verify(engine)
+    verify(engine)

@@ -8,9 +8,10 @@ from packaging.specifiers import SpecifierSet
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.errors import InvalidValue
 from dora.worker import vllm_environment
+from dora.worker.device.cpu import Cpu
 from tests.refusals import data_words, refused
 
-vllm_environment.prepare()
+vllm_environment.prepare(Cpu.environment)
 pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
 
 
@@ -57,7 +58,7 @@ def test_patches_act_in_order() -> None:
 
 
 def test_every_patch_declares_itself() -> None:
-    from dora.engine_patches import registry
+    from dora.engine_patches.cpu import registry
 
     names = [patch.name for patch in registry.PATCHES]
     assert len(set(names)) == len(names) > 0
@@ -71,7 +72,7 @@ def test_every_patch_declares_itself() -> None:
 def test_a_random_stream_advanced_at_once_is_where_single_draws_lead() -> None:
     import torch
 
-    from dora.engine_patches.exact_resume import advance
+    from dora.engine_patches.cpu.exact_resume import advance
 
     for draws in (0, 1, 15, 16, 1000):
         single, at_once = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)

@@ -8,21 +8,19 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dora.data.types import RoutingShape
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
 from dora.system.process_tree import die_with
 from dora.worker import vllm_environment, vllm_groups, vllm_routing
+from dora.worker.device.port import Device
 from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector
-
-WORKER_CLASS: Final = f"{__name__}.CpuRank"  # the value of vLLM's ``worker_cls``
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +43,30 @@ class RankRouting:
     refusal: str = ""  # why vLLM cannot say it; empty: it can
 
 
-class CpuRank(CPUWorker):
-    """vLLM's CPU worker, patched before it creates its model runner."""
+class Rank:
+    """A mixin over a device's class of vLLM's workers: patches it before it creates its model runner."""
+
+    device_port: ClassVar[Device]
+    model_runner: Any
+    vllm_config: Any
+    rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with(parent.pid)
-            vllm_environment.prepare()
+            vllm_environment.prepare(self.device_port.environment)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host: nobody else can reach them
-        registry.apply()
+        registry.apply(self.device_port.patches())
         super().__init__(*args, **kwargs)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            self._make_room_between_stages()
-
     def unproven_patch(self) -> str:
-        """Returns why a patch did not take effect on this rank; empty: all did."""
+        """Returns why this rank must not serve, such as a patch without effect; empty: it may."""
         try:
-            registry.verify(self.model_runner)
+            registry.verify(self.model_runner, self.device_port.patches())
         except PatchFailed as error:
             return str(error)
-        return ""
+        return self.device_port.check_runner(self.model_runner)
 
     def shown_kv(self) -> RankKv:
         """Returns the place of this rank's KV."""
@@ -111,17 +109,8 @@ class CpuRank(CPUWorker):
 
     def replace_weights(self, files: Sequence[str]) -> None:
         """Loads this rank's part of verified files into the running model through vLLM's weight transfer."""
-        self.start_weight_update()
-        self.update_weights({"files": list(files)})
-        self.finish_weight_update()
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights({"files": list(files)})  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):
-            registry.after_reload(self.model_runner.get_model())
-
-    def _make_room_between_stages(self) -> None:
-        """Allocates memory for the previous stage's output. vLLM does it in the warm-up run, which eager CPU engines
-        skip.
-        """
-        runner = self.model_runner
-        runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
+            registry.after_reload(self.model_runner.get_model(), self.device_port.patches())

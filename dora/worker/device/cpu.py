@@ -1,0 +1,80 @@
+"""The device port's adapter for CPUs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.engine_patches.patch import Patch
+from dora.worker.device.port import QUANTISED_BOUND, Dtype, EngineSettings, Kind, check_dtype, check_installed
+from dora.worker.engine_checks import CanaryBound
+from dora.worker.reservation import KvStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# Bounds for rounding. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32 and 0.23 in
+# bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In bfloat16 a router
+# may validly choose another expert for a token or two, whose logprobs then differ freely (up to 0.72), while nine in
+# ten stay within 0.03. A head that is one small training step behind may hide below this bound, so the patches verify
+# themselves at every start.
+CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
+PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
+
+
+class Cpu:
+    """Engines on a CPU: eager, one thread, Model Runner V1 with patches."""
+
+    kind: Kind = "cpu"
+    default_dtype: Dtype = "float32"
+    worker_class = "dora.worker.device.cpu_rank.CpuRank"
+    proves_reloads = False  # the patches prove each kind of layer that a reload could leave stale
+    environment: Mapping[str, str] = {
+        # Compiling small helpers costs seconds a start, and a C++ compiler that may not be there.
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise an engine of several ranks needs a NUMA node for each
+    }
+
+    def check_platform(self, settings: EngineSettings) -> None:
+        from vllm.platforms import current_platform
+
+        check_installed(self.kind, current_platform.device_type)
+
+    def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches.cpu import registry
+
+        return registry.PATCHES
+
+    def check_runner(self, runner: Any) -> str:
+        return ""  # ``exact_resume`` verifies it
+
+    def arguments(self, settings: EngineSettings) -> dict[str, Any]:
+        return {
+            "enforce_eager": True,
+            # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside
+            # decodes.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": settings.max_model_len_tokens + settings.slots,
+            "block_size": settings.block_tokens,
+            "kv_cache_memory_bytes": PROFILE_BYTES,
+        }
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+        from dora.engine_patches.cpu.exact_resume import OUTPUTS_KEY, PROMPT_KEY
+
+        return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt}
+
+    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
+        check_dtype(dtype, CANARY_BOUNDS)
+        return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
+
+    def kv_store(
+        self,
+        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
+        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        groups: Mapping[str, int],
+        block_count: int,
+    ) -> KvStore:
+        from dora.worker.vllm_blocks import BlockStore
+
+        return BlockStore(rows(), groups)

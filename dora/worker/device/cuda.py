@@ -1,0 +1,89 @@
+"""The device port's adapter for NVIDIA GPUs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.engine_patches.patch import Patch
+from dora.errors import InvalidValue
+from dora.worker.device.port import QUANTISED_BOUND, Dtype, EngineSettings, Kind, check_dtype, check_installed
+from dora.worker.engine_checks import CanaryBound
+from dora.worker.reservation import KvStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# Not measured on a GPU: the CPU's bounds. float32 needs ``TRITON_F32_DEFAULT`` below, since Triton's attention kernel
+# would otherwise compute in TF32.
+CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
+CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
+
+
+class Cuda:
+    """Engines on GPUs: CUDA graphs, chunked prefill, Model Runner V2 without patches to its sampling.
+
+    The runner's noise is a function of seed, position and token, and a request carries its outputs to the runner
+    (vllm/v1/worker/gpu), so a resumed request needs nothing else.
+    """
+
+    kind: Kind = "cuda"
+    default_dtype: Dtype = "bfloat16"
+    worker_class = "dora.worker.device.cuda_rank.CudaRank"
+    proves_reloads = True
+    environment: Mapping[str, str] = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TRITON_F32_DEFAULT": "ieee",
+    }
+
+    def check_platform(self, settings: EngineSettings) -> None:
+        from vllm.platforms import current_platform
+
+        check_installed(self.kind, current_platform.device_type)
+        if settings.ranks > 1:
+            name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
+            allowed = "1: engines of several GPUs are not proven yet"
+            raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
+        if settings.quantisation:
+            raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
+
+    def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches import mapped_weights
+
+        return (mapped_weights.PATCH,)
+
+    def check_runner(self, runner: Any) -> str:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        if isinstance(runner, GPUModelRunner):
+            return ""
+        return f"the model runner is {type(runner).__module__}.{type(runner).__name__}, not vLLM's Model Runner V2"
+
+    def arguments(self, settings: EngineSettings) -> dict[str, Any]:
+        profiled = {"gpu_memory_utilization": settings.memory_share}
+        return {
+            "enforce_eager": False,
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(CHUNK_TOKENS, settings.slots),
+            "block_size": settings.block_tokens or None,
+            **profiled,
+        }
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+        return None
+
+    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
+        check_dtype(dtype, CANARY_BOUNDS)
+        return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
+
+    def kv_store(
+        self,
+        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
+        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        groups: Mapping[str, int],
+        block_count: int,
+    ) -> KvStore:
+        from dora.worker.cuda_blocks import DeviceStore
+
+        return DeviceStore(tensors(), groups, block_count)

@@ -1,0 +1,97 @@
+"""The protocol of a device, and the settings of an engine. Imports neither torch nor vLLM."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from dora.engine_patches.patch import Patch
+from dora.errors import InvalidValue
+from dora.worker.engine_checks import CanaryBound
+from dora.worker.reservation import KvStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Kind = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+KINDS: Final[tuple[Kind, ...]] = ("cpu", "cuda")
+
+# The trainer's canary is computed from unquantised weights, so the bound allows for quantisation.
+QUANTISED_BOUND: Final = CanaryBound(0.5, Fraction(9, 10))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings of one engine.
+
+    ``kv_tokens`` 0: as many as fit into the device's free memory. ``block_tokens`` 0: the attention backend's own.
+    ``memory_share``: of a GPU's memory, for weights, activations and KV together.
+    """
+
+    slots: int
+    kv_tokens: int
+    block_tokens: int
+    max_model_len_tokens: int
+    dtype: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    quantisation: str = ""
+    memory_share: float = 0.9
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class Device(Protocol):
+    """One kind of device, for one engine in this process."""
+
+    kind: Kind
+    default_dtype: Dtype
+    environment: Mapping[str, str]  # vLLM's, set unless the operator has set it
+    worker_class: str  # the value of vLLM's ``worker_cls``
+    proves_reloads: bool  # the engine verifies a reload itself, at its first load (``VllmEngine.load_weights``)
+
+    def check_platform(self, settings: EngineSettings) -> None:
+        """Raises InvalidValue if the installed vLLM serves on another device or cannot serve ``settings`` on this."""
+
+    def patches(self) -> Sequence[Patch]:
+        """Returns the patches to vLLM, in the order in which they apply."""
+
+    def check_runner(self, runner: Any) -> str:
+        """Returns why vLLM's model runner is not one that this device supports; empty: it is."""
+
+    def arguments(self, settings: EngineSettings) -> dict[str, Any]:
+        """Returns the arguments of vLLM's ``EngineArgs`` that depend on the device. A pure function."""
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+        """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
+
+    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
+        """Returns by how much a loaded version's logprobs may differ from the published canary."""
+
+    def kv_store(
+        self,
+        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
+        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        groups: Mapping[str, int],
+        block_count: int,
+    ) -> KvStore:
+        """Returns the store of the KV-cache. ``rows``: of each layer, the blocks in host memory of each rank that holds
+        it. ``tensors``: of each layer, the tensor of this process's only rank. ``groups``: each layer's.
+        """
+
+
+def check_dtype(dtype: str, known: Mapping[str, CanaryBound]) -> None:
+    """Raises InvalidValue for a dtype without a canary bound."""
+    if dtype not in known:
+        raise InvalidValue("dtype", dtype, " or ".join(known))
+
+
+def check_installed(kind: Kind, installed: str) -> None:
+    """Raises InvalidValue if the installed vLLM serves on another kind of device."""
+    if installed != kind:
+        allowed = f"{installed}, on which the installed vLLM serves, or another build of vLLM (docs/install.md)"
+        raise InvalidValue("device", kind, allowed)
