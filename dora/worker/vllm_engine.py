@@ -22,7 +22,7 @@ from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
 from dora.worker.device.choice import device_named
-from dora.worker.device.port import Dtype, EngineSettings, Kind
+from dora.worker.device.port import Device, Dtype, EngineSettings, Kind
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
 
@@ -69,7 +69,7 @@ class VllmEngine(BaseEngine[_Live]):
         tier_endpoint: str = "",
         router_replay: bool = False,
         quantisation: str = "",
-        device: Kind = "cpu",
+        device: Kind | Device = "cpu",
         memory_share: float = 0.9,
     ) -> None:
         """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
@@ -81,7 +81,7 @@ class VllmEngine(BaseEngine[_Live]):
         ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
         InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
         """
-        self._device = device_named(device)
+        self._device = device_named(device) if isinstance(device, str) else device
         dtype = dtype or self._device.default_dtype
         bound = self._device.canary_bound(dtype, quantisation)
         if quantisation not in QUANTISATIONS:

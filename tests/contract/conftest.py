@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from dora.models.tiny import make_tiny
+from dora.worker.device.port import Device, Kind
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
+from tests import v2_runner
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
 
-KINDS = ("fake", "vllm-dense", "vllm-moe")
+KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe")
 
 
 def make_engine(kind: str, model: Path) -> RolloutEngine:
@@ -23,9 +25,15 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
         return FakeEngine(
             slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, mean_tokens=25, model=model
         )
+    device: Device | Kind = "cpu"
+    if kind.startswith("vllm-v2"):
+        v2_runner.prepare()
+        device = v2_runner.V2OnCpu()
     from dora.worker.vllm_engine import VllmEngine
 
-    return VllmEngine(model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
+    return VllmEngine(
+        model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=device
+    )
 
 
 class Engines:
@@ -38,7 +46,7 @@ class Engines:
 
     def version(self, kind: str, version: int) -> Path:
         """The weights of a version of this kind's tiny model: another seed for each."""
-        return make_tiny("moe" if kind == "vllm-moe" else "dense", self._folder / kind / f"v{version}", seed=version)
+        return make_tiny("moe" if kind.endswith("-moe") else "dense", self._folder / kind / f"v{version}", seed=version)
 
     def of(self, kind: str) -> RolloutEngine:
         if self._engine is None or kind != self._kind:

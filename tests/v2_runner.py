@@ -1,0 +1,55 @@
+"""An engine on vLLM's Model Runner V2, the runner of GPUs, on a CPU: Triton's interpreter runs its kernels.
+
+Kernels of attention and of layers stay the CPU's, and CUDA graphs, streams and device memory are not covered. vLLM looks
+for Triton while it is imported, so a process has either this runner or the CPU's: ``make test-v2`` runs the engine's
+contract suite with ``DORA_TEST_RUNNER=v2`` and Triton's folder on the path.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dora.engine_patches.patch import Patch
+from dora.worker.device.cpu import Cpu
+
+IS_CHOSEN: Final = os.environ.get("DORA_TEST_RUNNER") == "v2"
+
+
+class V2OnCpu(Cpu):
+    """The CPU's kernels under the runner of GPUs, whose sampling needs no patch."""
+
+    worker_class = "tests.v2_rank.V2Rank"
+    environment: Mapping[str, str] = {
+        **Cpu.environment,
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+
+    def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches.cpu import exact_resume
+
+        return [patch for patch in super().patches() if patch is not exact_resume.PATCH]
+
+    def check_runner(self, runner: Any) -> str:
+        from dora.worker.device.cuda import Cuda
+
+        return Cuda().check_runner(runner)
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+        return None
+
+
+def prepare() -> None:
+    """Makes vLLM's CPU build accept Triton. Before vLLM is imported."""
+    os.environ.update(V2OnCpu.environment)
+    import triton.backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    class Backend:
+        driver = Driver
+
+    triton.backends.backends["cpu"] = Backend
