@@ -1,8 +1,8 @@
 """An engine on vLLM's Model Runner V2, the runner of GPUs, on a CPU: Triton's interpreter runs its kernels.
 
-Kernels of attention and of layers stay the CPU's, and CUDA graphs, streams and device memory are not covered. vLLM looks
-for Triton while it is imported, so a process has either this runner or the CPU's: ``make test-v2`` runs the engine's
-contract suite with ``DORA_TEST_RUNNER=v2`` and Triton's folder on the path.
+Kernels of attention and of layers stay the CPU's, and CUDA graphs, streams and device memory are not covered. torch and
+vLLM look for Triton while they are imported, so a process has either this runner or the CPU's: ``make test-v2`` runs
+the engine's contract suite with ``DORA_TEST_RUNNER=v2``, ``TRITON_INTERPRET=1`` and Triton's folder on the path.
 """
 
 import os
@@ -19,6 +19,7 @@ class V2OnCpu(Cpu):
     """The CPU's kernels under the runner of GPUs, whose sampling needs no patch."""
 
     worker_class = "tests.v2_rank.V2Rank"
+    proves_reloads = True
     environment: Mapping[str, str] = {
         **Cpu.environment,
         "TRITON_INTERPRET": "1",

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from dora.engine_patches import reload_proof
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.engine_patches.quantised import quantised
 
@@ -31,9 +32,11 @@ class NothingToInit(WeightTransferInitInfo):
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
-    """Paths of verified safetensors files that hold the whole model."""
+    """Paths of verified safetensors files of the whole model. ``changed``, ``token_ids``: see ``reload_proof``."""
 
     files: Sequence[str]
+    changed: str = ""
+    token_ids: Sequence[int] = ()
 
 
 class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
@@ -62,6 +65,8 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
 
     def receive_weights(self, update_info: WeightFiles) -> None:
         tensors = mapped_tensors(update_info.files)
+        if update_info.changed:
+            tensors = reload_proof.changed(tensors, update_info.changed, update_info.token_ids)
         if self.vllm_config.model_config.quantization is not None:
             tensors = quantised(tensors)
         self.model.load_weights(tensors)

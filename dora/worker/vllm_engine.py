@@ -12,7 +12,8 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.data.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.engine_patches.patch import PatchFailed
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
@@ -126,16 +127,43 @@ class VllmEngine(BaseEngine[_Live]):
             pipeline_parallel=pipeline_parallel,
         )
         super().__init__(capability, layout, bound)
+        self._is_reload_proven = False
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = count(1)
         self._tier: Any = None
         if tier_endpoint:
             self._tier = self._open_tier(tier_endpoint)
 
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        found = super().load_weights(version, folder, canary)
+        if self._device.proves_reloads and not self._is_reload_proven:
+            self._version = None
+            self._prove_reloads(folder, found)
+            self._version, self._is_reload_proven = version, True
+        return found
+
     def _replace_weights(self, version: int, folder: Path) -> None:
         files = self._weights.check_files(folder, self._reference)
         self._ranks.replace_weights([str(file) for file in files])
         self._reset_prefix_cache()
+
+    def _prove_reloads(self, folder: Path, found: Canary) -> None:
+        """Raises PatchFailed if reloads in place do not reach every kind of tensor (``reload_proof``).
+
+        ``found``: the canary of the loaded version. Loads it as often as its tensors have kinds, and once more.
+        """
+        from dora.engine_patches import reload_proof
+
+        files = [str(file) for file in self._weights.check_files(folder, self._reference)]
+        for kind in reload_proof.kinds(tensor.name for tensor in self._reference.tensors):
+            self._ranks.replace_weights(files, kind, found.token_ids)
+            self._reset_prefix_cache()
+            if tuple(self._score(found.token_ids)) == found.logprobs:
+                raise PatchFailed("reload_proof", f"changed weights ({kind}) do not change the model's logprobs")
+        self._ranks.replace_weights(files)
+        self._reset_prefix_cache()
+        if tuple(self._score(found.token_ids)) != found.logprobs:
+            raise PatchFailed("reload_proof", "the same weights give other logprobs after others were loaded")
 
     def step(self) -> list[TokenDelta]:
         if not self.has_work():

@@ -81,9 +81,12 @@ class Ranks:
         self.layers = dict(sorted(named.items()))  # each shard of each layer
         self.store = self._store(shown)
 
-    def replace_weights(self, files: Sequence[str]) -> None:
-        """Makes each rank load its part of verified files into the running model."""
-        self._core.collective_rpc("replace_weights", args=(files,))
+    def replace_weights(self, files: Sequence[str], changed: str = "", token_ids: Sequence[int] = ()) -> None:
+        """Makes each rank load its part of verified files into the running model.
+
+        ``changed``, ``token_ids``: a kind of tensor to change, see ``dora.engine_patches.reload_proof``.
+        """
+        self._core.collective_rpc("replace_weights", args=(files, changed, token_ids))
 
     @property
     def pids(self) -> tuple[int, ...]:

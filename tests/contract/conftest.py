@@ -31,9 +31,7 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
         device = v2_runner.V2OnCpu()
     from dora.worker.vllm_engine import VllmEngine
 
-    return VllmEngine(
-        model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=device
-    )
+    return VllmEngine(model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=device)
 
 
 class Engines:

@@ -107,10 +107,13 @@ class Rank:
         kv = RankKv(os.getpid(), routed.descriptor, routed.size_bytes, routed.layers, frozenset())
         return RankRouting(kv, routed.found)
 
-    def replace_weights(self, files: Sequence[str]) -> None:
-        """Loads this rank's part of verified files into the running model through vLLM's weight transfer."""
+    def replace_weights(self, files: Sequence[str], changed: str = "", token_ids: Sequence[int] = ()) -> None:
+        """Loads this rank's part of verified files into the running model through vLLM's weight transfer.
+
+        ``changed``, ``token_ids``: a kind of tensor to change, see ``dora.engine_patches.reload_proof``.
+        """
         self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights({"files": list(files)})  # type: ignore[attr-defined]
+        self.update_weights({"files": list(files), "changed": changed, "token_ids": list(token_ids)})  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):
             registry.after_reload(self.model_runner.get_model(), self.device_port.patches())
