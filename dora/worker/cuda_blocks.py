@@ -15,12 +15,12 @@ Layouts of vLLM (``vllm/v1/kv_cache_layout.py``, L layers, B blocks, H heads, N 
 The same code runs on CPU tensors, without a stream: tests need no GPU.
 """
 
-import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ import torch
 from dora.errors import TransferFailed
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.snapshot import Pieces
+from dora.worker.device.streams import DONE, Mark, Streams, streams_of
 
 STAGE_BYTES: Final = 16 << 20  # cross the bus at once; so much on the device, and twice in pinned host memory
 PINNED_BYTES: Final = 8 << 30  # pinned host memory for blocks that are shown, at most
@@ -84,43 +85,6 @@ class _Batch:
     size_bytes: int
 
 
-class _Lane:
-    """The copies of one device: on a separate stream, or synchronous on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def host_memory(self, size_bytes: int) -> np.ndarray:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None).numpy()
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Copies started in this context wait for the work already queued on the caller's stream."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def ids(self, block_ids: Sequence[int], block_count: int) -> torch.Tensor:
-        """Returns ids on the device. Refuses an invalid id, which would end all of the process's work on the device."""
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < block_count:
-            raise RuntimeError(f"block ids {min(block_ids)} to {max(block_ids)}: the KV-cache has {block_count} blocks")
-        found = torch.tensor(block_ids, dtype=torch.int64)
-        return found if self._stream is None else found.pin_memory().to(self._device, non_blocking=True)
-
-    def mark(self) -> Any:
-        """Returns an event after all copies so far; None: they are complete."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def hold_up(self, mark: Any) -> None:
-        """Makes the caller's stream wait for the event, without blocking the caller."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
-
-
 class DeviceStore:
     """``vllm_blocks.BlockStore`` for tensors on a GPU. Thread-safe.
 
@@ -137,21 +101,25 @@ class DeviceStore:
         *,
         pinned_bytes: int = PINNED_BYTES,
         stage_bytes: int = STAGE_BYTES,
+        streams: Streams | None = None,
     ) -> None:
-        """``tensors``: by layer. ``groups``: the group of each layer. Raises RuntimeError as ``LayerRows`` does."""
+        """``tensors``: by layer. ``groups``: the group of each layer. ``streams``: of the tensors' device, by default.
+
+        Raises RuntimeError as ``LayerRows`` and ``CudaStreams`` do.
+        """
         self._layers = {name: LayerRows(tensors[name], block_count) for name in sorted(groups)}
         self._groups = groups
         self._block_count = block_count
         largest = max(rows.block_bytes for rows in self._layers.values())
         self._stage_bytes = max(stage_bytes, _aligned(largest))
         device = tensors[next(iter(groups))].device
-        self._lane = _Lane(device)
-        self._pinned = Pool(pinned_bytes, self._lane.host_memory)
-        self._outlets = [self._lane.host_memory(self._stage_bytes) for _ in range(2)]
-        self._leaving: list[Any] = [None, None]  # pending reads of each of them
-        self._written: Any = None
+        self._streams = streams_of(device) if streams is None else streams
+        self._pinned = Pool(pinned_bytes, self._streams.host_memory)
+        self._outlets = [self._streams.host_memory(self._stage_bytes) for _ in range(2)]
+        self._leaving: list[Mark] = [DONE, DONE]  # the pending read of each of them
+        self._written: Mark = DONE
         self._lock = threading.Lock()
-        with self._lane.entered():
+        with self._streams.entered():
             self._stage = torch.empty(self._stage_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -176,59 +144,68 @@ class DeviceStore:
             lent = self._pinned.lent_bytes()
             raise TransferFailed(f"pinned memory: {size_bytes:,} bytes do not fit beside {lent:,} that are in use")
         shown: dict[str, list[np.ndarray]] = {name: [] for name in self._layers}
-        with self._lock, self._lane.entered():
+        with self._lock, self._streams.entered():
             ids = self._ids(block_ids)
             at = 0
             for batch in batches:
                 for part in batch.parts:
                     rows, count = self._layers[part.name], part.end - part.first
-                    place = rows.staged(self._stage, part.at, count)
-                    torch.index_select(rows.cells, 0, ids[part.name][part.first : part.end], out=place)
                     begin = at + part.at
                     piece = host[begin : begin + count * rows.block_bytes]
                     shown[part.name].append(piece.reshape(count, rows.block_bytes))
-                into = torch.from_numpy(host[at : at + batch.size_bytes])
-                into.copy_(self._stage[: batch.size_bytes], non_blocking=True)
+                self._streams.run(partial(self._gather, batch, ids, host[at : at + batch.size_bytes]))
                 at += batch.size_bytes
-            mark = self._lane.mark()
-        if mark is not None:
-            mark.synchronize()
+            mark = self._streams.mark()
+        mark.synchronize()
         return shown
+
+    def _gather(self, batch: _Batch, ids: Mapping[str, torch.Tensor], host: np.ndarray) -> None:
+        for part in batch.parts:
+            rows = self._layers[part.name]
+            place = rows.staged(self._stage, part.at, part.end - part.first)
+            torch.index_select(rows.cells, 0, ids[part.name][part.first : part.end], out=place)
+        torch.from_numpy(host).copy_(self._stage[: batch.size_bytes], non_blocking=True)
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer, by the ids of its group."""
-        with self._lane.entered():
+        with self._streams.entered():
             ids = self._ids(block_ids)
         for batch in self._batches(block_ids):
-            with self._lock, self._lane.entered():
+            with self._lock, self._streams.entered():
                 self._load(batch, ids, blocks)
 
     def join(self) -> None:
         """Makes later work on the caller's stream see all earlier writes."""
         with self._lock:
-            self._lane.hold_up(self._written)
+            self._streams.hold_up(self._written)
 
     def _load(self, batch: _Batch, ids: Mapping[str, torch.Tensor], blocks: Mapping[str, Pieces]) -> None:
         """Requires the lock. One outlet is filled while the other is copied."""
         self._outlets.reverse()
         self._leaving.reverse()
         outlet = self._outlets[0]
-        if self._leaving[0] is not None:
-            self._leaving[0].synchronize()
+        self._leaving[0].synchronize()
         for part in batch.parts:
             size_bytes = self._layers[part.name].block_bytes
             place = outlet[part.at : part.at + (part.end - part.first) * size_bytes].reshape(-1, size_bytes)
             _fill(place, blocks[part.name], part.first)
+        self._streams.run(partial(self._scatter, batch, ids, outlet))
+        self._leaving[0] = self._written = self._streams.mark()
+
+    def _scatter(self, batch: _Batch, ids: Mapping[str, torch.Tensor], outlet: np.ndarray) -> None:
         self._stage[: batch.size_bytes].copy_(torch.from_numpy(outlet[: batch.size_bytes]), non_blocking=True)
         for part in batch.parts:
             rows = self._layers[part.name]
-            place_there = rows.staged(self._stage, part.at, part.end - part.first)
-            rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place_there)
-        self._leaving[0] = self._written = self._lane.mark()
+            place = rows.staged(self._stage, part.at, part.end - part.first)
+            rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place)
 
     def _ids(self, block_ids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Returns the ids on the device, by layer."""
-        there = [self._lane.ids(each, self._block_count) for each in block_ids]
+        for each in block_ids:
+            if each and not 0 <= min(each) <= max(each) < self._block_count:
+                found = f"block ids {min(each)} to {max(each)}"
+                raise RuntimeError(f"{found}: the KV-cache has {self._block_count} blocks")  # the device would end
+        there = [self._streams.ids(each) for each in block_ids]
         return {name: there[self._groups[name]] for name in self._layers}
 
     def _batches(self, block_ids: Sequence[Sequence[int]]) -> list[_Batch]:
