@@ -28,7 +28,7 @@ import torch
 from dora.errors import TransferFailed
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.snapshot import Pieces
-from dora.worker.device.streams import DONE, Mark, Streams, streams_of
+from dora.worker.streams import DONE, Mark, Streams, streams_of
 
 STAGE_BYTES: Final = 16 << 20  # cross the bus at once; so much on the device, and twice in pinned host memory
 PINNED_BYTES: Final = 8 << 30  # pinned host memory for blocks that are shown, at most
