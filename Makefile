@@ -14,7 +14,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-megatron experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,15 @@ test-all: check ## every test, with those marked "full" and all of Megatron's: w
 test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron $(ARGS)
+
+test-v2: setup ## the engine's contract suite on vLLM's runner for GPUs, on a CPU by Triton's interpreter (about 10 minutes)
+	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build
+	@PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu" \
+		$(or $(ARGS),tests/contract/test_engine.py tests/contract/test_v2_runner.py)
+
+check-cuda: setup ## DORA against vLLM's CUDA build, without a GPU: imports, signatures, configuration, KV layouts (500 MB, once)
+	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build
+	@PYTHONPATH=.:.cuda-build/vllm:.cuda-build/triton DORA_CUDA_BUILD=1 $(BIN)/pytest -n 0 $(or $(ARGS),tests/cuda_build)
 
 experiments: setup ## the papers' tables: their tests, then a short form of each; ARGS="tables laminar" for one
 	@$(BIN)/pytest experiments

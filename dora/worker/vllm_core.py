@@ -70,7 +70,22 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    arguments = EngineArgs(
+    _import_architectures(model)
+    try:
+        vllm_config = arguments(model, settings, device).create_engine_config()
+        with _meeting_place():
+            core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
+    except ValueError as error:
+        raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
+    except torch.OutOfMemoryError as error:
+        allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
+        raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error
+    return core
+
+
+def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineArgs:
+    """Returns vLLM's arguments of an engine."""
+    return EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
         load_format="dummy",  # weights arrive with their version
@@ -97,17 +112,6 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
         disable_log_stats=True,
         **device.arguments(settings),
     )
-    _import_architectures(model)
-    try:
-        vllm_config = arguments.create_engine_config()
-        with _meeting_place():
-            core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
-    except ValueError as error:
-        raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
-    except torch.OutOfMemoryError as error:
-        allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
-        raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error
-    return core
 
 
 @contextlib.contextmanager

@@ -135,10 +135,11 @@ class HoldingScheduler(Scheduler):
                 self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         if self.routing is not None:  # now: requests that this step ends give their blocks back
-            self.routed_experts = self.routing.of([*self._fed(scheduler_output, output, self.routing.group)])
-        return super().update_from_output(scheduler_output, output)
+            fed = self._fed(scheduler_output, model_runner_output, self.routing.group)
+            self.routed_experts = self.routing.of([*fed])
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
         """Yields the fed tokens of requests with new tokens; the first token reports the whole prompt, wherever its KV

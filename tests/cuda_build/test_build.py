@@ -1,0 +1,183 @@
+"""Imports, classes, signatures and configuration of DORA's engine on vLLM's CUDA build."""
+
+import inspect
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dora.errors import InvalidValue
+from dora.worker.device.cuda import CHUNK_TOKENS, Cuda
+from dora.worker.device.port import EngineSettings
+from tests.refusals import refused
+
+SETTINGS = EngineSettings(slots=16, kv_tokens=0, block_tokens=0, max_model_len_tokens=512, dtype="bfloat16")
+DEVICE = Cuda()
+REPLACED = ("vllm.v1.worker.cpu", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+
+
+def config_of(model: Path, settings: EngineSettings = SETTINGS) -> Any:
+    from dora.worker import vllm_core
+
+    return vllm_core.arguments(model, settings, DEVICE).create_engine_config()
+
+
+def test_the_build_is_the_one_for_cuda_and_its_platform_is_asked() -> None:
+    import vllm
+    from vllm.platforms import current_platform
+
+    assert "cpu" not in vllm.__version__ and current_platform.device_type == "cuda"
+    DEVICE.check_platform(SETTINGS)
+    with refused(InvalidValue, field="workers.tensor_parallel", value=2):
+        DEVICE.check_platform(replace(SETTINGS, tensor_parallel=2))
+
+
+def test_no_module_of_the_engine_imports_vllms_cpu_modules() -> None:
+    from dora.worker import vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights
+    from dora.worker.device import cuda_rank
+
+    assert all((vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, cuda_rank))
+    assert not [name for name in sys.modules if name.startswith(REPLACED)]
+    assert torch.cuda.Stream.__module__.startswith("torch.") and torch.cuda.Event.__module__.startswith("torch.")
+    assert inspect.ismethoddescriptor(torch.Tensor.pin_memory)
+
+
+def test_vllm_takes_the_engines_arguments_as_they_are_meant(model: Path) -> None:
+    config = config_of(model)
+    assert config.use_v2_model_runner
+    assert str(config.compilation_config.cudagraph_mode).endswith("FULL_AND_PIECEWISE")
+    assert not config.model_config.enforce_eager and str(config.model_config.dtype) == "torch.bfloat16"
+    assert config.scheduler_config.enable_chunked_prefill and not config.scheduler_config.async_scheduling
+    assert config.scheduler_config.max_num_batched_tokens == CHUNK_TOKENS
+    assert config.cache_config.enable_prefix_caching and config.cache_config.block_size > 0
+    assert config.cache_config.gpu_memory_utilization == SETTINGS.memory_share
+    assert config.parallel_config.worker_cls == Cuda.worker_class
+    assert config.model_config.logprobs_mode == "raw_logprobs"
+
+
+def test_a_block_size_of_the_user_is_kept(model: Path) -> None:
+    assert config_of(model, replace(SETTINGS, block_tokens=64)).cache_config.block_size == 64
+
+
+def test_the_rank_is_vllms_worker_with_what_the_engine_calls() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from dora.worker.device.cuda_rank import CudaRank
+
+    assert issubclass(CudaRank, Worker) and CudaRank.__mro__[1].__name__ == "Rank"
+    for name in ("start_weight_update", "update_weights", "finish_weight_update", "unproven_patch", "shown_kv"):
+        assert callable(getattr(CudaRank, name))
+
+
+def test_the_runner_of_the_build_takes_a_requests_outputs_with_it() -> None:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "prefill_token_ids" in {*NewRequestData.__dataclass_fields__}
+    assert "prefill_token_ids" in inspect.getsource(GPUModelRunner.add_requests)
+
+
+def overridden(kind: type, base: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if inspect.isfunction(value) and hasattr(base, name)]
+
+
+def test_what_is_overridden_is_called_as_vllm_calls_it() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from dora.worker.vllm_connector import SnapshotConnector
+    from dora.worker.vllm_scheduler import HoldingScheduler
+
+    assert not SnapshotConnector.__abstractmethods__
+    for kind, base in ((SnapshotConnector, KVConnectorBase_V1), (HoldingScheduler, Scheduler)):
+        names = [name for name in overridden(kind, base) if name != "__init__"]
+        assert names
+        for name in names:
+            ours, theirs = (inspect.signature(getattr(each, name)).parameters for each in (kind, base))
+            if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in ours.values()):
+                continue  # passed on as it came
+            given = [each for each in theirs if theirs[each].kind is not inspect.Parameter.VAR_KEYWORD]
+            assert [each for each in ours if ours[each].kind is not inspect.Parameter.VAR_KEYWORD] == given, name
+
+
+def test_the_engine_finds_each_field_that_it_reads() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    fields = {*KVCacheConfig.__dataclass_fields__}
+    assert {"num_blocks", "kv_cache_groups"} <= fields
+    for kind, names in {
+        EngineCore: ("step", "add_request", "abort_requests", "preprocess_add_request", "reset_prefix_cache"),
+        Scheduler: ("schedule", "add_request", "finish_requests", "get_num_unfinished_requests"),
+        KVCacheManager: ("get_block_ids",),
+        BlockPool: ("get_new_blocks", "free_blocks", "touch", "get_num_free_blocks"),
+    }.items():
+        for name in names:
+            assert callable(getattr(kind, name)), f"{kind.__name__}.{name}"
+
+
+def test_every_patch_of_the_device_takes_effect() -> None:
+    import vllm
+
+    from dora.engine_patches import registry
+
+    for patch in DEVICE.patches():
+        patch.check_version(vllm.__version__)
+    registry.apply(DEVICE.patches())
+    registry.verify(None, DEVICE.patches())
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("kernel_block_tokens", [None, 16])
+def test_kv_as_the_build_lays_it_out_is_blocks_that_can_be_copied(layout: str, kernel_block_tokens: int | None) -> None:
+    """vLLM's own function makes the views of two layers in one buffer; the store moves each block to its copy."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheTensor,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from dora.worker.cuda_blocks import DeviceStore
+
+    blocks, names = 6, ["layer.0", "layer.1"]
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    chosen = KVCacheLayout[layout]
+    strides = compute_layout_strides(spec, blocks, len(names), chosen)
+    raw = torch.randint(0, 127, (len(names) * blocks * spec.page_size_bytes,), dtype=torch.int8)
+    placed = KVCacheTensor(size=len(raw), layers=names, offset=0, layer_stride=strides[0], block_stride=strides[1])
+    if kernel_block_tokens is not None and not chosen.is_block_compact:
+        pytest.skip("vLLM refuses kernel blocks in this layout")
+    try:
+        views = create_kv_cache_views(raw, spec, blocks, chosen, placed, kernel_block_tokens)
+    except ValueError:
+        assert kernel_block_tokens is not None
+        return
+    groups = dict.fromkeys(names, 0)
+    store = DeviceStore(dict(zip(names, views, strict=True)), groups, blocks)
+    before = [view.clone() for view in views]
+    store.write([[0, 1]], store.show([[4, 5]]))
+    ratio = len(views[0]) // blocks
+    for view, was in zip(views, before, strict=True):
+        assert torch.equal(view[: 2 * ratio], was[4 * ratio : 6 * ratio])
+        assert torch.equal(view[2 * ratio :], was[2 * ratio :])
+
+
+@pytest.mark.parametrize("kind", ["Stream", "Event"])
+def test_a_process_whose_torch_was_replaced_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dora.worker.streams import CudaStreams
+
+    class Replaced:
+        pass
+
+    monkeypatch.setattr(torch.cuda, kind, Replaced)
+    if kind == "Stream":
+        with pytest.raises(RuntimeError, match=r"torch\.cuda\.Stream"):
+            CudaStreams(torch.device("cuda"))
