@@ -36,6 +36,8 @@ from dora.data.validation import kind_of, validated_as, words_of
 from dora.errors import InvalidValue
 
 CONTEXT_MIN: Final = 16
+CONTEXT_MAX: Final = 1 << 22  # while neither the model's nor the KV-cache's is known
+KV_TOKENS_MIN: Final = 64
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 # Former names of settings in recorded event logs, with their present names; likewise for values.
 RENAMED: Final = {
@@ -206,13 +208,29 @@ class WorkersConfig(Section):
     launcher: str = Field(
         "processes", min_length=1, description="starts the workers: processes, or an entry point of dora.launchers"
     )
+    device: str = Field(
+        "cpu",
+        min_length=1,
+        description="cpu; cuda: all GPUs that the service sees, or some by number or UUID (cuda:0,1); of "
+        "the service's own host",
+    )
+    gpus_for_trainer: int = Field(0, ge=0, le=64, description="GPUs, the last ones, that no worker gets")
+    gpu_memory_utilisation: PositiveShare = Field(
+        0.9, description="share of a GPU's memory for a worker's weights, activations and KV"
+    )
     slots: int = Field(16, ge=1, le=4096, description="requests decoded at once")
-    kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
-    block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
+    kv_tokens: int = Field(
+        32768, ge=0, description="KV-cache of one worker, at least 64; 0, on GPUs: as many as fit into its memory"
+    )
+    block_tokens: int = Field(
+        32, ge=0, description="KV block; a multiple of 32 on CPU; 0, on GPUs: the attention backend's own"
+    )
     max_model_len_tokens: int = Field(
         0, ge=0, description="prompt and response together, at least 16; 0: the model's context, or kv_tokens if less"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of weights and KV; on GPUs the default is bfloat16"
+    )
     quantisation: Literal["", "int8"] = Field(
         "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
     )
@@ -243,8 +261,20 @@ class WorkersConfig(Section):
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dtype_of_device(cls, values: Any) -> Any:
+        on_gpus = isinstance(values, Mapping) and str(values.get("device", "")).startswith("cuda")
+        return {"dtype": "bfloat16", **values} if on_gpus else values
+
     @model_validator(mode="after")
     def _has_room(self) -> Self:
+        on_gpus = self.device.startswith("cuda")
+        if self.kv_tokens < KV_TOKENS_MIN and (self.kv_tokens or not on_gpus):
+            allowed = f"at least {KV_TOKENS_MIN}, or 0 with workers.device = cuda"
+            raise InvalidValue("workers.kv_tokens", self.kv_tokens, allowed)
+        if not self.block_tokens and not on_gpus:
+            raise InvalidValue("workers.block_tokens", 0, "at least 1, or 0 with workers.device = cuda")
         if 0 < self.max_model_len_tokens < CONTEXT_MIN:
             allowed = f"at least {CONTEXT_MIN}, or 0 for the model's"
             raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
@@ -256,7 +286,12 @@ class WorkersConfig(Section):
     @property
     def context_tokens(self) -> int:
         """The limit of prompt and response together; before the model is known, the most possible."""
-        return self.max_model_len_tokens or self.kv_tokens
+        return self.max_model_len_tokens or self.kv_tokens or CONTEXT_MAX
+
+    @property
+    def ranks(self) -> int:
+        """The processes of one engine, each with a device of its own."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class KvConfig(Section):

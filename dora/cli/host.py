@@ -30,8 +30,12 @@ def host(
         str, typer.Option(metavar="NAME", help="Prefix of its workers' ids; default: the machine's host name.")
     ] = "",
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1; default: all GPUs, or cpu if there are none.")
+        str,
+        typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1; default: all GPUs, or cpu if there are none."),
     ] = "",
+    gpus_for_trainer: Annotated[
+        int, typer.Option(min=0, metavar="N", help="GPUs, the last ones, that no worker gets.")
+    ] = 0,
     model: Annotated[
         str, typer.Option(metavar="DIR", help="The service's model, if on this host; default: fetch it.")
     ] = "",
@@ -72,6 +76,7 @@ def host(
         name=name or socket.gethostname().partition(".")[0],
         workers=AS_THE_SERVICE if workers is None else workers,
         device=device,
+        gpus_for_trainer=gpus_for_trainer,
         model=model,
         folder=folder,
         kv_host=kv_host,

@@ -74,6 +74,14 @@ def serve(
         str | None,
         typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device)."),
+    ] = None,
+    gpus_for_trainer: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer)."),
+    ] = None,
     kv_tier: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +114,8 @@ def serve(
             "reward.function": reward,
             "record": record,
             "service.state": state,
+            "workers.device": device,
+            "workers.gpus_for_trainer": gpus_for_trainer,
             "kv.tier": kv_tier,
             "service.listen": listen,
             "service.token": token or None,

@@ -22,12 +22,13 @@ from typing import Final
 import grpc
 
 from dora.errors import Conflict, DoraError
-from dora.host.capacity import capacity_to_wire, chosen_device, gpus
+from dora.host.capacity import capacity_to_wire
 from dora.host.command import LaunchContext
 from dora.host.files import digest_of, model_files
 from dora.host.folder import MODEL, host_folder, kept_bytes
 from dora.host.launcher import check_host_name, check_zone
 from dora.host.orphaned import Orphaned
+from dora.host.placement import Placement, placement_of
 from dora.host.runtime import Files, HostRuntime
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
@@ -61,6 +62,7 @@ class AgentOptions:
     name: str
     workers: int = AS_THE_SERVICE
     device: str = ""
+    gpus_for_trainer: int = 0
     model: str = ""  # the service's model, where this machine has it; empty: it is fetched
     folder: str = ""
     kv_host: str = ""
@@ -77,13 +79,13 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
     """
     check_host_name(options.name)
     check_zone(options.zone)
-    device = chosen_device(options.device, gpus())
+    placement = placement_of(options.device, for_trainer=options.gpus_for_trainer, field="--device")
     with host_folder(options.folder) as folder:
         digest = ""
         if options.model:
             given = await asyncio.to_thread(read_reference, Path(options.model))
             digest = digest_of(await asyncio.to_thread(model_files, given))
-        agent = _Agent(options, device, digest, folder, stop, said)
+        agent = _Agent(options, placement, digest, folder, stop, said)
         try:
             return await agent.stay_connected()
         finally:
@@ -106,7 +108,7 @@ class _Agent(Member):
     def __init__(
         self,
         options: AgentOptions,
-        device: str,
+        placement: Placement,
         digest: str,
         folder: Path,
         stop: asyncio.Event,
@@ -114,7 +116,7 @@ class _Agent(Member):
     ) -> None:
         super().__init__(stop.is_set)
         self._options = options
-        self._device = device
+        self._placement = placement
         self._digest = digest
         self._folder = folder
         self._stop = stop
@@ -200,8 +202,10 @@ class _Agent(Member):
         await self._keeping.end()
         options = self._options
         model = Path(options.model) if options.model else self._folder / MODEL
-        context = LaunchContext(options.address, model, options.name, str(self._folder), options.kv_host)
-        runtime = HostRuntime(context, self._device, self._send, has_model=bool(options.model))
+        context = LaunchContext(
+            options.address, model, options.name, str(self._folder), options.kv_host, device=self._placement.kind
+        )
+        runtime = HostRuntime(context, self._placement, self._send, has_model=bool(options.model))
         return runtime, runtime.run(welcome, call, Files(stub, options.token))
 
     async def _leave(self) -> None:
@@ -235,7 +239,7 @@ class _Agent(Member):
             dora_version=__version__,
             pid=os.getpid(),
             workers=options.workers,
-            device=self._device,
+            device=self._placement.kind,
             model_digest=self._digest or self._keeping.model_digest,
             capacity=capacity,
             kept=self._keeping.kept(),

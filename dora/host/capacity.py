@@ -1,21 +1,13 @@
-"""The capacity of this machine, and the assignment of its GPUs to workers."""
+"""The capacity of this machine."""
 
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import psutil
 
-from dora.errors import InvalidValue
-from dora.host.launcher import number_of
+from dora.host.placement import gpus
 from dora.rpc import dora_pb2 as pb
-
-_GPUS: Final = Path("/proc/driver/nvidia/gpus")
-_DEVICE: Final = re.compile(r"cpu|cuda(:\d+(,\d+)*)?")
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +38,8 @@ def capacity_of(folder: Path) -> Capacity:
         memory_bytes=memory.total,
         memory_free_bytes=memory.available,
         store_free_bytes=store_free_bytes,
-        gpus=gpus(),
+        gpus=tuple(gpu.model for gpu in gpus()),
     )
-
-
-def gpus() -> tuple[str, ...]:
-    """Returns the NVIDIA GPUs in the driver's order."""
-    try:
-        folders = sorted(_GPUS.iterdir())
-        texts = [(folder / "information").read_text(encoding="utf-8", errors="replace") for folder in folders]
-    except OSError:
-        return ()
-    found = (re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts)
-    return tuple(match.group(1).strip() if match else "GPU" for match in found)
-
-
-def chosen_device(device: str, found: Sequence[str]) -> str:
-    """Resolves ``device``: ``cpu``, ``cuda`` (all GPUs), ``cuda:0,2``; empty: what the machine has. Raises InvalidValue
-    for other texts and for missing GPUs.
-    """
-    if not device:
-        return "cuda" if found else "cpu"
-    numbers = [int(number) for number in device.partition(":")[2].split(",") if number.isdigit()]
-    if not _DEVICE.fullmatch(device) or len(set(numbers)) < len(numbers):
-        raise InvalidValue("--device", device, "cpu, cuda, or cuda: with the numbers of GPUs, such as cuda:0,1")
-    if device != "cpu" and (not found or any(number >= len(found) for number in numbers)):
-        allowed = f"cpu, or GPUs of 0 to {len(found) - 1}" if found else "cpu: this machine has no GPU"
-        raise InvalidValue("--device", device, allowed)
-    return device
-
-
-def visible_gpus(device: str, count: int, prefix: str, worker_id: str, ranks: int) -> dict[str, str]:
-    """Returns the environment that gives a worker one GPU for each rank. GPUs are assigned in the order of worker
-    numbers, starting again at the first when all are used.
-    """
-    if device == "cpu":
-        return {VISIBLE: ""}
-    given = device.partition(":")[2]
-    numbers = given.split(",") if given else [str(number) for number in range(count)]
-    first = number_of(prefix, worker_id) * ranks
-    return {VISIBLE: ",".join(numbers[(first + rank) % len(numbers)] for rank in range(ranks))}
 
 
 def capacity_to_wire(folder: Path) -> pb.HostCapacity:

@@ -31,6 +31,7 @@ class LaunchContext:
     folder: str = ""
     kv_host: str = ""
     kv_tier: str = ""
+    device: str = "cpu"  # the kind of the host's devices
 
 
 def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -> list[str]:
@@ -41,6 +42,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--host": context.host,
         "--engine": config.engine,
         "--model": str(context.model),
+        "--device": context.device,
         "--slots": config.slots,
         "--kv-tokens": config.kv_tokens,
         "--block-tokens": config.block_tokens,
@@ -48,6 +50,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--dtype": config.dtype,
         "--tensor-parallel": config.tensor_parallel,
         "--pipeline-parallel": config.pipeline_parallel,
+        "--gpu-memory-utilisation": config.gpu_memory_utilisation,
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
         **({"--host-folder": context.folder} if context.folder else {}),
         **({"--kv-host": context.kv_host} if context.kv_host else {}),

@@ -79,8 +79,12 @@ class Processes:
         prefix: str = "",
         bound: bool = False,
         living: Survivors | None = None,
+        check: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``living``: the file of processes for a later incarnation of the service; None: none."""
+        """``living``: the file of processes for a later incarnation of the service; None: none. ``check`` raises
+        InvalidValue for more workers than the host has devices for.
+        """
+        self._check = check
         self._config = config
         self._command = command
         self._environment = environment
@@ -131,7 +135,7 @@ class Processes:
         adopted = {worker.worker_id for worker in self._begun}
         for name in [name for name in names if name not in adopted][: os.cpu_count() or 1]:
             worker = _Worker(name)
-            worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION, "cpu"])
+            worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION])
             worker.waiting = True
             self._begun.append(worker)
 
@@ -159,6 +163,7 @@ class Processes:
                 asyncio.get_running_loop().call_later(STOP_GRACE_S, worker.send, signal.SIGKILL)
 
     def scale(self, workers: int) -> Scaled:
+        self._check(workers)
         change = scaled(self._prefix, self.workers, workers)
         for worker_id in change.started:
             self.start(worker_id)

@@ -19,11 +19,12 @@ import grpc
 from dora.config import KvConfig, WorkersConfig
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.host.capacity import capacity_to_wire, gpus, visible_gpus
+from dora.host.capacity import capacity_to_wire
 from dora.host.command import LaunchContext, pool_argv, pool_id_of, worker_argv, worker_environment
 from dora.host.files import bring, digest_of, keep_only
 from dora.host.folder import DIGEST, LOGS, MODEL, SNAPSHOTS, WEIGHTS
-from dora.host.launcher import prefix_of
+from dora.host.launcher import number_of, prefix_of
+from dora.host.placement import Placement
 from dora.host.processes import Processes
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
@@ -75,12 +76,16 @@ class HostRuntime:
     """
 
     def __init__(
-        self, context: LaunchContext, device: str, send: Callable[[pb.HostMessage], None], has_model: bool = False
+        self,
+        context: LaunchContext,
+        placement: Placement,
+        send: Callable[[pb.HostMessage], None],
+        has_model: bool = False,
     ) -> None:
         """``has_model``: the service found that the machine already has the model; otherwise it is fetched."""
         self._context = context
         self._folder = Path(context.folder)
-        self._device = device
+        self._placement = placement
         self._send = send
         self._has_model = has_model
         self._tokens: dict[str, str] = {}  # by worker id, and the pool's
@@ -177,7 +182,7 @@ class HostRuntime:
 
     def _launch(self, pool_token: str) -> Processes:
         """Returns a launcher with the present settings for later starts."""
-        pool_id, prefix, count = pool_id_of(self._context.host), prefix_of(self._context.host), len(gpus())
+        pool_id, prefix = pool_id_of(self._context.host), prefix_of(self._context.host)
         self._tokens[pool_id] = pool_token
 
         def command(worker_id: str) -> list[str]:
@@ -190,8 +195,7 @@ class HostRuntime:
             environment = worker_environment(workers, self._tokens[worker_id])
             if worker_id == pool_id:
                 return environment
-            ranks = workers.tensor_parallel * workers.pipeline_parallel
-            return {**environment, **visible_gpus(self._device, count, prefix, worker_id, ranks)}
+            return {**environment, **self._placement.environment(number_of(prefix, worker_id), workers.ranks)}
 
         processes = Processes(
             self._workers,
@@ -202,6 +206,7 @@ class HostRuntime:
             [pool_id] if pool_token else [],
             prefix,
             bound=True,
+            check=lambda workers: self._placement.check(workers, self._workers.ranks),
         )
         processes.open()
         return processes

@@ -16,8 +16,9 @@ from dora.core import events as on
 from dora.core.policies import check_live
 from dora.errors import DoraError
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
-from dora.host.launcher import LOCAL, OwnLauncher, WorkerStartError
+from dora.host.launcher import LOCAL, OwnLauncher, WorkerStartError, number_of
 from dora.host.launchers import launcher_named
+from dora.host.placement import placement_of
 from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
@@ -158,11 +159,21 @@ class _Start:
         for name, (_, mark) in found.items():
             tokens.known_again(name, mark)
         self.orphaned = set(found)
-        pool_id = pool_id_of(LOCAL)
+        pool_id, workers = pool_id_of(LOCAL), config.workers
+        placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
+        placement.check(workers.count, workers.ranks)
+
+        def environment(name: str) -> Mapping[str, str]:
+            given = worker_environment(self.config.workers, tokens.started(name))
+            if name == pool_id:
+                return given
+            return {**given, **placement.environment(number_of("", name), workers.ranks)}
 
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""
-            context = LaunchContext(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
+            context = LaunchContext(
+                self.address, self.model, kv_host=config.kv.host, kv_tier=tier, device=placement.kind
+            )
             settings = self.config  # completed with the model's values
             if name == pool_id:
                 return pool_argv(settings.kv, name, context)
@@ -171,11 +182,12 @@ class _Start:
         launcher = launcher_named(config.workers.launcher)(
             config.workers,
             command,
-            lambda worker_id: worker_environment(self.config.workers, tokens.started(worker_id)),
+            environment,
             self.run_folder / "logs",
             lambda error: self.storage.failed(RUN_FOLDER, error),
             [pool_id] if config.kv.pool_mb else [],
             living=living,
+            check=lambda count: placement.check(count, workers.ranks),
         )
         launcher.adopt({name: process for name, (process, _) in found.items()}, config.workers.count)
         self.stack.push_async_callback(launcher.close)

@@ -11,6 +11,7 @@ from typing import Final
 from dora.config import Config
 from dora.core.policies import check_live
 from dora.errors import InvalidValue
+from dora.host.placement import Placement, placement_of
 from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.hosts.tier_server import check_tier
 from dora.orchestrator.plugins import load_strategies
@@ -42,7 +43,10 @@ async def run_preflight(config: Config, said: Said) -> None:
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
     vocab_size = 0
-    said("workers", f"{config.workers.count}, engine {config.workers.engine}")
+    workers = config.workers
+    placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
+    placement.check(workers.count, workers.ranks)
+    said("workers", f"{workers.count}, engine {workers.engine}, on {_devices(placement)}")
     said("KV tier", await check_tier(config))
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
@@ -61,6 +65,10 @@ async def run_preflight(config: Config, said: Said) -> None:
     await check_address(config)
     said("address", config.service.listen)
     said("token", "as given" if config.service.token else "a new one at the start")
+
+
+def _devices(placement: Placement) -> str:
+    return ", ".join(f"{gpu.model} ({gpu.uuid})" for gpu in placement.gpus) or "cpu"
 
 
 def _check_cache(config: Config) -> None:

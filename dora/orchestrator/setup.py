@@ -89,9 +89,11 @@ def with_context(config: Config, model: Path) -> Config:
     asked = config.workers.max_model_len_tokens
     if not asked:
         workers = config.workers
-        kv_tokens = workers.kv_tokens // workers.block_tokens * workers.block_tokens
+        block_tokens = max(1, workers.block_tokens)
+        kv_tokens = workers.kv_tokens // block_tokens * block_tokens
         tree = config.model_dump()
-        tree["workers"]["max_model_len_tokens"] = min(most or CONTEXT_UNSAID_TOKENS, kv_tokens)
+        context = most or CONTEXT_UNSAID_TOKENS
+        tree["workers"]["max_model_len_tokens"] = min(context, kv_tokens) if kv_tokens else context
         return validated(tree)
     if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
         raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, the context of {config.model}")

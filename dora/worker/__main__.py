@@ -52,8 +52,8 @@ class WorkerMember(LinkedMember):
 
 def main(argv: list[str] | None = None) -> int:
     gc.disable()  # imported modules are permanent: collecting them again and again costs 12 to 25% of the time
-    if len(sys.argv) == 3 and sys.argv[1] == "--wait":
-        argv = _arguments_from_stdin(sys.argv[2])
+    if sys.argv[1:] == ["--wait"]:
+        argv = _arguments_from_stdin("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
     token = os.environ.get("DORA_TOKEN", "")
@@ -132,7 +132,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         router_replay=options.router_replay,
         quantisation=options.quantisation,
         device=options.device,
-        memory_share=options.memory_share,
+        memory_share=options.gpu_memory_utilisation,
     )
 
 
@@ -148,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--slots", type=int, default=16, help="requests decoded at once")
     parser.add_argument("--device", choices=KINDS, default="cpu", help="kind of device")
-    parser.add_argument("--memory-share", type=float, default=0.9, help="of a GPU's memory, for everything together")
+    parser.add_argument(
+        "--gpu-memory-utilisation", type=float, default=0.9, help="of a GPU's memory, for everything together"
+    )
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV-cache, in tokens; 0: as many as fit")
     parser.add_argument("--block-tokens", type=int, default=32, help="0: the attention backend's own")
     parser.add_argument("--max-model-len-tokens", type=int, default=2048)

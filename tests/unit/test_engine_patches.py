@@ -1,5 +1,6 @@
 """The registry of patches: what it refuses and in which order it acts. On real engines: tests/contract/test_vllm.py."""
 
+import ast
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from dora.worker.device.cpu import Cpu
 from tests.refusals import data_words, refused
 
 ROOT = Path(__file__).parents[2]
+SCALED = "vllm.model_executor.kernels.linear.scaled_mm"
 
 vllm_environment.prepare(Cpu.environment)
 pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
@@ -84,6 +86,30 @@ def test_what_an_extra_installs_is_what_every_patch_is_for(extra: str, package: 
     for name in ("torch", "transformers"):
         found = {each for both in ("cpu", "cuda") for each in extras[both] if each.startswith(name)}
         assert len(found) == 1, "one release of it on both"
+
+
+def imported(file: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
+
+
+def test_vllms_cpu_modules_are_imported_by_the_cpu_adapter_alone() -> None:
+    """Their import replaces parts of ``torch.cuda`` in the whole process."""
+    of_vllm = ("vllm.v1.worker.cpu", "vllm.model_executor.layers.fused_moe.experts.cpu_moe", f"{SCALED}.cpu")
+    of_dora = ("dora.engine_patches.cpu", "dora.worker.device.cpu_rank")
+    for file in (ROOT / "dora").rglob("*.py"):
+        name = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        if name.startswith(of_dora):
+            continue
+        found = imported(file)
+        assert not [each for each in found if each.startswith(of_vllm)], name
+        assert name == "dora.worker.device.cpu" or not [each for each in found if each.startswith(of_dora)], name
 
 
 def test_a_random_stream_advanced_at_once_is_where_single_draws_lead() -> None:

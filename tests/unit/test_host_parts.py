@@ -1,4 +1,4 @@
-"""What a host has, which GPUs its workers get, its folder, and the files it fetches."""
+"""A host's capacity, its folder, and the files it fetches."""
 
 import asyncio
 import os
@@ -8,40 +8,18 @@ from pathlib import Path
 import pytest
 
 from dora.errors import InvalidValue
-from dora.host.capacity import VISIBLE, capacity_of, chosen_device, visible_gpus
+from dora.host.capacity import capacity_of
 from dora.host.files import bring, check_plain, digest_of, model_files
 from dora.host.folder import SNAPSHOTS, host_folder
 from dora.weights.files import WeightFile
 from dora.weights.reference import read_reference
 from tests.refusals import refused
 
-TWO = ("H100", "H100")
-
 
 def test_what_a_machine_has_is_found(tmp_path: Path) -> None:
     found = capacity_of(tmp_path)
     assert found.cores >= 1
     assert 0 < found.store_free_bytes <= found.memory_free_bytes <= found.memory_bytes
-
-
-def test_the_device_is_what_there_is_or_what_was_asked_for() -> None:
-    assert chosen_device("", ()) == "cpu" and chosen_device("", TWO) == "cuda"
-    assert chosen_device("cuda:1,0", TWO) == "cuda:1,0" and chosen_device("cpu", TWO) == "cpu"
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:a", "cuda:0,0", "cuda:2", "cuda:-1"])
-def test_another_device_is_refused(device: str) -> None:
-    with refused(InvalidValue, field="--device"):
-        chosen_device(device, TWO)
-    with refused(InvalidValue, field="--device", value="cuda"):
-        chosen_device("cuda", ())
-
-
-def test_each_worker_gets_the_gpus_of_its_ranks() -> None:
-    seen = [visible_gpus("cuda", 4, "h-", f"h-w{index}", 2)[VISIBLE] for index in range(3)]
-    assert seen == ["0,1", "2,3", "0,1"]
-    assert visible_gpus("cuda:3,5", 8, "", "w1", 1) == {VISIBLE: "5"}
-    assert visible_gpus("cpu", 4, "", "w0", 1) == {VISIBLE: ""}
 
 
 def test_a_folder_of_its_own_is_removed_and_a_named_one_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""The GPUs of a host's workers: which exist, which this process may use, and which each worker gets.
+
+One function serves the service's own host and the agents of joined hosts. GPUs are named by UUID, which no numbering
+changes; their order is that of the PCI bus.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.errors import InvalidValue
+
+GPUS_FOLDER: Final = Path("/proc/driver/nvidia/gpus")
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+ORDER: Final = "CUDA_DEVICE_ORDER"
+_FIELD: Final = r"^{}:\s*(.+?)\s*$"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU. ``numa_node`` -1: unknown."""
+
+    model: str
+    uuid: str
+    pci: str  # 0000:17:00.0
+    numa_node: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The GPUs that a host's workers share out; none: they run on CPUs. ``all_gpus``: with those kept for a trainer."""
+
+    gpus: tuple[Gpu, ...] = ()
+    all_gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The kind of device of each worker: cpu or cuda."""
+        return "cuda" if self.gpus else "cpu"
+
+    def workers_max(self, ranks: int) -> int | None:
+        """Returns how many workers of ``ranks`` ranks have a GPU for each rank; None: there is no limit."""
+        return len(self.gpus) // ranks if self.gpus else None
+
+    def check(self, workers: int, ranks: int) -> None:
+        """Raises InvalidValue if ``workers`` workers of ``ranks`` ranks need more GPUs than there are."""
+        most = self.workers_max(ranks)
+        if most is not None and workers > most:
+            kept = len(self.all_gpus) - len(self.gpus)
+            beside = f" beside {kept} kept for a trainer" if kept else ""
+            each = "1 GPU" if ranks == 1 else f"{ranks} GPUs"
+            allowed = f"at most {most}: each worker takes {each}, and this host has {len(self.gpus)}{beside}"
+            raise InvalidValue("workers", workers, allowed)
+
+    def environment(self, number: int, ranks: int) -> dict[str, str]:
+        """Returns the environment that gives worker ``number`` its GPUs. Raises InvalidValue as ``check`` does."""
+        if not self.gpus:
+            return {VISIBLE: ""}
+        self.check(number + 1, ranks)
+        own = self.gpus[number * ranks : (number + 1) * ranks]
+        return {VISIBLE: ",".join(gpu.uuid for gpu in own), ORDER: "PCI_BUS_ID"}
+
+
+def gpus(folder: Path = GPUS_FOLDER) -> tuple[Gpu, ...]:
+    """Returns the NVIDIA GPUs of this machine in the order of the PCI bus."""
+    try:
+        texts = {
+            each.name: (each / "information").read_text(encoding="utf-8", errors="replace")
+            for each in sorted(folder.iterdir())
+        }
+    except OSError:
+        return ()
+    return tuple(
+        Gpu(_field("Model", text) or "GPU", _field("GPU UUID", text) or pci, pci, numa_node(pci))
+        for pci, text in texts.items()
+    )
+
+
+def numa_node(pci: str, folder: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Returns the NUMA node of a PCI device; -1: unknown."""
+    try:
+        return int((folder / pci / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def visible(found: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """Returns the GPUs that an inherited CUDA_VISIBLE_DEVICES leaves, in its order, as a container or Slurm sets it.
+
+    Raises InvalidValue for an entry that names no GPU.
+    """
+    given = environment.get(VISIBLE)
+    if given is None:
+        return tuple(found)
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    return tuple(_named(found, name, VISIBLE, given) for name in names)
+
+
+def placement_of(
+    device: str,
+    *,
+    for_trainer: int = 0,
+    found: Sequence[Gpu] | None = None,
+    environment: Mapping[str, str] = os.environ,
+    field: str = "workers.device",
+) -> Placement:
+    """Returns the placement that ``device`` asks for: ``cpu``; ``cuda``, all GPUs that this process may use; ``cuda:``
+    with numbers among these, or UUIDs; empty: GPUs if there are any.
+
+    ``for_trainer``: GPUs at the end of the list that no worker gets. Raises InvalidValue for other texts, for GPUs that
+    are not there, and if the trainer's leave none.
+    """
+    there = visible(gpus() if found is None else found, environment)
+    kind, _, named = device.partition(":")
+    if device not in ("", "cpu") and (kind != "cuda" or device.endswith(":")):
+        raise InvalidValue(field, device, "cpu, cuda, or cuda: with GPUs by number or UUID, such as cuda:0,1")
+    if device == "cpu" or not (device or there):
+        return Placement()
+    if not there:
+        raise InvalidValue(field, device, "cpu: this process sees no GPU")
+    chosen = tuple(_named(there, name, field, device) for name in named.split(",")) if named else there
+    if len(set(chosen)) < len(chosen):
+        raise InvalidValue(field, device, "each GPU once")
+    if for_trainer >= len(chosen):
+        allowed = f"at most {len(chosen) - 1}: there are {len(chosen)} GPUs, and a worker needs one"
+        raise InvalidValue("workers.gpus_for_trainer", for_trainer, allowed)
+    return Placement(chosen[: len(chosen) - for_trainer], chosen)
+
+
+def _named(found: Sequence[Gpu], name: str, field: str, value: str) -> Gpu:
+    if name.isdigit() and int(name) < len(found):
+        return found[int(name)]
+    matching = [gpu for gpu in found if name.startswith("GPU-") and gpu.uuid.startswith(name)]
+    if len(matching) != 1:
+        listed = ", ".join(f"{number} ({gpu.uuid})" for number, gpu in enumerate(found)) or "none"
+        raise InvalidValue(field, value, f"GPUs of this machine; {name!r} is not one of: {listed}")
+    return matching[0]
+
+
+def _field(name: str, text: str) -> str:
+    match = re.search(_FIELD.format(re.escape(name)), text, re.MULTILINE)
+    return match.group(1) if match else ""
