@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dora.cli import demo, evaluate, host, plan, prepare, profile, replay, role, serve, service, verify, version
+from dora.cli import demo, doctor, evaluate, host, plan, prepare, profile, replay, role, serve, service, verify, version
 from dora.cli.exits import MEANINGS, DoraGroup
 from dora.cli.simulate import presets, run, sweep
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, plan.EXAMPLE),
     "profile": (profile.profile, profile.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),
+    "doctor": (doctor.doctor, doctor.EXAMPLE),
     "prepare": (prepare.prepare, prepare.EXAMPLE),
     "version": (version.version, version.EXAMPLE),
 }

@@ -1,0 +1,39 @@
+"""What a stage checks, its result, and how it ends with another one than success."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Outcome = Literal["ok", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked: a kind of device, a model's folder, and an empty folder for files."""
+
+    device: str
+    model: Path
+    folder: Path
+
+
+class Skipped(Exception):
+    """The stage does not apply to this machine; the text gives the reason."""
+
+
+class Failed(Exception):
+    """The stage found a fault; the text describes it, and ``found`` holds what was measured."""
+
+    def __init__(self, text: str, **found: Any) -> None:
+        super().__init__(text)
+        self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of one stage. ``said``: why it failed or was skipped; ``found``: what it measured, for programs."""
+
+    stage: str
+    outcome: Outcome
+    said: str = ""
+    found: dict[str, Any] = field(default_factory=dict)
+    took_s: float = 0.0
