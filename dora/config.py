@@ -329,6 +329,11 @@ class ServiceConfig(Section):
     token: str = Field("", description="the owner's; the roles' follow from it; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
+    carry_on_from: int = Field(
+        -1,
+        ge=-1,
+        description="the step from which a start carries on although what belongs to the state has changed; -1: refuse",
+    )
     keep_events: bool = Field(
         False, description="the log in service.state keeps all that the core decided on, for dora replay, and grows"
     )

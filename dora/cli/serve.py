@@ -82,6 +82,13 @@ def serve(
         int | None,
         typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer)."),
     ] = None,
+    carry_on_from: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="Carry on from this step although record, prompts, reward or model have changed.",
+        ),
+    ] = None,
     kv_tier: Annotated[
         str | None,
         typer.Option(
@@ -116,6 +123,7 @@ def serve(
             "service.state": state,
             "workers.device": device,
             "workers.gpus_for_trainer": gpus_for_trainer,
+            "service.carry_on_from": carry_on_from,
             "kv.tier": kv_tier,
             "service.listen": listen,
             "service.token": token or None,

@@ -2,7 +2,7 @@
 
     DIR/trajectories.jsonl     one trajectory a line (keys: dora.data.trajectory.Trajectory), each trajectory once
     DIR/cancelled.jsonl        one cancelled group a line, with the reason (keys: CancelledGroup)
-    DIR/steps.jsonl            one committed step a line (keys: CommittedStep); of several for a step the last counts.
+    DIR/steps.jsonl            one committed step a line (keys: CommittedStep), each step once.
                                Lines between them name versions that were withdrawn and republished
     DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json if the engines
                                have quantised it: {"quantisation": "int8"}
@@ -77,6 +77,7 @@ class Recorder:
 
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
+        self.folder = folder
         self._quantisation = quantisation
         self._versions = folder / VERSIONS_FOLDER
         try:
@@ -90,10 +91,23 @@ class Recorder:
         except OSError as error:
             raise unwritable(folder, error) from error
         self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
-        for _ in self._steps.lines():
-            pass
+        self.committed: dict[int, float] = {}  # step -> when it was committed
+        self.last: CommittedStep | None = None  # its line is the first of
+        self._last_lines: list[bytes] = []
+        self._unwritten = b""  # lines that a repeated commit keeps, until its own line is written
+        self._counts: dict[int, int] = {}  # step -> its trajectories
+        self._read_steps()
         self._ended = self._read_ended()
         self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._written or self._ended or self.committed)
+
+    @property
+    def missing_trajectories(self) -> int:
+        """At least so many trajectories of committed steps are not in the record."""
+        return max(0, sum(self._counts.values()) - len(self._written))
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
         """Writes trajectories that are not yet recorded; returns their number."""
@@ -124,7 +138,7 @@ class Recorder:
     def republish(self, version: int, folder: Path, identity: bytes) -> None:
         """Stores new weights of a withdrawn version, and writes its line."""
         self.keep_version(version, folder, identity, anew=True)
-        self._steps.append(json.dumps({REPUBLISHED: version}).encode() + b"\n")
+        self._append_between(json.dumps({REPUBLISHED: version}).encode() + b"\n")
         self._steps.sync()
 
     def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
@@ -135,8 +149,26 @@ class Recorder:
         self.keep_version(step.version, folder, identity)
         self._trajectories.sync()
         self._cancelled.sync()
-        self._steps.append(json.dumps(asdict(step)).encode() + b"\n")
+        self._append_step(step)
         self._steps.sync()
+
+    def _append_step(self, step: CommittedStep) -> None:
+        """Appends the step's line. A commit may be repeated: its line takes the place of an earlier one, which was not
+        acknowledged, and of later lines that withdrew its version.
+        """
+        line = json.dumps(asdict(step)).encode() + b"\n"
+        if self.last is not None and self.last.step == step.step:
+            withdrawn = _withdrawn_line(step.version)
+            self._steps.cut_last(sum(map(len, self._last_lines)))
+            self._unwritten = b"".join(each for each in self._last_lines[1:] if each != withdrawn)
+            self.last, self._last_lines = None, []
+        self._steps.append(self._unwritten + line)
+        self._unwritten = b""
+        self._took(step, line)
+
+    def _took(self, step: CommittedStep, line: bytes) -> None:
+        self.committed[step.step], self._counts[step.step] = step.committed_at, sum(step.groups.values())
+        self.last, self._last_lines = step, [line]
 
     def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
         """Copies a version's Hugging Face folder; a file on the same disk is hard-linked.
@@ -170,12 +202,17 @@ class Recorder:
 
     def drop_version(self, version: int) -> None:
         """Removes a version that no worker could load, and writes its line: nothing was sampled under it."""
-        self._steps.append(json.dumps({WITHDRAWN: version}).encode() + b"\n")
+        self._append_between(_withdrawn_line(version))
         self._kept.pop(version, None)
         kept, gone = self._versions / str(version), self._versions / f".{version}"
         if kept.is_dir():
             os.rename(kept, gone)  # readers see the whole folder or none
             shutil.rmtree(gone)
+
+    def _append_between(self, line: bytes) -> None:
+        """Appends a line of ``steps.jsonl`` that is no step's."""
+        self._steps.append(line)
+        self._last_lines.append(line)
 
     def close(self) -> None:
         for file in (self._trajectories, self._cancelled, self._steps):
@@ -186,6 +223,18 @@ class Recorder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _read_steps(self) -> None:
+        for number, line in enumerate(self._steps.lines(), start=1):
+            try:
+                tree = json.loads(line)
+                if WITHDRAWN in tree or REPUBLISHED in tree:
+                    self._last_lines.append(line)
+                    continue
+                tree["staleness_groups"] = tuple(tree.get("staleness_groups", ()))
+                self._took(CommittedStep(**tree), line)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InvalidValue(f"{STEPS_FILE} line {number}", line[:80], "a committed step") from error
 
     def _read_ended(self) -> set[str]:
         """The groups that were cancelled."""
@@ -206,6 +255,10 @@ class Recorder:
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a trajectory record") from error
         return ids
+
+
+def _withdrawn_line(version: int) -> bytes:
+    return json.dumps({WITHDRAWN: version}).encode() + b"\n"
 
 
 class _LineFile:
@@ -241,6 +294,11 @@ class _LineFile:
                 self._cut()
             raise
         self._whole_bytes += len(lines)
+
+    def cut_last(self, size_bytes: int) -> None:
+        """Removes the last so many bytes: whole lines that nobody was told of."""
+        self._whole_bytes -= size_bytes
+        self._cut()
 
     def sync(self) -> None:
         os.fsync(self._stream.fileno())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
-from dora.system.ownership import hold, hold_new, is_abandoned
+from dora.system.ownership import hold, hold_new, is_abandoned, owner_of
 from dora.weights.files import SUFFIX
 from dora.weights.host_store import size_here
 
@@ -80,8 +80,13 @@ def _kept(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise InvalidValue("--folder", str(folder), f"a folder to write in ({error.strerror})") from error
     if held is None:
-        raise InvalidValue("--folder", str(folder), "a folder that no other agent has")
+        raise InvalidValue(
+            "--folder",
+            str(folder),
+            "a folder that no other agent has",
+            why=f"is in use by {owner_of(folder / _NAMED_LOCK)}",
+        )
     try:
         yield folder
     finally:
-        os.close(held)
+        held.close()

@@ -9,11 +9,13 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_type_hints
 
 from dora.errors import is_full
 
@@ -21,6 +23,8 @@ log = logging.getLogger("dora.service")
 
 _PROC: Final = Path("/proc")
 _BOOT_ID: Final = _PROC / "sys/kernel/random/boot_id"
+_PID_MAX: Final = 1 << 22  # Linux gives no higher one
+_MARK: Final = re.compile(r"(?:[0-9a-f]{2})*")
 _STARTED_FIELD: Final = 19  # of /proc/PID/stat, behind the name: the start time in ticks since the boot
 
 
@@ -59,13 +63,33 @@ class Adopted:
         self._ended.set()
 
 
-class Survivors:
-    """The file of recorded processes, each with the mark from ``mark_of``: a digest of its token."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A process as the file has it. ``place``: of the state folder that it was recorded in; ``owner`` and
+    ``owner_began``: the service that it served.
+    """
 
-    def __init__(self, file: Path, mark_of: Callable[[str], str]) -> None:
+    pid: int
+    began: int
+    boot: str
+    mark: str
+    place: str
+    owner: int
+    owner_began: int
+
+
+class Survivors:
+    """The file of recorded processes, each with the mark from ``mark_of``: a digest of its token.
+
+    A process belongs to the service that recorded it, and afterwards to the next one on the same state folder. A copy
+    of the folder is at another ``place``, so its service never adopts, and never ends, a process of the original's.
+    """
+
+    def __init__(self, file: Path, mark_of: Callable[[str], str], place: str = "") -> None:
         self._file = file
         self._mark_of = mark_of
-        self._known: dict[str, dict[str, int | str]] = {}
+        self._place = place
+        self._known: dict[str, _Known] = {}
 
     def find(self, belongs: Callable[[str, list[str]], bool]) -> Mapping[str, tuple[Adopted, str]]:
         """Returns the living processes of an earlier incarnation with their marks, by name, and forgets the others.
@@ -73,45 +97,81 @@ class Survivors:
         ``belongs(name, argv)``: whether the process of that name is started with these arguments.
         """
         found = {}
-        for name, told in self._read().items():
+        for name, known in self._read().items():
             try:
-                pid, began, mark = int(told["pid"]), int(told["began"]), str(told["mark"])
-                if told["boot"] != _boot() or not belongs(name, _argv(pid)):
+                if known.boot != _boot() or not belongs(name, _argv(known.pid)):
                     continue
-                found[name] = Adopted(pid, began), mark
-            except (OSError, KeyError, ValueError):  # it has ended, or the file was damaged
+                if known.place != self._place or _serves_another(known):
+                    log.warning("%s (process %d) serves another service, and is left alone", name, known.pid)
+                    continue
+                found[name] = Adopted(known.pid, known.began), known.mark
+            except OSError:  # it has ended
                 continue
-            self._known[name] = told
+            self._known[name] = known
         return found
 
     def note(self, name: str, pid: int) -> None:
         """Records the new process of this name."""
+        owner = os.getpid()
         try:
             began = began_of(pid)
         except OSError:  # it has ended
             return
-        self._known[name] = {"pid": pid, "began": began, "boot": _boot(), "mark": self._mark_of(name)}
+        self._known[name] = _Known(pid, began, _boot(), self._mark_of(name), self._place, owner, began_of(owner))
         unfinished = self._file.with_name(f".{self._file.name}")
         try:
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(self._known, stream)
+                json.dump({each: asdict(known) for each, known in self._known.items()}, stream)
             unfinished.replace(self._file)
         except OSError as error:  # a later life would start another one beside it, which has to wait for its end
             log.log(logging.WARNING if is_full(error) else logging.ERROR, "%s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[str, dict[str, int | str]]:
+    def _read(self) -> dict[str, _Known]:
+        """The recorded processes. A damaged file, or entry, names none: new processes are started."""
         try:
             tree = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return {}
-        return tree if isinstance(tree, dict) else {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning("%s cannot be read, so no process is adopted: %s", self._file, error)
+            return {}
+        entries = tree.items() if isinstance(tree, dict) else ()
+        found = {name: known for name, told in entries if (known := _known(told)) is not None}
+        if not isinstance(tree, dict) or len(found) < len(tree):
+            log.warning("%s is damaged, or of an older DORA: not every process in it is adopted", self._file)
+        return found
+
+
+def _known(told: object) -> _Known | None:
+    """The entry, if it is one that ``note`` writes."""
+    types = get_type_hints(_Known)
+    if not isinstance(told, dict) or told.keys() != types.keys():
+        return None
+    if any(type(told[name]) is not kind for name, kind in types.items()):
+        return None
+    known = _Known(**told)
+    is_sound = 0 < known.pid <= _PID_MAX and 0 < known.owner <= _PID_MAX and _MARK.fullmatch(known.mark)
+    return known if is_sound else None
+
+
+def _serves_another(known: _Known) -> bool:
+    """Returns whether the service that recorded the process is running, and is not this one."""
+    try:
+        is_it = known.owner != os.getpid() and began_of(known.owner) == known.owner_began
+        return is_it and _stat(known.owner)[0] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def began_of(pid: int) -> int:
     """Returns a process's start time in ticks since the boot. Raises OSError if there is no such process."""
-    stat = (_PROC / str(pid) / "stat").read_bytes()
-    return int(stat.rpartition(b")")[2].split()[_STARTED_FIELD])  # the name before it may contain anything
+    return int(_stat(pid)[_STARTED_FIELD])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, which may contain anything. The first is the process's state."""
+    return (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def _argv(pid: int) -> list[str]:

@@ -413,6 +413,10 @@ class Ledger:
         """Returns the published versions that are not retired, with their digests."""
         return dict(self._database.execute("SELECT version, digest FROM versions ORDER BY version").fetchall())
 
+    def commits(self) -> dict[int, float]:
+        """When each step was committed. A ledger that was rebuilt lacks those of deleted segments."""
+        return dict(self._database.execute("SELECT step, at FROM commits").fetchall())
+
     def dropped(self) -> list[str]:
         """Returns the record lines of the latest cancelled groups."""
         return [line for (line,) in self._database.execute("SELECT line FROM dropped ORDER BY number")]

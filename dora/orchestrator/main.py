@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from dora.config import Config
 from dora.core import events as on
 from dora.core.policies import check_live
+from dora.data.run_record import Recorder
 from dora.errors import DoraError
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
 from dora.host.launcher import LOCAL, OwnLauncher, WorkerStartError, number_of
@@ -26,6 +27,7 @@ from dora.kvtransfer.plane import local_host
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
+from dora.orchestrator.recovery.binding import bind, content_of
 from dora.orchestrator.recovery.resume import ran_on
 from dora.orchestrator.recovery.state_folder import LIVING_FILE, StateFolder, state_folder_of
 from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
@@ -54,6 +56,7 @@ from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
 from dora.system.memory import collecting_rarely, keep_freed_memory
 from dora.weights.holds import VERSIONS_FOLDER
+from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -154,7 +157,7 @@ class _Start:
     async def launch(self) -> OwnLauncher:
         """Starts the worker processes, which import their libraries meanwhile, and adopts those still running."""
         config, state, tokens = self.config, self.state, self.tokens
-        living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of)
+        living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of, state.place)
         found = {} if living is None else living.find(is_started_so)
         for name, (_, mark) in found.items():
             tokens.known_again(name, mark)
@@ -212,7 +215,6 @@ class _Start:
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config)
-        recorder = await recorder_of(config, store, stack, state is not None and not state.found.is_new)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
         vocab_size = store.reference.vocab_size
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
@@ -220,6 +222,7 @@ class _Start:
         source = await asyncio.to_thread(
             resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=self.progress
         )
+        recorder = await self._recorder(store, source.reward)
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
         journal = Journal()
@@ -241,6 +244,20 @@ class _Start:
         )
         stack.push_async_callback(runtime.close)
         return runtime
+
+    async def _recorder(self, store: WeightStore, reward: str) -> Recorder | None:
+        """Opens the record, and checks that the state and all that belongs to it are of one time."""
+        config, state = self.config, self.state
+        if state is None:
+            return await recorder_of(config, store, self.stack, False)
+        function = config.reward.function or reward
+        content = await asyncio.to_thread(content_of, config, self.model, function)
+
+        async def bound(recorder: Recorder | None) -> Recorder | None:
+            with writable(STATE_SETTING, state.folder):
+                return await bind(config, state, recorder, content)
+
+        return await recorder_of(config, store, self.stack, not state.found.is_new, bound)
 
     async def open(self, runtime: Runtime, launcher: OwnLauncher) -> None:
         """Opens the gRPC server, at first only for workers of an earlier incarnation, and starts the workers."""

@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -19,11 +19,12 @@ from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwrita
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.host.launchers import launcher_named
+from dora.journal.finding import is_new
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.system.files import try_folder
-from dora.system.ownership import hold, hold_new, is_abandoned
+from dora.system.ownership import hold, hold_new, is_abandoned, is_held, owner_of
 from dora.weights.host_store import bound_of
 from dora.weights.store import WeightStore
 
@@ -212,7 +213,7 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
     except OSError as error:
         raise _unusable(folder, error) from error
     if held is None:
-        raise _in_use(folder)
+        raise _in_use(RUN_FOLDER, folder)
     try:
         _check_left(folder, ours)
         for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER) if not keeps else ():
@@ -220,7 +221,7 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
         remove_left(folder)
         yield folder
     finally:
-        os.close(held)
+        held.close()
 
 
 def check_run_folder(config: Config) -> None:
@@ -232,8 +233,8 @@ def check_run_folder(config: Config) -> None:
         try_folder(folder)
     except OSError as error:
         raise _unusable(folder, error) from error
-    if (folder / LOCK_FILE).exists() and not is_abandoned(folder / LOCK_FILE):
-        raise _in_use(folder)
+    if is_held(folder / LOCK_FILE):
+        raise _in_use(RUN_FOLDER, folder)
     _check_left(folder, _is_ours(folder))
 
 
@@ -253,34 +254,82 @@ def _unusable(folder: Path, error: OSError) -> InvalidValue:
     return InvalidValue(RUN_FOLDER, str(folder), f"a folder to write in ({error.strerror})")
 
 
-def _in_use(folder: Path) -> InvalidValue:
-    return InvalidValue(RUN_FOLDER, str(folder), "a folder that no running service has")
+def _in_use(field: str, folder: Path) -> InvalidValue:
+    return InvalidValue(field, str(folder), "a folder that no running service has", why=_used_by(folder))
+
+
+def _used_by(folder: Path) -> str:
+    return f"is in use by {owner_of(folder / LOCK_FILE)}"
 
 
 async def recorder_of(
-    config: Config, store: WeightStore, stack: contextlib.AsyncExitStack, carries_on: bool
+    config: Config,
+    store: WeightStore,
+    stack: contextlib.AsyncExitStack,
+    carries_on: bool,
+    bound: Callable[[Recorder | None], Awaitable[Recorder | None]] | None = None,
 ) -> Recorder | None:
-    """Opens the run record. ``carries_on``: an earlier incarnation may have begun it."""
-    if not config.record:
-        return None
-    folder = Path(config.record) if carries_on else _new_record(config)
-    recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
-    stack.callback(recorder.close)
-    with writable("record", folder):
-        if not carries_on:
-            await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that failed early has stored its model
-        for version in store.versions():
-            await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
+    """Opens the run record, which no other service may have. ``carries_on``: an earlier incarnation may have begun it.
+
+    ``bound`` checks that the record belongs to the service's state, before anything is written to it.
+    """
+    recorder, folder = None, Path(config.record)
+    with contextlib.ExitStack() as opened:
+        if config.record:
+            _hold_record(config, opened)
+            folder = folder if carries_on else _new_record(config)
+            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
+            opened.callback(recorder.close)
+        if bound is not None:
+            recorder = await bound(recorder)
+            if recorder is not None:
+                opened.callback(recorder.close)
+        if recorder is None:
+            return None
+        with writable("record", folder):
+            if not carries_on:
+                await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that failed early has stored its model
+            for version in store.versions():
+                await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
+        stack.push(opened.pop_all())
     return recorder
 
 
+def _hold_record(config: Config, stack: contextlib.ExitStack) -> None:
+    """Locks the record until the end. Raises InvalidValue if another service has it."""
+    folder = Path(config.record)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.resolve() in _own_folders(config):
+            return
+        held = hold(folder / LOCK_FILE)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    if held is None:
+        raise _in_use("record", folder)
+    stack.callback(held.close)
+
+
+def _own_folders(config: Config) -> list[Path]:
+    """The folders that the service has locked already."""
+    return [Path(named).resolve() for named in (config.service.run_folder, config.service.state) if named]
+
+
 def check_record(config: Config) -> None:
-    """Raises InvalidValue in the cases in which ``recorder_of`` would; changes nothing."""
-    if config.record:
-        try:
-            try_folder(_new_record(config))
-        except OSError as error:
-            raise unwritable(Path(config.record), error) from error
+    """Raises InvalidValue if the record cannot be written, a running service has it, or an earlier run; changes
+    nothing.
+    """
+    folder = Path(config.record)
+    if not config.record:
+        return
+    try:
+        try_folder(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    if folder.resolve() not in _own_folders(config) and is_held(folder / LOCK_FILE):
+        raise _in_use("record", folder)
+    if not config.service.state or is_new(Path(config.service.state)):
+        _new_record(config)
 
 
 def _new_record(config: Config) -> Path:

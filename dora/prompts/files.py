@@ -69,6 +69,11 @@ def prompt_rows(config: PromptsConfig) -> Iterator[tuple[RowLocation, dict[str, 
         yield from _rows(file, columns)
 
 
+def prompt_files(config: PromptsConfig) -> list[Path]:
+    """The files with the rows of ``config.source``, a file or a dataset's folder."""
+    return _files(config)[1]
+
+
 def is_file_source(source: str) -> bool:
     return source.endswith(SUFFIXES) or path_of(source, "--prompts").is_dir()
 

@@ -5,6 +5,8 @@ The lock is the kernel's (``flock``): it ends with the process, however that end
 
 import fcntl
 import os
+import socket
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -38,13 +40,65 @@ def hold_new(file: Path, content: str = "") -> int:
     return descriptor
 
 
-def hold(file: Path) -> int | None:
-    """The descriptor that holds a file, which is made where it is absent; None where another process holds it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    if _lock(descriptor) is Lock.TAKEN:
-        os.close(descriptor)
-        return None
-    return descriptor
+class Held:
+    """The locks of a folder's owner: of its lock file, and of the folder itself, which nobody can remove and make anew
+    while its content stays.
+    """
+
+    def __init__(self, descriptors: tuple[int, ...]) -> None:
+        self._descriptors = descriptors
+        stat = os.fstat(descriptors[0])
+        self.place = f"{stat.st_dev}:{stat.st_ino}"  # of the lock file: a copy of the folder has another one
+
+    def close(self) -> None:
+        """Releases the locks. May be called again."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = ()
+
+
+def hold(file: Path) -> Held | None:
+    """Locks a lock file, which is created if it is absent, and its folder. Returns None if another process has one of
+    them. The file then names this process.
+    """
+    descriptors: list[int] = []
+    try:
+        for path, flags in ((file, os.O_RDWR | os.O_CREAT), (file.parent, os.O_RDONLY | os.O_DIRECTORY)):
+            descriptors.append(os.open(path, flags, 0o600))
+            if _lock(descriptors[-1]) is Lock.TAKEN:
+                break
+        else:
+            with suppress(OSError):  # a full disk; the locks do not depend on it
+                os.ftruncate(descriptors[0], 0)
+                os.pwrite(descriptors[0], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            return Held(tuple(descriptors))
+    except BaseException:
+        _close(descriptors)
+        raise
+    _close(descriptors)
+    return None
+
+
+def is_held(file: Path) -> bool:
+    """Returns whether a process holds this lock file or its folder. Creates nothing."""
+    for path in (file, file.parent):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _lock(descriptor) is Lock.TAKEN:
+                    return True
+            finally:
+                os.close(descriptor)
+    return False
+
+
+def owner_of(file: Path) -> str:
+    """Names the process that holds a lock file, for people."""
+    try:
+        pid, host = file.read_text(encoding="utf-8").split()
+        return f"process {int(pid)} on {host}"
+    except (OSError, ValueError):
+        return "a running process"
 
 
 def is_abandoned(file: Path) -> bool:
@@ -56,6 +110,11 @@ def is_abandoned(file: Path) -> bool:
     try:
         return os.fstat(descriptor).st_uid == os.getuid() and _lock(descriptor) is Lock.HELD
     finally:
+        os.close(descriptor)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
         os.close(descriptor)
 
 

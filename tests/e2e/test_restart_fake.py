@@ -74,7 +74,7 @@ async def test_a_killed_orchestrator_costs_no_sample(tiny_dense: Path, tmp_path:
                 assert recorded[each.trajectory_id]["trained_step"] == each.trained_step
     assert not list(violations(read_trajectories(record / TRAJECTORIES_FILE), 2))
     committed = [json.loads(line)["step"] for line in (record / STEPS_FILE).read_text().splitlines()]
-    assert sorted(set(committed)) == list(range(7))
+    assert committed == list(range(7)), "each step once"
 
 
 async def test_a_stop_keeps_its_state_and_so_does_a_change_that_does_not_matter(

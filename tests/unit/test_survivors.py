@@ -25,7 +25,7 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def living(file: Path) -> Survivors:
-    return Survivors(file, lambda name: f"mark of {name}")
+    return Survivors(file, lambda name: f"{name}".encode().hex())
 
 
 async def test_a_living_process_is_found_with_its_mark(tmp_path: Path, process: "subprocess.Popen[bytes]") -> None:
@@ -35,7 +35,7 @@ async def test_a_living_process_is_found_with_its_mark(tmp_path: Path, process: 
     later = living(file)
     found = later.find(lambda name, argv: argv == ARGV)
     adopted, mark = found["w0"]
-    assert (adopted.pid, mark, adopted.returncode) == (process.pid, "mark of w0", None)
+    assert (adopted.pid, mark, adopted.returncode) == (process.pid, b"w0".hex(), None)
     later.note("w1", os.getpid())
     assert set(json.loads(file.read_text())) == {"w0", "w1"}, "who was found stays written down"
     adopted.send_signal(signal.SIGKILL)

@@ -20,7 +20,7 @@ from dora.journal.finding import Found, find
 from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
 from dora.system.files import sync_folder, try_folder
-from dora.system.ownership import hold, is_abandoned
+from dora.system.ownership import hold, is_held, owner_of
 from dora.weights.whole import is_sound
 
 SETTING: Final = "service.state"
@@ -50,6 +50,18 @@ class Identity:
     address: str = ""
     token: str = ""
     kv_secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    run: str = field(default_factory=lambda: secrets.token_hex(16))  # of this run; its record has the same
+    record: str = ""  # the folder of the last incarnation's record
+    content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a file that no service wrote."""
+        texts = (self.address, self.token, self.kv_secret, self.run, self.record)
+        if not (all(isinstance(text, str) for text in texts) and isinstance(self.content, dict)):
+            raise ValueError("a field has another type")
+        if not all(isinstance(text, str) for text in self.content.values()):
+            raise ValueError("a digest is no text")
+        bytes.fromhex(self.kv_secret)
 
 
 @dataclass(slots=True)
@@ -60,6 +72,7 @@ class StateFolder:
     found: Found
     versions: KeptVersions
     identity: Identity
+    place: str = ""  # of its lock file: a copy of the folder has another one
 
     def check_settings(self, config: Config) -> None:
         """Raises InvalidValue for the first fixed setting that has changed."""
@@ -103,7 +116,7 @@ class StateFolder:
         tree["service"] |= changes
         return validated(tree)
 
-    def remember(self, **told: str) -> None:
+    def remember(self, **told: Any) -> None:
         """Stores values for a later start. Raises OSError."""
         for name, value in told.items():
             setattr(self.identity, name, value)
@@ -137,7 +150,8 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         raise _in_use(folder)
     try:
         try:
-            state = StateFolder(folder, find(folder, sizes), KeptVersions(folder / VERSIONS_FOLDER), _identity(folder))
+            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER)
+            state = StateFolder(folder, find(folder, sizes), versions, identity, held.place)
         except OSError as error:
             raise _unusable(folder, error) from error
         try:
@@ -147,7 +161,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
             raise
         yield state
     finally:
-        os.close(held)
+        held.close()
 
 
 def check_state(config: Config) -> None:
@@ -160,7 +174,7 @@ def check_state(config: Config) -> None:
         try_folder(folder)
     except OSError as error:
         raise _unusable(folder, error) from error
-    if (folder / LOCK_FILE).exists() and not is_abandoned(folder / LOCK_FILE):
+    if is_held(folder / LOCK_FILE):
         raise _in_use(folder)
 
 
@@ -175,7 +189,7 @@ def _identity(folder: Path) -> Identity:
         return Identity()
     try:
         return Identity(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidValue(
             str(file), MISSING, f"as a service leaves it ({error}); remove it for a new token"
         ) from error
@@ -195,4 +209,6 @@ def _unusable(folder: Path, error: OSError) -> InvalidValue:
 
 
 def _in_use(folder: Path) -> InvalidValue:
-    return InvalidValue(SETTING, str(folder), "a folder that no running service has")
+    return InvalidValue(
+        SETTING, str(folder), "a folder that no running service has", why=f"is in use by {owner_of(folder / LOCK_FILE)}"
+    )

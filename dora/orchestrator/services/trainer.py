@@ -222,16 +222,19 @@ class TrainerService(stubs.TrainerServicer):
             told = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *told)
             runtime.hosts.published(request.version)
-            runtime.post(committed, lambda: self._committed_record(request.step, digest))
+            runtime.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
         runtime.trainer.seen()
         reply = await self._committed()
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return reply
 
-    def _committed_record(self, step: int, digest: bytes) -> records.Committed:
+    def _committed_record(self, step: CommittedStep, digest: bytes) -> records.Committed:
+        """With the time that the run record has for the step: a start compares them."""
         machine = self._runtime.machine
-        return records.Committed(step, digest, time.time(), asdict(machine.counters), learning.learnt(machine.state))
+        return records.Committed(
+            step.step, digest, step.committed_at, asdict(machine.counters), learning.learnt(machine.state)
+        )
 
     async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
         runtime, version = self._runtime, request.version
