@@ -274,7 +274,7 @@ class _Start:
         self.address = await stack.enter_async_context(served)
         if state is not None:
             with writable(STATE_SETTING, state.folder):
-                state.remember(address=self.address, token=self.tokens.of[Role.OWNER])
+                state.remember(address=self.address, token=self.tokens.of[Role.OWNER], place=state.place)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
         runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)

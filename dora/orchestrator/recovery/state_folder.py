@@ -51,12 +51,13 @@ class Identity:
     token: str = ""
     kv_secret: str = field(default_factory=lambda: secrets.token_hex(32))
     run: str = field(default_factory=lambda: secrets.token_hex(16))  # of this run; its record has the same
+    place: str = ""  # of the state folder: a copy is at another one
     record: str = ""  # the folder of the last incarnation's record
     content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a file that no service wrote."""
-        texts = (self.address, self.token, self.kv_secret, self.run, self.record)
+        texts = (self.address, self.token, self.kv_secret, self.run, self.place, self.record)
         if not (all(isinstance(text, str) for text in texts) and isinstance(self.content, dict)):
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
@@ -103,12 +104,16 @@ class StateFolder:
             raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
 
     def carried_on(self, config: Config) -> Config:
-        """Returns the configuration with the service's earlier addresses, unless it names others."""
+        """Returns the configuration with the service's earlier address and token, unless it names others.
+
+        A copy of the folder leaves the address to the original: workers of that one may look for it there.
+        """
         told, host = self.identity, config.service.listen.rpartition(":")[0]
         changes: dict[str, Any] = {}
         if told.token and not config.service.token:
             changes["token"] = told.token
-        if config.service.listen.endswith(":0") and told.address.rpartition(":")[0] == host:
+        is_copy = told.place not in ("", self.place)
+        if config.service.listen.endswith(":0") and told.address.rpartition(":")[0] == host and not is_copy:
             changes["listen"] = told.address
         if not changes:
             return config
