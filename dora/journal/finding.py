@@ -85,6 +85,8 @@ def _found(folder: Path, sizes: Sizes) -> Found:
     segments = _segments(log_folder, said)
     ledger = _ledger(folder / LEDGER_FILE, said)
     try:
+        if not segments and ledger.values["position"]:
+            raise _lost(folder, f"{log_folder} is empty, though the ledger has what it said: it was removed", said)
         read = _read(segments, ledger, said)
         groups, arrivals = ledger.lacking()
         if groups or arrivals:
@@ -259,4 +261,4 @@ def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: 
 
 def _lost(folder: Path, why: str, said: list[str]) -> InvalidValue:
     allowed = "a folder of which nothing that was acknowledged is lost; restore it from a copy, or begin in a new one"
-    return InvalidValue("service.state", str(folder), allowed, why=f"cannot be carried on ({'; '.join(said)}; {why})")
+    return InvalidValue("service.state", str(folder), allowed, why=f"cannot be carried on ({'; '.join([*said, why])})")

@@ -40,6 +40,7 @@ LEDGER_RECORDS: Final = 1024
 LOG_FOLDER: Final = "log"
 PARTS_MAX: Final = 1024  # that the system writes at once (IOV_MAX)
 BEHIND: Final = OSError(errno.ETIMEDOUT, f"the disk is {BEHIND_BYTES >> 20} MiB behind")
+REMOVED: Final = "its log was removed while the service ran; stop it, then restore the folder or begin in a new one"
 
 Told = Callable[[OSError | None], None]
 
@@ -109,6 +110,7 @@ class Log:
         self._taken: deque[tuple[bytes, LogRecord]] = deque()
         self._file = -1
         self._is_unsure = False  # the last write has failed
+        self._is_removed = False  # somebody has removed the file
         self._size_bytes = 0
         self._logged: list[LogRecord] = []  # on disk, and not in the ledger yet
         self._applied_s = time.monotonic()
@@ -263,6 +265,7 @@ class Log:
                 if chunk_bytes >= self._sizes.flush_bytes:
                     break
             try:
+                self._check_there()
                 if self._file < 0 or self._size_bytes >= self._sizes.segment_bytes:
                     self._begin_segment()
                 self._append(chunk)
@@ -275,6 +278,14 @@ class Log:
             with self._changed:
                 self._waiting_bytes -= chunk_bytes
         return None
+
+    def _check_there(self) -> None:
+        """Raises OSError from the time on at which somebody has removed the file that is being written: what it held
+        cannot be written again, so nothing more may be acknowledged.
+        """
+        if self._is_removed or (self._file >= 0 and os.fstat(self._file).st_nlink == 0):
+            self._is_removed = True
+            raise OSError(errno.ENOENT, REMOVED)
 
     def _append(self, chunk: list[tuple[bytes, LogRecord]]) -> None:
         """Writes and syncs once; then the records count as durable. If it raises OSError, none does."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
-from dora.orchestrator.recovery.state_folder import SERVICE_FILE, StateFolder, check_state, state_folder_of
+from dora.orchestrator.recovery.state_folder import LOCK_FILE, SERVICE_FILE, StateFolder, check_state, state_folder_of
 from tests.abuse.full import faults, files_up_to
 from tests.refusals import data_words, refused
 from tests.unit.test_runtime import Shell
@@ -124,9 +125,39 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"address": "x", "colour": "red"})])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        json.dumps({"address": "x", "colour": "red"}),
+        json.dumps({"kv_secret": "no hex"}),
+        json.dumps({"kv_secret": 7}),
+        json.dumps({"token": None}),
+        json.dumps({"content": []}),
+        json.dumps({"content": {"model": 1}}),
+        "[" * 100_000,
+    ],
+)
 async def test_what_says_where_the_service_was_may_be_damaged(tmp_path: Path, content: str) -> None:
     await begun(tmp_path)
     (tmp_path / SERVICE_FILE).write_text(content)
     with refused(InvalidValue, field="service.json"):
         found(tmp_path)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_the_message_names_the_process_that_has_the_folder(tmp_path: Path, removed: bool) -> None:
+    """A removed lock file lets nobody in: the folder itself is locked."""
+    await begun(tmp_path)
+    config = configured(tmp_path)
+    with state_folder_of(config, DEFAULT_SIZES) as state:
+        assert state is not None
+        if removed:
+            (tmp_path / LOCK_FILE).unlink()
+        words = "a running process" if removed else f"process {os.getpid()} on "
+        for check in (check_state, lambda config: state_folder_of(config, DEFAULT_SIZES).__enter__()):
+            with pytest.raises(InvalidValue, match=f"is in use by {words}"):
+                check(config)
+        state.found.ledger.close()

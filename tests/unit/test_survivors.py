@@ -59,7 +59,7 @@ async def test_a_process_that_began_at_another_time_is_another_one(
     assert not living(file).find(lambda name, argv: False), "it is not how a worker is started"
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"w0": {}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"w0": {}}', '{"w0": null}', "[" * 100_000, "\0", "7"])
 async def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path, content: str) -> None:
     file = tmp_path / "processes.json"
     file.write_text(content)
@@ -72,3 +72,38 @@ def test_a_worker_is_known_by_its_arguments() -> None:
     assert is_started_so("pool-0", ["python", "-m", "dora.pool", "--pool-id", "pool-0"])
     assert not is_started_so("w0", ["python", "-m", "dora.worker", "--worker-id", "w1"])
     assert not is_started_so("w0", ["python", "-m", "http.server", "w0"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"place": "another"},
+        {"place": None},
+        {"owner": 1, "owner_began": began_of(1)},
+        {"owner": "1"},
+        {"owner": 0},
+        {"owner": 1 << 63},
+        {"pid": -1},
+        {"pid": 1 << 63},
+        {"pid": True},
+        {"pid": 1e400},
+        {"began": [1]},
+        {"mark": "no hex"},
+        {"mark": 7},
+        {"further": 1},
+    ],
+    ids=str,
+)
+async def test_no_process_of_another_service_or_of_a_damaged_entry_is_adopted(
+    changes: dict[str, object], tmp_path: Path, process: "subprocess.Popen[bytes]"
+) -> None:
+    file = tmp_path / "processes.json"
+    living(file).note("w0", process.pid)
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps({"w0": tree["w0"] | changes}))
+    assert not living(file).find(lambda name, argv: True)
+    file.write_text(json.dumps({"w0": tree["w0"], "w1": None}))
+    assert set(living(file).find(lambda name, argv: True)) == {"w0"}
+    for name in tree["w0"]:
+        file.write_text(json.dumps({"w0": {each: value for each, value in tree["w0"].items() if each != name}}))
+        assert not living(file).find(lambda name, argv: True)

@@ -485,3 +485,34 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
     assert isinstance(back, records.Tokens)
     assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
     assert len(Content([]).of([both], [])) == 0
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+async def test_a_log_that_is_removed_while_it_is_written_acknowledges_nothing_more(what: str, tmp_path: Path) -> None:
+    """What it held cannot be written again. A start says that it is gone."""
+    told: list[OSError | None] = []
+    found = find(tmp_path)
+    log = journal_log.Log(
+        tmp_path / LOG_FOLDER,
+        found.ledger,
+        number=found.number,
+        position=found.position,
+        compaction=found.compaction,
+        fault=told.append,
+    )
+    log.append(records.Begun(0, 1.0, 2.0, "{}"))
+    await log.checkpoint()  # the ledger has it, too
+    if what == "folder":
+        shutil.rmtree(tmp_path / LOG_FOLDER)
+    else:
+        for path in segments(tmp_path):
+            path.unlink()
+    log.append(records.WorkerBegan(7))
+    for _ in range(3):
+        await log.flush()
+        assert log.durable == 1
+        log.try_again()
+    assert told and all(error is not None and "log was removed" in str(error.strerror) for error in told)
+    await log.close()
+    with refused(InvalidValue, field="service.state", names=("it was removed",)):
+        find(tmp_path)
