@@ -10,6 +10,8 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.verify.check import read_trajectories
+from dora.verify.committed import missing
 from tests.e2e.restarts import Killed, settings_of
 
 GROUPS = 4
@@ -99,3 +101,34 @@ async def test_removed_lock_files_let_no_second_service_in(tiny_dense: Path, tmp
         assert await step_of(first, tiny_dense) == 0
     finally:
         await first.stop()
+
+
+async def test_an_older_state_beside_a_newer_record_trains_no_group_twice(tiny_dense: Path, tmp_path: Path) -> None:
+    """It is refused, and carried on deliberately: the record's later steps are set aside."""
+    record = tmp_path / "record"
+    settings = settings_of(tiny_dense, tmp_path, window__size=2, record=str(record))
+    told = service(tmp_path / "service", settings)
+    await told.start()
+    try:
+        assert await step_of(told, tiny_dense) == 0
+        await told.stop()
+        shutil.copytree(tmp_path / "state", tmp_path / "older")
+        await told.start()
+        assert [await step_of(told, tiny_dense), await step_of(told, tiny_dense)] == [1, 2]
+        await told.stop()
+        shutil.rmtree(tmp_path / "state")
+        (tmp_path / "older").rename(tmp_path / "state")
+        with pytest.raises(AssertionError, match="has steps up to 2, and the state is at step 1: the state is older"):
+            await told.start()
+        told.change(**{"service.carry_on_from": 1})
+        told.address = ""  # a copy's address is its own
+        await told.start()
+        assert [await step_of(told, tiny_dense), await step_of(told, tiny_dense)] == [1, 2]
+        await told.stop()
+    finally:
+        await told.stop()
+    trajectories = read_trajectories(record / "trajectories.jsonl")
+    assert len({each.trajectory_id for each in trajectories}) == len(trajectories)
+    steps, found = missing(record, trajectories)
+    assert steps == 3 and list(found) == []
+    assert len((record / "set-aside-1" / "steps.jsonl").read_text().splitlines()) == 2
