@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from dora.config import WorkersConfig
 from dora.host.command import WAIT_OPTION, WORKER_MODULE
+from dora.host.last_words import last_words
 from dora.host.launcher import Scaled, WorkerStartError, scaled, worker_name
 from dora.host.survivors import Adopted, Survivors
 
@@ -27,7 +28,6 @@ RESTART_PAUSE_S = 0.5  # doubled at each early death, up to
 RESTART_PAUSE_MAX_S = 15.0
 HEALTHY_S = 30.0  # a process that lived this long is restarted quickly
 DEATHS_WITHIN_S = 600.0  # ``workers.restarts`` counts deaths within this time
-LOG_TAIL_BYTES = 2000
 STOP_GRACE_S = 10.0
 
 
@@ -290,7 +290,7 @@ class Processes:
 
     def _last_words(self, worker: _Worker) -> str:
         """Returns why a worker ended, from its log."""
-        return worker.not_started or _tail(self._log_file(worker))
+        return worker.not_started or last_words(self._log_file(worker))
 
     def _exclude(self, worker: _Worker, reason: str) -> None:
         """Stops restarting the worker; the others continue."""
@@ -302,13 +302,3 @@ class Processes:
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_exception(WorkerStartError(reason))
-
-
-def _tail(log: Path) -> str:
-    """Returns the last lines of a dead worker's log."""
-    try:
-        text = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-    except OSError as error:
-        return str(error)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-3:]) or "it wrote nothing"

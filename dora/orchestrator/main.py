@@ -25,6 +25,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
+from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
 from dora.orchestrator.recovery.binding import bind, content_of
@@ -203,6 +204,8 @@ class _Start:
         self.model = await prepared_model(self.config, self.progress)
         self.model_s = asyncio.get_running_loop().time()
         self.config = with_context(self.config, self.model)
+        for warning in await asyncio.to_thread(check_model, self.config, self.model):
+            self.progress(f"warning: {self.config.model}: {warning}")
         state = self.state
         if state is not None:
             state.check_settings(self.config)

@@ -14,6 +14,7 @@ from dora.errors import InvalidValue
 from dora.host.placement import Placement, placement_of
 from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.hosts.tier_server import check_tier
+from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recovery.state_folder import check_state
 from dora.orchestrator.rollout.prompt_check import PromptCheck
@@ -84,6 +85,8 @@ async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config,
     """Returns the configuration with the model's context, and the size of its vocabulary."""
     config = with_context(config, model)
     routing_wanted(config, model)
+    for warning in await asyncio.to_thread(check_model, config, model):
+        said("model", f"warning: {warning}")
     reference = await asyncio.to_thread(read_reference, model)
     context = context_tokens(model)
     longest = f", contexts of up to {context:,} tokens" if context is not None else ""

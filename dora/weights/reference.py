@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dora.data.strict_json import json_object
 from dora.errors import MISSING, InvalidValue
+from dora.weights.derived import is_derived, is_skipped
 
 # Bytes of one element, by safetensors' name of the dtype.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -71,7 +72,7 @@ def read_reference(folder: Path) -> Reference:
     tensors: dict[str, TensorHeader] = {}
     for file in files:
         for name, tensor in read_header(folder / file).items():
-            optional = tied and name == _TIED_HEAD
+            optional = (tied and name == _TIED_HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
             tensors[name] = TensorHeader(name, tensor.dtype, tensor.shape, optional)
     vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size", 0))
     return Reference(folder, files, tuple(tensors[name] for name in sorted(tensors)), int(vocab_size))
@@ -146,9 +147,16 @@ def _placed(name: str, text: bytes, tensor_bytes: int) -> tuple[TensorHeader, ..
 
 
 def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHeader]) -> None:
-    """Raises InvalidValue for the first tensor (by name) with a wrong shape or dtype, or that is unknown or missing."""
+    """Raises InvalidValue for the first tensor (by name) with a wrong shape or dtype, or that is unknown or missing.
+
+    Tensors that the configuration determines (``is_derived``) may be there or not.
+    """
     wanted = {tensor.name: tensor for tensor in expected}
     for name in sorted(found.keys() | wanted.keys()):
+        if is_derived(name, found[name].shape if name in found else wanted[name].shape) and (
+            name not in wanted or name not in found or is_derived(name, wanted[name].shape)
+        ):
+            continue
         if name not in wanted:
             raise InvalidValue(
                 "weights: tensor", name, f"a tensor of the model, such as {min(wanted, default='(none)')}"

@@ -19,6 +19,7 @@ from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, Stay
 from dora.models import routing
+from dora.models.ends import end_token_ids
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
@@ -113,7 +114,7 @@ class VllmEngine(BaseEngine[_Live]):
         self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
         self._takes_ahead = vllm_core.takes_ahead(self._core)
         layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
-        self._stops = vllm_requests.stop_tokens(model)
+        self._stops = end_token_ids(model)
         self._stop_strings = StopStrings(model)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,

@@ -1,10 +1,8 @@
 """A request in vLLM's terms."""
 
-import json
 import time
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import SamplingParams as VllmSampling
@@ -47,16 +45,6 @@ class Made:
         if self.watch is not None:
             for token_id in new:
                 self.watch.completed_by(token_id)
-
-
-def stop_tokens(model: Path) -> tuple[int, ...]:
-    """Returns the token ids that end a response of this model: from generation_config.json, else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = model / name
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
-    return ()
 
 
 def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> EngineCoreRequest:

@@ -1,0 +1,19 @@
+"""The check of a user's model folder before an engine starts."""
+
+from pathlib import Path
+
+from dora.config import Config
+from dora.host.placement import placement_of
+from dora.models import NAMES
+from dora.models.loadable import check_loadable
+from dora.weights.contradictions import check_folder
+
+
+def check_model(config: Config, model: Path) -> tuple[str, ...]:
+    """Warnings about the folder. Raises InvalidValue if it contradicts itself, or if the workers' engine refuses it."""
+    if config.model in NAMES:
+        return ()
+    workers = config.workers
+    if workers.count and workers.engine == "vllm":
+        check_loadable(model, placement_of(workers.device, for_trainer=workers.gpus_for_trainer).kind)
+    return check_folder(model)
