@@ -24,6 +24,7 @@ from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
+from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
@@ -218,6 +219,10 @@ class _Start:
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config)
+        if state is None or state.found.is_new:
+            canary = await first_canary(config, model, self.progress)
+            if canary is not None:
+                await asyncio.to_thread(store.keep_canary, 0, canary)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
         vocab_size = store.reference.vocab_size
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)

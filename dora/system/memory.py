@@ -2,8 +2,10 @@
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 COLLECT_OBJECTS: Final = 100_000  # new ones between two searches
@@ -43,3 +45,12 @@ def give_back_memory() -> bool:
     """Returns what is free to the kernel now, after something large. False where the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
+
+
+def available_bytes() -> int:
+    """Host memory that new processes can use without swapping. Source: proc(5), ``MemAvailable`` of /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, size = line.partition(":")
+        if name == "MemAvailable":
+            return int(size.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
