@@ -26,7 +26,7 @@ EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record
 TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it is writable; set DORA_TOKEN for them"
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers.
-Ctrl-C drains and stops.
+{ends}
 
   export DORA_TOKEN={token}
   dora watch --address {address}
@@ -43,6 +43,9 @@ That is the owner's token: it may do all that follows. For those who are to do o
               ...
           step.commit(weights=model)
 """
+
+DRAINS = "Ctrl-C drains and stops."
+CARRIES_ON = "Ctrl-C stops without draining; the next start with --state {state} carries on."
 
 
 def serve(
@@ -205,6 +208,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
             ATTACH.format(
                 address=handle.address,
                 token=handle.token,
+                ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
                 roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
                 model=config.model,
                 window=config.window.size,

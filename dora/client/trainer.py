@@ -9,6 +9,7 @@ async with dora.Trainer("127.0.0.1:7070", token=...) as trainer:
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 from dora.client.publication import Weights, files_to_wire
@@ -20,6 +21,13 @@ from dora.errors import Conflict, VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
+
+log = logging.getLogger("dora.client")
+
+ENDED = (
+    "step %d has no groups: the service at %s admits no more prompts, because they have ended or it is draining. "
+    "Start a new service to train further."
+)
 
 
 class Trainer(Session):
@@ -44,18 +52,20 @@ class Trainer(Session):
         """Yields the steps, starting at the first uncommitted one, until the prompts end.
 
         Commit each step before requesting the next; otherwise Conflict is raised. The last one may be short
-        (``step.end_of_prompts``); an empty one is not yielded. May be called again after leaving a loop: an uncommitted
-        step restarts with the same groups.
+        (``step.end_of_prompts``); an empty one is not yielded, and a warning is logged if it is the first. May be called
+        again after leaving a loop: an uncommitted step restarts with the same groups.
 
         VersionRejected is raised by the step. Its iteration or commit continues after :meth:`republish`.
         """
-        number = (await self.attached(groups)).next_step
+        number = first = (await self.attached(groups)).next_step
         while True:
             step = Step(self, number)
             with contextlib.suppress(VersionRejected):  # raised again by the step: here it would end the loop
                 await settle(self)
                 self.make_ready(number + 1)
                 if not await step.has_groups():
+                    if number == first:
+                        log.warning(ENDED, number, self.connection.address)
                     return
             yield step
             if step.end_of_prompts:

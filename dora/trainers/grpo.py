@@ -1,6 +1,6 @@
 """The reference trainer: any objective of ``objectives/presets.py``, DAPO's by default, on one process or several.
 
-    python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --steps 100 --lr 1e-5
+    python -m dora.trainers.grpo --address 127.0.0.1:7070 --token-file FILE --groups 16 --steps 100 --lr 1e-5
     python -m dora.trainers.grpo --objective gspo --anchor proximal --correction mask --kl-coefficient 0.01
     torchrun --standalone --nproc-per-node 2 -m dora.trainers.grpo --checkpoints out/checkpoints
 

@@ -2,7 +2,10 @@
 
 import argparse
 import os
+import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -12,7 +15,7 @@ from dora.trainers.learner import LearnerConfig
 from dora.trainers.objectives.presets import add_objective, objective_of
 
 _COMMON: Final = (
-    *("address", "token", "model", "groups", "steps", "threads", "dtype", "reference"),
+    *("address", "model", "groups", "steps", "threads", "dtype", "reference"),
     *("checkpoints", "checkpoint_every", "tensorboard", "wandb"),
 )  # fields with an option of the same name
 
@@ -48,7 +51,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m dora.trainers.grpo",
         description="Reference trainer for a running 'dora serve'.",
-        epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --lr 1e-5",
+        epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token-file FILE --groups 16 --lr 1e-5",
     )
     add_common(parser)
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="pack rows together")
@@ -71,7 +74,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """Adds the options common to all trainers; those of the objective are added separately."""
     defaults = LearnerConfig()
     parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
-    parser.add_argument("--token", default=os.environ.get("DORA_TOKEN", ""), help="default: $DORA_TOKEN")
+    parser.add_argument("--token-file", metavar="FILE", help="readable by its owner only; default: $DORA_TOKEN")
+    parser.add_argument("--token", action=_RefuseSecret, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="", help="Hugging Face folder; default: the service's newest version")
     parser.add_argument("--groups", type=int, default=0, help="prompt groups per step; 0: the service's setting")
     parser.add_argument("--steps", type=int, default=0, help="0: until the prompts are exhausted")
@@ -109,10 +113,39 @@ def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
         clip_alarm=given.clip_alarm,
         **learner,
     )
+    token = os.environ.get("DORA_TOKEN", "") if given.token_file is None else read_token(Path(given.token_file))
     return {name: getattr(given, name) for name in _COMMON} | {
+        "token": token,
         "rank_timeout_s": given.rank_timeout,
         "learner": config,
     }
+
+
+class _RefuseSecret(argparse.Action):
+    """Refuses a secret on the command line without repeating it: every user of the machine can read it there."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error("--token shows the secret to every user of this machine; set DORA_TOKEN or use --token-file FILE")
+
+
+def read_token(file: Path) -> str:
+    """Returns the token in ``file``. Raises InvalidValue if other users can read the file, or it cannot be read."""
+    allowed = "a file of mode 0600 that contains the token"
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            if mode & 0o077:
+                raise InvalidValue("--token-file", f"{file} (mode {mode:04o})", allowed)
+            return opened.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InvalidValue("--token-file", f"{file} ({reason})", allowed) from error
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:

@@ -80,8 +80,13 @@ def trainer(arguments: list[str], rank: int, fault: Callable[[Learner], None] | 
         print(f"ended at {time.time()}")
 
 
+@pytest.fixture(autouse=True)
+def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DORA_TOKEN", TOKEN)
+
+
 def start(service: Running, folder: Path, rank: int, fault: Any, *more: str, timeout_s: float = 120.0) -> list[Rank]:
-    given = ["--address", service.address, "--token", TOKEN, "--groups", str(GROUPS), "--steps", "3"]
+    given = ["--address", service.address, "--groups", str(GROUPS), "--steps", "3"]
     return start_ranks(2, folder, trainer, [*given, "--rank-timeout", str(timeout_s), *more], rank, fault)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import dora
+from dora.client.trainer import ENDED
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
@@ -407,7 +408,7 @@ async def test_another_host_uploads(service: Running, tensors: dict[str, Any], m
 
 
 async def test_steps_end_with_the_prompts(
-    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
+    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     service = await start_service(tmp_path / "store", model_folder, total_groups=4)
     service.client = client
@@ -418,6 +419,11 @@ async def test_steps_end_with_the_prompts(
             await group_ids(step)
             await step.commit(tensors, wait=True)
         assert numbers == [0, 1]
+        assert not [record for record in caplog.records if record.name == "dora.client"]
+    async with trainer_of(service) as trainer:
+        assert [step.number async for step in trainer.steps()] == []
+    said = [record.getMessage() for record in caplog.records if record.name == "dora.client"]
+    assert said == [ENDED % (2, service.address)]
     await service.server.stop(None)
 
 

@@ -36,6 +36,11 @@ CONFIG = LearnerConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DORA_TOKEN", TOKEN)
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("dense", tmp_path_factory.mktemp("models") / "tiny")
@@ -173,7 +178,7 @@ async def test_a_run_of_two_ranks_is_gone_on_with_by_one(
     """
     service, other = services
     kl = ("--objective", "grpo", "--kl-coefficient", "0.5")
-    given = ("--address", service.address, "--token", TOKEN, "--groups", "2", "--lr", str(LEARNING_RATE), *kl)
+    given = ("--address", service.address, "--groups", "2", "--lr", str(LEARNING_RATE), *kl)
     checkpoints = tmp_path / "checkpoints"
     argv = ["-m", "dora.trainers.grpo", *given, "--steps", "2", "--checkpoints", str(checkpoints)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -60,9 +60,14 @@ def command(arguments: list[str], plant: str = "") -> int:
     return main(arguments)
 
 
+@pytest.fixture(autouse=True)
+def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DORA_TOKEN", TOKEN)
+
+
 def options(service: Running, *others: str) -> list[str]:
     """With one group a step: of several it depends on the moment how they are cut into micro-batches."""
-    common = ["--address", service.address, "--token", TOKEN, "--groups", "1", "--lr", "1e-3", "--json"]
+    common = ["--address", service.address, "--groups", "1", "--lr", "1e-3", "--json"]
     return [*common, "--rank-timeout", "60", *others]
 
 

@@ -350,13 +350,35 @@ async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_f
 
 
 def test_arguments_and_limits() -> None:
-    config, as_json = parse_arguments(["--token", "t", "--lr", "0.5", "--groups", "3", "--json"])
+    config, as_json = parse_arguments(["--lr", "0.5", "--groups", "3", "--json"])
     assert (config.learner.learning_rate, config.groups, as_json) == (0.5, 3, True)
     for changes in ({"learning_rate": 0.0}, {"weight_decay": -1.0}, {"grad_norm_max": math.nan}):
         with refused(InvalidValue, names=data_words(next(iter(changes)))):
             LearnerConfig(**changes)
     with refused(InvalidValue, field="threads", value=0):
         GrpoConfig("127.0.0.1:1", "t", threads=0)
+
+
+def test_a_token_comes_from_the_environment_or_a_private_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DORA_TOKEN", "of-the-environment")
+    assert parse_arguments([])[0].token == "of-the-environment"
+    file = tmp_path / "token"
+    file.write_text("of-the-file\n")
+    file.chmod(0o600)
+    assert parse_arguments(["--token-file", str(file)])[0].token == "of-the-file"
+    for mode in (0o640, 0o604, 0o644, 0o660, 0o666):
+        file.chmod(mode)
+        assert main(["--token-file", str(file)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: --token-file") and f"{mode:04o}" in said and "of-the-file" not in said
+    assert main(["--token-file", str(tmp_path / "none")]) == 1
+    for given in (["--token", "a-secret"], ["--token=a-secret"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(given)
+        said = capsys.readouterr().err
+        assert "--token-file" in said and "a-secret" not in said
 
 
 def test_bfloat16_is_used_by_itself_only_where_the_processor_multiplies_it() -> None:
@@ -369,7 +391,7 @@ def test_bfloat16_is_used_by_itself_only_where_the_processor_multiplies_it() -> 
 
 
 def test_the_command_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--address", "nowhere", "--token", "t"]) == 1
+    assert main(["--address", "nowhere"]) == 1
     assert capsys.readouterr().err.startswith("error: address = 'nowhere'")
 
 

@@ -166,7 +166,7 @@ def test_a_package_that_is_missing_is_named_before_the_first_step(
         ),
     ):
         make_writers(**{"tensorboard": "", "wandb": "", package: value}, config={})  # type: ignore[arg-type]
-    assert main(["--address", "127.0.0.1:1", "--token", "t", f"--{package}", value]) == 1
+    assert main(["--address", "127.0.0.1:1", f"--{package}", value]) == 1
     assert capsys.readouterr().err.startswith(f"error: --{package} needs {package}")
     assert make_writers("", "", {}) == []
 

@@ -1,0 +1,20 @@
+"""What ``dora serve`` prints once it is ready."""
+
+from pathlib import Path
+
+import pytest
+
+from dora.cli.serve import _print_attach
+from dora.config import load_config
+from dora.orchestrator.main import ServiceHandle
+from dora.rpc.roles import Tokens
+
+
+@pytest.mark.parametrize("state", ["", "out/state"])
+def test_the_banner_says_what_ctrl_c_does(state: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(None, [("service.state", state)] if state else [])
+    handle = ServiceHandle("127.0.0.1:7070", Tokens("secret").of, Path("run"), Path("model"), 0.0)
+    _print_attach(handle, config, as_json=False)
+    said = capsys.readouterr().out
+    assert ("Ctrl-C drains and stops." in said) is not bool(state)
+    assert (f"the next start with --state {state} carries on" in said) is bool(state)
