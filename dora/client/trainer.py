@@ -52,8 +52,8 @@ class Trainer(Session):
         """Yields the steps, starting at the first uncommitted one, until the prompts end.
 
         Commit each step before requesting the next; otherwise Conflict is raised. The last one may be short
-        (``step.end_of_prompts``); an empty one is not yielded, and a warning is logged if it is the first. May be called
-        again after leaving a loop: an uncommitted step restarts with the same groups.
+        (``step.end_of_prompts``); an empty one is not yielded, and a warning is logged if it is the first. May be
+        called again after leaving a loop: an uncommitted step restarts with the same groups.
 
         VersionRejected is raised by the step. Its iteration or commit continues after :meth:`republish`.
         """
