@@ -51,8 +51,8 @@ def demo(
     """Serve, train and watch in one terminal. The final summary compares each guarantee with its measurement.
 
     Options that are not given take the values of the model's preset. The command exits with 1 if a group was lost or
-    delivered twice, a trajectory mixed versions, staleness exceeded its bound, or the service's counters and the run
-    record disagree.
+    delivered twice, a trajectory mixed versions, staleness exceeded its bound, the service's counters and the run
+    record disagree, or no worker could be killed as asked.
     """
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions
@@ -81,7 +81,7 @@ def demo(
         print_json(report)
     else:
         print_summary(console, report, folder)
-    if report["failures"]:
+    if report["failures"] or report["not_done"]:
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -19,6 +19,8 @@ class DemoRun:
     steps_asked: int
     groups_open_at_end: int = 0  # admitted, not committed: the service samples while the last step trains
     groups_overdue_at_end: int = 0  # of these, groups past their deadline
+    kill_worker_after_s: float | None = None  # None: no worker was to be killed
+    workers_killed: int = 0
 
 
 class DemoReport(TypedDict):
@@ -51,6 +53,7 @@ class DemoReport(TypedDict):
     parked_ms_p50: Annotated[float | None, "median time without tokens of a request that was parked in a pool"]
     parked_ms_p99: Annotated[float | None, "99th percentile of the same"]
     workers_lost: Annotated[int, "workers whose connection broke"]
+    workers_killed: Annotated[int, "workers that the demo killed, as `--kill-worker-after` asks"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
     reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
@@ -65,6 +68,7 @@ class DemoReport(TypedDict):
     seconds_total: Annotated[float, "time of the whole run"]
     disagreements: Annotated[list[str], "differences between the service's counters and the run record"]
     failures: Annotated[list[str], "a sentence for each violated guarantee"]
+    not_done: Annotated[list[str], "a sentence for each option that had no effect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ def build_report(
         "parked_ms_p50": counters.get("parked_ms_p50"),
         "parked_ms_p99": counters.get("parked_ms_p99"),
         "workers_lost": int(counters.get("workers_lost", 0)),
+        "workers_killed": run.workers_killed,
         "mean_reward_by_step": [step.mean_reward for step in steps],
         "reward_first": mean_reward(first),
         "reward_last": mean_reward(last),
@@ -142,6 +147,7 @@ def build_report(
         "seconds_total": round(seconds.total, 2),
         "disagreements": _disagreements(found, counters, vanished),
         "failures": [],
+        "not_done": _not_done(run),
     }
     report["failures"] = _failures(report, run)
     return report
@@ -187,3 +193,12 @@ def _failures(report: DemoReport, run: DemoRun) -> list[str]:
     if report["steps"] != run.steps_asked:
         sentences.append(f"steps = {report['steps']}, must be {run.steps_asked}")
     return sentences + [f"service and run record disagree: {sentence}" for sentence in report["disagreements"]]
+
+
+def _not_done(run: DemoRun) -> list[str]:
+    if run.kill_worker_after_s is None or run.workers_killed:
+        return []
+    return [
+        f"--kill-worker-after = {run.kill_worker_after_s:g} killed no worker: none ran requests from then to the last "
+        "step. Ask for an earlier time or for more steps."
+    ]

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import platform
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -28,8 +27,9 @@ from dora.demo.series import read_series, sample_json, sample_of
 from dora.demo.timeline import draw_timeline
 from dora.demo.trainer_process import TrainerProcess
 from dora.errors import DoraError
+from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
-from dora.rpc.dora_pb2 import Status
+from dora.rpc.dora_pb2 import Status, WorkerStatus
 
 WATCH_PERIOD_MS = 250
 HELD_TRAJECTORIES_MAX = 1_000_000
@@ -59,6 +59,7 @@ class Watched:
     ready_s: float  # event loop time when all workers were ready
     committed_s: list[float]  # event loop time of each commit
     trainer_failure: str  # empty: it succeeded
+    workers_killed: int  # on request
 
 
 Use = Callable[[ServiceHandle], Coroutine[Any, Any, Watched]]
@@ -87,6 +88,8 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         steps_asked=options.steps_asked,
         groups_open_at_end=watched.books.groups_open,
         groups_overdue_at_end=watched.books.groups_overdue,
+        kill_worker_after_s=options.kill_worker_after_s,
+        workers_killed=watched.workers_killed,
     )
     seconds = _seconds(started_s, watched, clock())
     report = build_report(rows, dict(watched.books.status.counters), watched.trained, seconds, run)
@@ -173,7 +176,8 @@ async def _watched_run(
         Operator(handle.address, handle.token) as operator,
         TrainerProcess(arguments, handle.token, threads, folder.trainer_log, folder.trained) as trainer,
     ):
-        watching = asyncio.create_task(_watch(operator, options.kill_worker_after_s, folder, screen))
+        strike = Strike(options.kill_worker_after_s, screen)
+        watching = asyncio.create_task(_watch(operator, strike, folder, screen))
         try:
             code = await trainer.run()
         finally:
@@ -183,11 +187,38 @@ async def _watched_run(
         books = await _read_books(operator)
     screen.show(books.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed_s, failure)
+    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed_s, failure, strike.workers_killed)
 
 
-async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFolder, screen: Screen) -> None:
-    """Writes the series and shows every status until cancelled. Kills one worker after ``kill_after_s``."""
+class Strike:
+    """Kills one worker with SIGKILL as soon as ``after_s`` has passed and a worker runs requests. None: never."""
+
+    def __init__(self, after_s: float | None, screen: Screen) -> None:
+        self._after_s = after_s
+        self._screen = screen
+        self.workers_killed = 0
+
+    def look(self, status: Status, now_s: float) -> None:
+        """Kills the busiest worker if it is time to. A status without one is skipped."""
+        if self._after_s is None or self.workers_killed or now_s < self._after_s:
+            return
+        victim = busiest(status)
+        if victim is None:
+            return
+        with suppress(ProcessLookupError):  # it has just ended: the next status has another
+            os.kill(victim.pid, signal.SIGKILL)
+            self.workers_killed = 1
+            self._screen.line(f"killed {victim.worker_id} (pid {victim.pid}, {victim.running} requests), as requested")
+
+
+def busiest(status: Status) -> WorkerStatus | None:
+    """The worker of the service's own host that runs the most requests; None if none runs any."""
+    own = [worker for worker in status.workers if worker.pid and worker.running and worker.host == LOCAL]
+    return max(own, key=lambda worker: worker.running, default=None)
+
+
+async def _watch(operator: Operator, strike: Strike, folder: OutFolder, screen: Screen) -> None:
+    """Writes the series and shows every status until cancelled."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
     with folder.series.open("w") as series:
@@ -196,20 +227,7 @@ async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFold
             series.write(sample_json(sample_of(status, now_s)) + "\n")
             series.flush()
             screen.show(status)
-            if kill_after_s is not None and now_s >= kill_after_s and _kill_busiest(status, screen):
-                kill_after_s = None
-
-
-def _kill_busiest(status: Status, screen: Screen) -> bool:
-    """Sends SIGKILL to the busiest worker of this host; returns False if none is running requests."""
-    mine = [worker for worker in status.workers if worker.pid and worker.running and worker.host == platform.node()]
-    if not mine:
-        return False
-    victim = max(mine, key=lambda worker: worker.running)
-    with suppress(ProcessLookupError):
-        os.kill(victim.pid, signal.SIGKILL)
-        screen.line(f"killed {victim.worker_id} (pid {victim.pid}, {victim.running} requests), as requested")
-    return True
+            strike.look(status, now_s)
 
 
 async def _read_books(operator: Operator) -> Books:

@@ -16,7 +16,7 @@ def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder
     """Prints the results, a sentence per failure, and the paths of the files."""
     console.print(Note(_title(report), "bold"))
     console.print(summary_table(report))
-    for sentence in report["failures"]:
+    for sentence in (*report["failures"], *report["not_done"]):
         console.print(Text.assemble(("FAILED ", "bold red"), sentence))
     console.print(f"report    {folder.report}", soft_wrap=True)
     console.print(f"timeline  {folder.timeline}", soft_wrap=True)
@@ -34,8 +34,11 @@ def summary_table(report: Mapping[str, Any]) -> Table:
 
 
 def _title(report: Mapping[str, Any]) -> Text:
-    ok = not report["failures"]
-    verdict = Text("every promise held", "bold green") if ok else Text("a promise was broken", "bold red")
+    verdict = Text("every promise held", "bold green")
+    if report["failures"]:
+        verdict = Text("a promise was broken", "bold red")
+    elif report["not_done"]:
+        verdict = Text("every promise held, but an option had no effect", "bold red")
     return Text.assemble(
         f"{report['steps']} steps of {report['model']} in {duration(report['seconds_total'])}: ", verdict
     )
@@ -50,6 +53,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "staleness", f"at most {report['staleness_max']} (allowed: {report['window'] - 1})"
     yield "versions", f"{report['versions_live_max']} live at once, {report['steps']} published"
     yield "moves", _moves(report)
+    if report["workers_killed"]:
+        yield "kills", f"{report['workers_killed']} worker was killed, as asked; {report['workers_lost']} lost"
     yield "reward", _reward(report)
     for name, answer in (("first", report["answer_first"]), ("last", report["answer_last"])):
         if answer:
@@ -60,7 +65,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _moves(report: Mapping[str, Any]) -> str:
     text = f"{report['migrations_kv']} requests moved to another worker with their KV"
-    if report["blackout_ms_p50"] is not None:
+    if report["blackout_ms_p50"] is not None and report["migrations_kv"]:
         text += f" (median time without tokens {report['blackout_ms_p50'] / 1000:.1f} s)"
     text += f", {report['migrations_reprefill']} without it"
     if report["requests_parked"]:
