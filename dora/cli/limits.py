@@ -23,7 +23,9 @@ from dora.orchestrator.services.cancel import IDS_MAX
 from dora.orchestrator.services.operator import WATCHES_MAX
 from dora.orchestrator.services.trainer import METRICS_MAX, UPLOAD_SILENCE_S
 from dora.orchestrator.services.worker import POOLS_MAX, WORKERS_MAX
+from dora.prompts.jsonl import LINE_BYTES_MAX
 from dora.prompts.store import PROMPTS_MAX
+from dora.prompts.tables import CELL_BYTES_MAX
 from dora.rewards.pool import LOG_BYTES
 from dora.rewards.supervisor import PROCESSES_MAX
 from dora.rewards.verdict import COMPONENTS_MAX, LOG_MAX_BYTES
@@ -65,6 +67,7 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "requests in the window", f"{WINDOW_REQUESTS_MAX:,}", REFUSED
     yield "responses to a prompt", f"{GROUP_SIZE_MAX:,}", REFUSED
     yield "prompts of a file or dataset", f"{PROMPTS_MAX:,}", REFUSED
+    yield "a line of a JSONL file; a JSON cell of a table", _sizes(LINE_BYTES_MAX, CELL_BYTES_MAX), REFUSED
     yield "queued prompts", f"`service.prompts_queued_max`; {_size(QUEUED_BYTES_MAX)}", REFUSED
     yield (
         "a prompt's text; its `verifier`; its `sampling`",

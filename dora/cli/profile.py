@@ -13,6 +13,7 @@ from dora.cli import completion
 from dora.cli.exits import ExitCode, say
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
+from dora.data.extras import install
 from dora.errors import DoraError, InvalidValue
 from dora.planning.samples import ClockName
 from dora.system.files import check_folder
@@ -146,7 +147,7 @@ def _measure(
     from dora.worker.timing import Timing, measure_alone
 
     if find_spec("torch") is None or find_spec("vllm") is None:
-        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]'; see docs/install.md")
+        raise DoraError(f"profile needs torch and vLLM. Run {install('cpu')}; see docs/install.md.")
     folder = resolve_model(model)
     stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))

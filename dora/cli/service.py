@@ -35,12 +35,17 @@ class TrajectoryState(StrEnum):
     LEASED = "leased"
 
 
-def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+def status(
+    everything: Annotated[bool, typer.Option("--all", help="Show counters that are 0, too.")] = False,
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show the state of the service: window, steps, workers and counters."""
     from dora.view.service import status_table
 
     answer = ask(address, token, lambda operator: operator.status())
-    print_result(plain(answer), status_table(answer), as_json)
+    print_result(plain(answer), status_table(answer, everything), as_json)
 
 
 def versions(

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ log = logging.getLogger("dora.host")
 REPORT_S: Final = 1.0
 JOIN_PAUSE_S: Final = 0.5  # doubled at each attempt, up to
 JOIN_PAUSE_MAX_S: Final = 2.0
+SAID_PAUSE_S: Final = 10.0  # until the same failure is said again; doubled each time
 JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is being started does later
 WELCOME_S: Final = 120.0  # the service may hash the model first
 LEAVE_S: Final = 60.0  # time for emptying workers before the machine shuts down
@@ -99,6 +101,27 @@ def _first_join_s(error: DoraError) -> float:
     return NAME_S if isinstance(error, Conflict) and error.field == "name" else 0.0
 
 
+class FailedAttempts:
+    """Decides which failed attempts to join are worth a line: a new reason, then after pauses that double."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+        self._next_s = 0.0
+        self._pause_s = SAID_PAUSE_S
+        self._count = 0
+
+    def failed(self, reason: str, now_s: float) -> int | None:
+        """Counts an attempt. Returns the number so far if it is to be said; None: it repeats a recent line."""
+        self._count += 1
+        if reason != self._reason:
+            self._reason, self._pause_s = reason, SAID_PAUSE_S
+        elif now_s < self._next_s:
+            return None
+        self._next_s = now_s + self._pause_s
+        self._pause_s *= 2
+        return self._count
+
+
 class _Agent(Member):
     """One stream is one session."""
 
@@ -123,13 +146,17 @@ class _Agent(Member):
         self._said = said
         self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MAX)
         self._keeping = Orphaned(said)
+        self._attempts = FailedAttempts()
 
     def patience_s(self, error: DoraError) -> float:
         rejoin_s = self._options.rejoin_s
         return rejoin_s if self.was_joined else min(rejoin_s, _first_join_s(error))
 
     async def live_on(self, pause_s: float, error: DoraError) -> None:
-        self._said(f"{'the service is lost' if self.was_joined else 'not joined yet'} ({error}); joining again")
+        if (tries := self._attempts.failed(str(error), time.monotonic())) is not None:
+            lost = "the service is lost" if self.was_joined else "not joined yet"
+            limit_s = self.patience_s(error)
+            self._said(f"{lost} ({error}); joining again for up to {limit_s:g} s ({tries} attempts so far)")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), pause_s)
 
@@ -143,6 +170,7 @@ class _Agent(Member):
                 if welcome is None or not welcome.HasField("welcome"):
                     raise ServiceUnavailable(f"{self._options.address} did not say welcome")
                 self.has_joined = True
+                self._attempts = FailedAttempts()
                 how = "is back at" if welcome.welcome.goes_on else "has joined"
                 self._said(f"{self._options.name} {how} {self._options.address}")
                 return await self._stayed(call, stub, welcome.welcome)

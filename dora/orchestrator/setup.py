@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config, validated
+from dora.data.extras import install
 from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
@@ -111,7 +112,7 @@ def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
 def check_engine(config: Config) -> None:
     """Raises InvalidValue if the workers' engine is not installed, or a transport or the launcher is unknown."""
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
-        allowed = "an engine that is installed: pip install 'dora-rollout[cpu]', or [cuda], brings vLLM; or fake"
+        allowed = f"an engine that is installed, or fake. vLLM comes with {install('cpu')}, or with [cuda]"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
     check_transports(config.kv.transports)
     launcher_named(config.workers.launcher)

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.extras import install
 from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
 from dora.prompts.row import Columns, RowLocation, without_nulls
 
 BATCH_ROWS: Final = 128  # rows decoded at once
 CELL_BYTES_MAX: Final = 8 << 20  # size of a JSON text in a cell
-INSTALL: Final = "pip install 'dora-rollout[data]'"
+INSTALL: Final = install("data")
 _OBJECTS: Final = ("messages", "verifier", "sampling", "prompt_token_ids")  # fields that may be JSON texts in cells
 
 

@@ -45,7 +45,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise DoraError("--plot needs matplotlib: pip install 'dora-rollout[cpu]', or matplotlib alone") from error
+        raise DoraError("--plot needs matplotlib. Run pip install matplotlib.") from error
 
 
 def draw(timeline: Timeline, report: Report, path: Path) -> None:

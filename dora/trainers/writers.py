@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from dora.data.extras import install
 from dora.errors import DoraError
 
 Writer = Callable[[int, Mapping[str, float]], None]  # a step's number, its metrics by name
@@ -51,4 +52,4 @@ def _package(name: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise DoraError(f"{option} needs {name}: pip install 'dora-rollout[{name}]'") from error
+        raise DoraError(f"{option} needs {name}. Run {install(name)}.") from error

@@ -26,8 +26,9 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
     ),
     Column(
         "state",
-        "`ready`; `draining`: its workers are draining; `drained`: its workers ended as requested; `failed`: no worker "
-        "may be restarted; `lost`: its agent's connection broke (the reason is below the table); `awaited`: "
+        "`ready`; `draining`: its workers are draining; `drained`: its workers ended as requested "
+        "(hosts that have left are below the table); `failed`: no worker may be restarted; `lost`: its "
+        "agent's connection broke (the reason is below the table); `awaited`: "
         "its agent has not reconnected since the service's restart",
         lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
         words=True,
@@ -58,9 +59,16 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
 
 
 def hosts_table(status: Status) -> Sheet[HostStatus]:
-    """The hosts; below them the reasons of losses and faults."""
-    notes = [f"{row.name}: {row.reason}" for row in status.hosts if row.reason]
-    return Sheet(HOST_COLUMNS, list(status.hosts), "hosts", notes=notes)
+    """The hosts; below them the reasons of losses and faults, and the hosts that have left."""
+    there = [row for row in status.hosts if not _has_left(row)]
+    notes = [f"{row.name}: {row.reason}" for row in there if row.reason]
+    if left := [row.name for row in status.hosts if _has_left(row)]:
+        notes.append(f"left, as was asked: {', '.join(left)}")
+    return Sheet(HOST_COLUMNS, there, "hosts", notes=notes)
+
+
+def _has_left(row: HostStatus) -> bool:
+    return row.state == "drained" and bool(row.epoch)
 
 
 def hosts_line(status: Status) -> str:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -22,6 +23,8 @@ from dora.view.service import (
     refusals,
     state_style,
     storage,
+    tokens_per_s,
+    without_drained,
 )  # fmt: skip
 from dora.view.tables import PLAIN, Column, Note, Sheet
 
@@ -29,6 +32,7 @@ BAR_CELLS = 24
 SLOTS_CELLS = 10  # width of a worker's bar
 SPARKS = " ▁▂▃▄▅▆▇█"
 WORKERS_SHOWN = 16  # more workers are shown by version and state
+PACE_STEPS = 8  # whose times tell how long the others take
 METRICS_SHOWN = 8  # `dora status` shows all
 SHOWN_COUNTERS = (
     "groups_admitted", "groups_trained", "migrations_kv", "migrations_reprefill", "tokens_reprefilled",
@@ -47,7 +51,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
     """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: without an end."""
-    workers = Sheet(WORKER_COLUMNS, _shown(status.workers), looks=(PLAIN,), tell=False)
+    workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
     head = [_progress(status, steps_asked), *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
     return Panel(
@@ -108,9 +112,17 @@ def _progress(status: Status, steps_asked: int) -> Text:
     text = Text.assemble(("steps ", "bold"), f"{committed}")
     if steps_asked:
         text.append_text(Text.assemble(f" of {steps_asked}  ", bar(committed / steps_asked, BAR_CELLS, "green")))
-    return text.append_text(
-        Text.assemble(("   filling ", "bold"), filling(status), f"   up {duration(status.uptime_s)}")
-    )
+        if (left_s := to_go_s(status, steps_asked)) is not None:
+            text.append(f"  {duration(left_s)} to go")
+    text.append_text(Text.assemble(("   filling ", "bold"), filling(status), f"   up {duration(status.uptime_s)}"))
+    return text.append(f"   {tokens_per_s(status.workers)} tokens/s")
+
+
+def to_go_s(status: Status, steps_asked: int) -> float | None:
+    """The time to the last step, at the mean pace of the latest steps; None before two steps or after the last."""
+    took = [step.took_s for step in status.steps if step.HasField("took_s")][-PACE_STEPS:]
+    left = steps_asked - status.newest_version
+    return left * fmean(took) if took and left > 0 else None
 
 
 def _faults(status: Status) -> list[Text]:

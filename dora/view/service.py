@@ -29,6 +29,7 @@ STATE_STYLES: Final = {
     "draining": "cyan",
     "lost": "bold red",
 }
+DRAINED: Final = "drained"  # the state of a worker that has left as was asked
 
 VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red", "gone": "red"}
 
@@ -84,6 +85,18 @@ COUNTERS: Final = {
     "workers_lost": "workers whose connection broke",
 }  # since the service's start
 
+PROMISES: Final = ("c1_violations", "groups_lost", "staleness_max", "versions_live_max")  # shown even if they are 0
+FAULTS: Final = "faults and other events"
+COUNTER_GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "promises": (),
+    "groups and prompts": ("groups_", "prompts_cancelled", "prompts_refused", "trajectories_"),
+    "tokens": ("tokens_",),
+    "moves": ("migrations_", "handoffs_", "blackout_", "kv_bytes", "kv_fallbacks", "rebalances"),
+    "parked requests": ("requests_parked", "requests_resumed", "parked_", "pool_", "kv_tokens"),
+    "KV tier": ("tier_",),
+    FAULTS: (),
+}  # the beginnings of the names of each group's counters
+
 CANCELLED: Final = {
     "dequeued": "removed from the queue",
     "cancelled": "its group {group} is cancelled",
@@ -94,9 +107,9 @@ CANCELLED: Final = {
 
 STATE: Final[Column[WorkerStatus]] = Column(
     "state",
-    "`joining`: no weights yet; `loading`: loading new weights; `ready`; `vacating`: its requests leave before it "
-    "changes version; `draining`: they leave before it ends; `drained`: it has "
-    "ended as requested; `lost`: its connection broke (the reason is below the table)",
+    "`starting`: its process has not connected yet; `joining`: no weights yet; `loading`: loading new weights; "
+    "`ready`; `vacating`: its requests leave before it changes version; `draining`: they leave before it ends; "
+    "`lost`: its connection broke (the reason is below the table). Workers that ended as requested are below it too",
     lambda worker: Text(worker.state, style=state_style(worker)),
     words=True,
 )
@@ -180,8 +193,11 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
 WORKERS_NAMED: Final = 8  # if there are more, only their number is shown
 
 
-def status_table(status: Status) -> Facts:
-    """The service on one screen: the window, the last step, then every counter."""
+def status_table(status: Status, everything: bool = False) -> Facts:
+    """The service on one screen: the window, the last step, then the counters in groups.
+
+    Counters that are 0 are hidden, except for those of the promises, unless ``everything`` is asked for.
+    """
     table = Facts("service")
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
@@ -193,11 +209,12 @@ def status_table(status: Status) -> Facts:
     table.add_row("filling step", filling(status))
     for line in refusals(status):
         table.add_row("weights", line)
-    table.add_row("workers", _workers_line(status.workers))
+    there, left = without_drained(status.workers)
+    table.add_row("workers", _workers_line(there) + (f"; left: {_listed(left)}" if left else ""))
     table.add_row("pools", pools_line(status))
     if len(status.hosts) > 1:
         table.add_row("hosts", hosts_line(status))
-    table.add_row("generation", pace(status))
+    table.add_row("generation", f"{tokens_per_s(status.workers)} tokens/s; {pace(status)}")
     if status.HasField("kv_tier"):
         table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
     for evaluation in status.evaluations:
@@ -209,10 +226,41 @@ def status_table(status: Status) -> Facts:
         table.add_section()
         for name, value in step_rows(status.steps[-1]):
             table.add_row(name, value)
-    table.add_section()
-    for name in sorted(status.counters):
-        table.add_row(name, number(status.counters[name]))
+    _add_counters(table, status, everything)
     return table
+
+
+def _add_counters(table: Facts, status: Status, everything: bool) -> None:
+    shown = {name: value for name, value in status.counters.items() if value or everything or name in PROMISES}
+    texts = {name: number(value) for name, value in shown.items()}
+    width = max(map(len, texts.values()), default=0)
+    for group in COUNTER_GROUPS:
+        names = sorted(name for name in texts if counter_group(name) == group)
+        if names:
+            table.add_section()
+            table.add_row(Text(group, "dim"), "")
+        for name in names:
+            table.add_row(f"  {name}", texts[name].rjust(width), COUNTERS.get(name, ""))
+    if hidden := len(status.counters) - len(shown):
+        table.notes.append(f"{hidden} counters that are 0 are not shown; `dora status --all` shows them.")
+
+
+def counter_group(name: str) -> str:
+    """The group in which a counter is shown; the last one has those of no other."""
+    if name in PROMISES:
+        return next(iter(COUNTER_GROUPS))
+    return next((group for group, starts in COUNTER_GROUPS.items() if starts and name.startswith(starts)), FAULTS)
+
+
+def tokens_per_s(workers: Iterable[WorkerStatus]) -> str:
+    """The tokens that all workers generate in a second, over the last five seconds."""
+    return number(sum(worker.tokens_per_s for worker in workers), 0)
+
+
+def without_drained(workers: Iterable[WorkerStatus]) -> tuple[list[WorkerStatus], list[str]]:
+    """The workers, and the names of those that have left as was asked."""
+    rows = list(workers)
+    return [row for row in rows if row.state != DRAINED], [row.worker_id for row in rows if row.state == DRAINED]
 
 
 def versions_table(status: Status) -> Sheet[VersionStatus]:
@@ -224,7 +272,9 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
     """Workers in the given order; below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
-    return Sheet([*WORKER_COLUMNS, *more], workers, "workers", notes=_reasons(workers))
+    there, left = without_drained(workers)
+    notes = [*_reasons(there), *([f"left, as was asked: {_listed(left)}"] if left else [])]
+    return Sheet([*WORKER_COLUMNS, *more], there, "workers", notes=notes)
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
@@ -271,7 +321,7 @@ def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
     """A sentence for each reason of lost workers."""
     names: dict[str, list[str]] = defaultdict(list)
     for worker in workers:
-        if worker.reason and worker.reason != worker.state:  # a drained worker needs no reason
+        if worker.reason:
             names[worker.reason].append(worker.worker_id)
     return [f"{_listed(found)}: {reason}" for reason, found in names.items()]
 

@@ -126,10 +126,11 @@ class Facts:
 
     title: str | Text = ""
     notes: list[str] = field(default_factory=list)
-    _rows: list[tuple[str | Text, str | Text] | None] = field(default_factory=list)  # None: a line between sections
+    _rows: list[tuple[str | Text, str | Text, str] | None] = field(default_factory=list)  # None: between sections
 
-    def add_row(self, name: str | Text, value: str | Text) -> None:
-        self._rows.append((name, value))
+    def add_row(self, name: str | Text, value: str | Text, meaning: str = "") -> None:
+        """``meaning`` follows the value if the terminal is wide enough."""
+        self._rows.append((name, value, meaning))
 
     def add_section(self) -> None:
         self._rows.append(None)
@@ -145,8 +146,12 @@ class Facts:
             if row is None:
                 table.add_section()
             else:
-                name, value = row
-                table.add_row(abbreviated(name, name_width), short_words(value, max(room - name_width, WORD_MIN)))
+                name, value, meaning = row
+                value_width = max(room - name_width, WORD_MIN)
+                shown = short_words(value, value_width)
+                if meaning and shown.cell_len + FRAMED.gap + cell_len(meaning) <= value_width:
+                    shown = Text.assemble(shown, " " * FRAMED.gap, (meaning, "dim"))
+                table.add_row(abbreviated(name, name_width), shown)
         if self.title:
             yield Note(self.title, "bold")
         yield table

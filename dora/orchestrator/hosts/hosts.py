@@ -438,6 +438,10 @@ class Hosts:
 
     # --------------------------------------------------------------------------------------------------------- status
 
+    def workers(self) -> frozenset[str]:
+        """The workers of all connected hosts: those that run, and those that start."""
+        return frozenset(name for host in self._hosts.values() for name in host.launcher.workers)
+
     def statuses(self) -> list[pb.HostStatus]:
         """The hosts for operators: the service's own first, then connected, expected and lost ones."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))

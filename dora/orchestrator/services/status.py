@@ -1,6 +1,7 @@
 """The status for operators as wire messages. Reads the runtime and changes nothing."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Final
 
@@ -33,9 +34,8 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [
-            pb.WorkerStatus(worker_id=name, state=_gone(reason), version=-1, target_version=-1, reason=reason)
-            for name, reason in sorted(runtime.sessions.lost_reasons.items())
-            if name not in state.workers
+            pb.WorkerStatus(worker_id=name, state=gone, version=-1, target_version=-1, reason=reason)
+            for name, gone, reason in _gone(runtime)
         ],
         counters=counters(runtime),
         steps=[_step(step) for step in runtime.telemetry.steps],
@@ -184,9 +184,18 @@ def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
     return found + [pb.PoolStatus(pool_id=pool_id, state="lost", reason=reason) for pool_id, reason in lost]
 
 
-def _gone(reason: str) -> str:
-    """A worker that left on request is not lost."""
-    return DRAINED if reason == DRAINED else "lost"
+def _gone(runtime: Runtime) -> Iterator[tuple[str, str, str]]:
+    """Workers that are not connected, with state and reason. A worker that left on request is not lost, and starts if
+    its host has a process of that name again.
+    """
+    started = runtime.hosts.workers()
+    for name, reason in sorted(runtime.sessions.lost_reasons.items()):
+        if name in runtime.machine.state.workers:
+            continue
+        if reason != DRAINED:
+            yield name, "lost", reason
+        else:
+            yield name, "starting" if name in started else DRAINED, ""
 
 
 def _worker_state(worker: Worker) -> str:

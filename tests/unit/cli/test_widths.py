@@ -31,9 +31,20 @@ from dora.verify import VerifyReport
 from dora.view.comparison import comparison, comparison_table
 from dora.view.decisions import CONTINUED, block
 from dora.view.decisions import summary_table as replay_table
+from dora.view.hosts import hosts_table
 from dora.view.live import service_view
 from dora.view.profile import profile_table
-from dora.view.service import by_version, status_table, trajectories_table, versions_table, workers_table
+from dora.view.service import (
+    COUNTER_GROUPS,
+    COUNTERS,
+    PROMISES,
+    by_version,
+    counter_group,
+    status_table,
+    trajectories_table,
+    versions_table,
+    workers_table,
+)
 from dora.view.simulation import report_table
 from dora.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
 from tests.unit.cli.service import STATUS
@@ -281,12 +292,18 @@ def test_a_summary_of_the_demo_fits() -> None:
     promises = dict.fromkeys(
         ("groups_lost", "groups_duplicated", "c1_violations", "staleness_max", "groups_admitted", "groups_trained",
          "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost",
-         "requests_parked", "requests_resumed"), 10**12,
+         "requests_parked", "requests_resumed", "workers_killed"), 10**12,
     )  # fmt: skip
-    run = {"steps": 10, "model": "/models/" + "n" * 100, "window": 2, "failures": ["one"], "tokens_generated": 10**12}
+    run = {"steps": 10, "model": "/models/" + "n" * 100, "window": 2, "failures": ["one"], "not_done": ["two " * 40]}
     phases = ("total", "model", "start", "first_step", "later_steps", "end")
     run |= {f"seconds_{phase}": 1e6 for phase in phases}
-    run |= {"reward_first": 0.123, "reward_last": 0.987, "answer_first": "1 2 " * 99, "answer_last": "1 2 3 " * 20}
+    run |= {
+        "tokens_generated": 10**12,
+        "reward_first": 0.123,
+        "reward_last": 0.987,
+        "answer_first": "1 2 " * 99,
+        "answer_last": "1 2 3 " * 20,
+    }
     blackouts = {"blackout_ms_p50": 1e9, "blackout_ms_p99": 1e9, "tokens_per_s": 1e9}
     stream = io.StringIO()
     report = {**promises, **run, **blackouts, "mean_reward_by_step": [0.123, None] * 5}
@@ -336,3 +353,54 @@ def test_a_column_without_room_is_left_out_by_its_rank() -> None:
     table = Sheet(columns, [1])
     assert [printed(table, width).count("1" * 10) for width in (40, 30, 24, 12)] == [3, 2, 2, 1]
     assert "also shows: b, c." in " ".join(printed(table, 12).split())
+
+
+def test_counters_are_grouped_with_their_meanings_and_zeros_are_hidden() -> None:
+    status = pb.Status(counters={**dict.fromkeys(COUNTERS, 0.0), "migrations_kv": 5.0, "tokens_generated": 1234.0})
+    few, every = printed(status_table(status), 140), printed(status_table(status, everything=True), 140)
+    shown = {name for name in COUNTERS if re.search(rf"  {name} ", few)}
+    assert shown == {*PROMISES, "migrations_kv", "tokens_generated"}
+    assert f"{len(COUNTERS) - len(shown)} counters that are 0 are not shown" in few
+    assert all(re.search(rf"  {name} ", every) for name in COUNTERS) and "not shown" not in every
+    assert COUNTERS["migrations_kv"] in few
+    assert re.search(r"promises .*moves|promises .*tokens .*moves", few, re.S)
+    check(status_table(status, everything=True))
+
+
+def test_every_group_of_counters_has_some_and_every_counter_one() -> None:
+    assert {counter_group(name) for name in COUNTERS} == set(COUNTER_GROUPS)
+    starts = [start for group in COUNTER_GROUPS.values() for start in group]
+    assert [start for start in starts if not any(name.startswith(start) for name in COUNTERS)] == []
+
+
+def test_who_left_as_was_asked_stands_below_the_table() -> None:
+    status = pb.Status(
+        workers=[
+            pb.WorkerStatus(worker_id="w0", state="ready", tokens_per_s=70.0),
+            pb.WorkerStatus(worker_id="w1", state="starting", tokens_per_s=30.0),
+            pb.WorkerStatus(worker_id="w2", state="drained"),
+        ],
+        hosts=[
+            pb.HostStatus(name="local", state="ready"),
+            pb.HostStatus(name="h1", state="drained", epoch=1),
+            pb.HostStatus(name="h2", state="lost", epoch=2, reason="its connection broke"),
+        ],
+    )
+    table = workers_table(by_version(status.workers))
+    assert [row.worker_id for row in table.rows] == ["w0", "w1"] and table.notes == ["left, as was asked: w2"]
+    found = hosts_table(status)
+    assert [row.name for row in found.rows] == ["local", "h2"]
+    assert found.notes == ["h2: its connection broke", "left, as was asked: h1"]
+    text = printed(status_table(status), 120)
+    assert "w0 ready, w1 starting; left: w2" in text and "100 tokens/s" in text
+
+
+def test_the_live_view_says_the_pace_and_the_time_to_go() -> None:
+    status = pb.Status(newest_version=2, workers=[pb.WorkerStatus(worker_id="w0", state="ready", tokens_per_s=70.0)])
+    assert "to go" not in printed(service_view(status, "dora", steps_asked=5), 120)
+    for step, took_s in ((0, 20.0), (1, 40.0)):
+        status.steps.add(step=step, took_s=took_s)
+    text = printed(service_view(status, "dora", steps_asked=5), 160)
+    assert "1 min 30 s to go" in text and "70 tokens/s" in text
+    assert "to go" not in printed(service_view(status, "dora", steps_asked=2), 160)
+    assert "to go" not in printed(service_view(status, "dora"), 160)
