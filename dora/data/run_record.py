@@ -8,15 +8,14 @@
                                have quantised it: {"quantisation": "int8"}
 
 A step's line is written last, so everything that it names is on disk. Synchronous and for one thread at a time; the
-shell calls it in a thread. A failed write raises OSError, leaves nothing half written, and may be repeated.
+shell calls it in a thread. A failed write or fsync raises OSError, leaves nothing half written, and may be repeated.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -24,6 +23,7 @@ from typing import Final, Self
 from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
 from dora.system.files import link_or_copy, sync_folder
+from dora.system.line_file import LineFile
 
 TRAJECTORIES_FILE: Final = "trajectories.jsonl"
 CANCELLED_FILE: Final = "cancelled.jsonl"
@@ -84,9 +84,9 @@ class Recorder:
             self._versions.mkdir(parents=True, exist_ok=True)
             for unfinished in self._versions.glob(".*"):
                 shutil.rmtree(unfinished)
-            self._trajectories = _LineFile(folder / TRAJECTORIES_FILE)
-            self._cancelled = _LineFile(folder / CANCELLED_FILE)
-            self._steps = _LineFile(folder / STEPS_FILE)
+            self._trajectories = LineFile(folder / TRAJECTORIES_FILE)
+            self._cancelled = LineFile(folder / CANCELLED_FILE)
+            self._steps = LineFile(folder / STEPS_FILE)
             sync_folder(folder)
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -99,6 +99,7 @@ class Recorder:
         self._read_steps()
         self._ended = self._read_ended()
         self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
+        self._doubted: set[int] = set()  # versions of which a write or fsync failed last
 
     @property
     def is_empty(self) -> bool:
@@ -138,8 +139,9 @@ class Recorder:
     def republish(self, version: int, folder: Path, identity: bytes) -> None:
         """Stores new weights of a withdrawn version, and writes its line."""
         self.keep_version(version, folder, identity, anew=True)
-        self._append_between(json.dumps({REPUBLISHED: version}).encode() + b"\n")
-        self._steps.sync()
+        line = json.dumps({REPUBLISHED: version}).encode() + b"\n"
+        self._steps.append_durably(line)
+        self._last_lines.append(line)
 
     def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
         """Stores the step's version, then makes the whole record durable, the step's line last.
@@ -150,7 +152,6 @@ class Recorder:
         self._trajectories.sync()
         self._cancelled.sync()
         self._append_step(step)
-        self._steps.sync()
 
     def _append_step(self, step: CommittedStep) -> None:
         """Appends the step's line. A commit may be repeated: its line takes the place of an earlier one, which was not
@@ -162,7 +163,7 @@ class Recorder:
             self._steps.cut_last(sum(map(len, self._last_lines)))
             self._unwritten = b"".join(each for each in self._last_lines[1:] if each != withdrawn)
             self.last, self._last_lines = None, []
-        self._steps.append(self._unwritten + line)
+        self._steps.append_durably(self._unwritten + line)
         self._unwritten = b""
         self._took(step, line)
 
@@ -177,7 +178,8 @@ class Recorder:
         may have stored other weights.
         """
         kept = self._versions / str(version)
-        if not anew and kept.is_dir() and self._kept.get(version, identity) == identity:
+        is_sure = kept.is_dir() and version not in self._doubted
+        if not anew and is_sure and self._kept.get(version, identity) == identity:
             return kept
         unfinished = self._versions / f".{version}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -185,7 +187,7 @@ class Recorder:
             unfinished.mkdir()
             for file in sorted(folder.iterdir()):
                 if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
-                    link_or_copy(file.resolve(), unfinished / file.name)
+                    link_or_copy(file.resolve(), unfinished / file.name, may_link=version not in self._doubted)
             if self._quantisation:
                 (unfinished / ROLLOUT_FILE).unlink(missing_ok=True)  # a link to the model's own file of that name
                 (unfinished / ROLLOUT_FILE).write_text(json.dumps({"quantisation": self._quantisation}) + "\n")
@@ -195,24 +197,23 @@ class Recorder:
             os.rename(unfinished, kept)
             sync_folder(self._versions)
         except OSError:
+            self._doubted.add(version)
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        self._doubted.discard(version)
         self._kept[version] = identity
         return kept
 
     def drop_version(self, version: int) -> None:
         """Removes a version that no worker could load, and writes its line: nothing was sampled under it."""
-        self._append_between(_withdrawn_line(version))
+        line = _withdrawn_line(version)
+        self._steps.append(line)
+        self._last_lines.append(line)
         self._kept.pop(version, None)
         kept, gone = self._versions / str(version), self._versions / f".{version}"
         if kept.is_dir():
             os.rename(kept, gone)  # readers see the whole folder or none
             shutil.rmtree(gone)
-
-    def _append_between(self, line: bytes) -> None:
-        """Appends a line of ``steps.jsonl`` that is no step's."""
-        self._steps.append(line)
-        self._last_lines.append(line)
 
     def close(self) -> None:
         for file in (self._trajectories, self._cancelled, self._steps):
@@ -259,53 +260,3 @@ class Recorder:
 
 def _withdrawn_line(version: int) -> bytes:
     return json.dumps({WITHDRAWN: version}).encode() + b"\n"
-
-
-class _LineFile:
-    """A file of lines, to which whole lines are appended. Its lines must be read once first."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stream = path.open("ab", buffering=0)
-        self._whole_bytes = 0
-        self._torn = False  # there may be more in the file than whole lines
-
-    def lines(self) -> Iterator[bytes]:
-        """Yields the lines. A line at the end that a crash has torn was never acknowledged, and is cut off."""
-        self._whole_bytes = 0
-        with self._path.open("rb") as stream:
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self._whole_bytes += len(line)
-                yield line
-        self._cut()
-
-    def append(self, lines: bytes) -> None:
-        if self._torn:
-            self._cut()
-        rest = memoryview(lines)
-        try:
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-        except OSError:
-            self._torn = True
-            with suppress(OSError):  # else before the next line
-                self._cut()
-            raise
-        self._whole_bytes += len(lines)
-
-    def cut_last(self, size_bytes: int) -> None:
-        """Removes the last so many bytes: whole lines that nobody was told of."""
-        self._whole_bytes -= size_bytes
-        self._cut()
-
-    def sync(self) -> None:
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def _cut(self) -> None:
-        self._stream.truncate(self._whole_bytes)
-        self._torn = False

@@ -21,6 +21,7 @@ class KeptVersions:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._doubted: set[int] = set()  # versions of which a write or fsync failed last
         folder.mkdir(parents=True, exist_ok=True)
         for replaced in folder.glob(f".*{REPLACED_SUFFIX}"):
             kept = folder / replaced.name[1 : -len(REPLACED_SUFFIX)]
@@ -35,14 +36,18 @@ class KeptVersions:
         replaced = unfinished.with_name(unfinished.name + REPLACED_SUFFIX)
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            _copied(folder, unfinished)
-            if kept.is_dir():
+            _copied(folder, unfinished, may_link=version not in self._doubted)
+            if kept.is_dir() and replaced.is_dir():  # the last try failed once its folder was in place
+                shutil.rmtree(kept)
+            elif kept.is_dir():
                 os.rename(kept, replaced)
             os.rename(unfinished, kept)
             sync_folder(self.folder)
         except OSError:
+            self._doubted.add(version)
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        self._doubted.discard(version)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def drop(self, version: int) -> None:
@@ -87,13 +92,13 @@ class KeptVersions:
         return damaged
 
 
-def _copied(source: Path, target: Path) -> None:
+def _copied(source: Path, target: Path, *, may_link: bool = True) -> None:
     target.mkdir()
     for file in sorted(source.iterdir()):
         if file.is_symlink():
             os.symlink(os.readlink(file), target / file.name)
         elif file.is_file():
-            link_or_copy(file, target / file.name)
+            link_or_copy(file, target / file.name, may_link=may_link)
     sync_folder(target)
 
 

@@ -41,9 +41,14 @@ def path_of(name: str, field: str) -> Path:
     return path
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Puts a file that never changes at ``target``, durably. A hard link serves as well as a copy."""
+def link_or_copy(source: Path, target: Path, *, may_link: bool = True) -> None:
+    """Puts a file that never changes at ``target``, durably. A hard link serves as well as a copy.
+
+    After a failed fsync the caller repeats it without ``may_link``: another fsync of the same file proves nothing.
+    """
     try:
+        if not may_link:
+            raise OSError
         os.link(source, target)
     except OSError:  # another disk, another user's file, or a file system without links
         shutil.copyfile(source, target)
