@@ -70,7 +70,7 @@ class Taken:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(opened), target.stat()):
                     continue
-            with open(f"/proc/self/fd/{opened}", "rb") as source, target.open("wb") as copy:
+            with open(f"/proc/self/fd/{opened}", "rb") as source, open(target, "wb", opener=_private) as copy:
                 shutil.copyfileobj(source, copy, 4 << 20)
 
     def descriptor(self, name: str) -> int:
@@ -139,7 +139,8 @@ def take_files(paths: Sequence[Path], folder: Path) -> Taken:
     try:
         for path, target in zip(paths, targets, strict=True):
             target.unlink(missing_ok=True)
-            shutil.copyfile(path, target)
+            with path.open("rb") as source, open(target, "wb", opener=_private) as copy:
+                shutil.copyfileobj(source, copy, 4 << 20)
     except OSError:
         for target in targets:
             target.unlink(missing_ok=True)
@@ -159,9 +160,14 @@ def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.
     return spare.room
 
 
+def _private(path: str, flags: int) -> int:
+    """Creates a file for this user alone, in a process that keeps its own umask."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
     """Creates a file of this size with allocated space and mapped pages."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, file_bytes)
         os.posix_fallocate(descriptor, 0, file_bytes)

@@ -16,6 +16,7 @@ from typing import Final
 
 from dora.errors import InvalidValue
 from dora.system.ownership import hold, hold_new, is_abandoned, owner_of
+from dora.system.private import is_own_folder, private_files, private_folder
 from dora.weights.files import SUFFIX
 from dora.weights.host_store import size_here
 
@@ -26,7 +27,7 @@ DIGEST: Final = "model.digest"
 WEIGHTS: Final = "weights"
 SNAPSHOTS: Final = "kv"
 LOGS: Final = "logs"
-_MADE: Final = "dora-host-"
+_MADE_PREFIX: Final = "dora-host-"
 _LOCK: Final = "made.lock"
 _NAMED_LOCK: Final = "dora-host.lock"
 
@@ -45,19 +46,22 @@ def kept_bytes(folder: Path, *, has_model: bool) -> int:
 @contextlib.contextmanager
 def host_folder(named: str) -> Iterator[Path]:
     """Opens the folder for this process: ``named``, whose content is kept, or a temporary one that is removed at the
-    end. Folders of killed agents are removed. Raises InvalidValue if no folder can be had.
+    end. Folders of killed agents are removed. New files of this process are private meanwhile. Raises InvalidValue if
+    no folder can be had.
     """
-    if named:
-        with _kept(Path(named)) as folder:
-            yield folder
-        return
+    with private_files(), _kept(Path(named)) if named else _made() as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _made() -> Iterator[Path]:
     shared = Path("/dev/shm")
     parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    for left in parent.glob(f"{_MADE}*"):
-        if is_abandoned(left / _LOCK):
+    for left in parent.glob(f"{_MADE_PREFIX}*"):
+        if is_own_folder(left) and is_abandoned(left / _LOCK):
             log.warning("%s is removed: its agent was killed", left)
             shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_MADE, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=_MADE_PREFIX, dir=parent))
     try:
         held = hold_new(folder / _LOCK)
         try:
@@ -72,7 +76,7 @@ def host_folder(named: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def _kept(folder: Path) -> Iterator[Path]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder, "--folder")
         held = hold(folder / _NAMED_LOCK)
         if held is not None:
             shutil.rmtree(folder / SNAPSHOTS, ignore_errors=True)

@@ -120,7 +120,8 @@ class Survivors:
         self._known[name] = _Known(pid, began, _boot(), self._mark_of(name), self._place, owner, began_of(owner))
         unfinished = self._file.with_name(f".{self._file.name}")
         try:
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            unfinished.unlink(missing_ok=True)
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
                 json.dump({each: asdict(known) for each, known in self._known.items()}, stream)
             unfinished.replace(self._file)

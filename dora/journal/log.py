@@ -356,7 +356,7 @@ class Log:
             self._apply()
         self._close_file()
         number, path = self._number + 1, frames.path_of(self._folder, self._number + 1)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._size_bytes = 0
         standing = self._ledger.standing(self._compaction.ends(self._position))
         body = encoded(standing)

@@ -57,6 +57,7 @@ from dora.orchestrator.setup import (
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
 from dora.system.memory import collecting_rarely, keep_freed_memory
+from dora.system.private import private_files
 from dora.weights.holds import VERSIONS_FOLDER
 from dora.weights.store import WeightStore
 
@@ -103,16 +104,20 @@ async def serve(
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
+        umask = stack.enter_context(private_files())
         state = stack.enter_context(state_folder_of(config, Sizes(compacts=not config.service.keep_events)))
         if state is not None:
             config = state.carried_on(config)
             tokens = await asyncio.to_thread(Tokens, config.service.token)
+            with writable(STATE_SETTING, state.folder):
+                state.remember()  # the run folder's name follows from its secret
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
-        run_folder = stack.enter_context(run_folder_of(config))
+        secret = "" if state is None else state.identity.kv_secret
+        run_folder = stack.enter_context(run_folder_of(config, secret))
         storage = Storage()
         tier = await _tier_of(config, run_folder, storage, stack)
-        start = _Start(config, tokens, state, run_folder, storage, tier, stack, progress)
+        start = _Start(config, tokens, state, run_folder, storage, tier, stack, progress, umask)
         launcher = await start.launch()
         await start.prepare()
         config = start.config
@@ -147,6 +152,7 @@ class _Start:
     tier: TierServer | None
     stack: contextlib.AsyncExitStack
     progress: Callable[[str], None]
+    umask: int  # from before this process made its files private
     address: str = ""
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
@@ -202,7 +208,7 @@ class _Start:
     async def prepare(self) -> None:
         """Prepares the model, and the stored versions of an earlier incarnation."""
         self.progress(f"preparing the model {self.config.model}")
-        self.model = await prepared_model(self.config, self.progress)
+        self.model = await prepared_model(self.config, self.progress, self.umask)
         self.model_s = asyncio.get_running_loop().time()
         self.config = with_context(self.config, self.model)
         for warning in await asyncio.to_thread(check_model, self.config, self.model):

@@ -26,6 +26,7 @@ from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.system.files import try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned, is_held, owner_of
+from dora.system.private import check_owner, is_own_folder, private_folder
 from dora.weights.host_store import bound_of
 from dora.weights.store import WeightStore
 
@@ -56,8 +57,11 @@ def cache_of(config: Config) -> Path:
     return Path(config.cache) if config.cache else default_cache()
 
 
-async def prepared_model(config: Config, progress: Callable[[str], None]) -> Path:
-    """Returns the model's folder. A process of its own makes a named model, because the service loads no torch."""
+async def prepared_model(config: Config, progress: Callable[[str], None], umask: int = -1) -> Path:
+    """Returns the model's folder. A process of its own makes a named model, because the service loads no torch.
+
+    ``umask``: of that process, whose cache users may share; -1: this process's.
+    """
     cache = cache_of(config)
     if (made := made_model(config.model, cache)) is None:
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
@@ -66,6 +70,7 @@ async def prepared_model(config: Config, progress: Callable[[str], None]) -> Pat
             env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, no progress bars
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            umask=umask,
         )
         assert process.stderr is not None
         last = "it says nothing"
@@ -119,24 +124,25 @@ def check_engine(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def run_folder_of(config: Config) -> Iterator[Path]:
+def run_folder_of(config: Config, secret: str = "") -> Iterator[Path]:
     """The service's shared memory: weights, KV snapshots, logs. Removed at the end if the service made it.
 
     Leftovers of killed services are removed first: their folders in shared memory, and versions and snapshots in a
-    named folder (logs stay). Raises InvalidValue if a running service has the folder.
+    named folder (logs stay). ``secret``: of the state folder. Raises InvalidValue if a running service or another user
+    has the folder.
     """
     if config.service.run_folder:
         with _taken_over(Path(config.service.run_folder), keeps=bool(config.service.state)) as folder:
             yield folder
         return
     if config.service.state:
-        with _taken_over(made_for_state(config), keeps=True) as folder:
+        with _taken_over(made_for_state(config, secret), keeps=True) as folder:
             yield folder
             shutil.rmtree(folder, ignore_errors=True)  # an error must not end the service
         return
     parent = _memory()
     for left in parent.glob(f"{MADE_PREFIX}*"):
-        if is_abandoned(left / MADE_LOCK_FILE):
+        if is_own_folder(left) and is_abandoned(left / MADE_LOCK_FILE):
             log.warning("%s was removed: its service had been killed", left)
             remove_left(left)
             shutil.rmtree(left, ignore_errors=True)
@@ -153,9 +159,12 @@ def run_folder_of(config: Config) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def made_for_state(config: Config) -> Path:
-    """The run folder of a service with a state folder, if none is named: each incarnation has the same one."""
-    name = hashlib.blake2b(f"{os.getuid()}/{Path(config.service.state).resolve()}".encode(), digest_size=6).hexdigest()
+def made_for_state(config: Config, secret: str) -> Path:
+    """The run folder of a service with a state folder, if none is named: each incarnation has the same one. The state
+    folder's ``secret`` makes the name one that other users cannot guess.
+    """
+    place = f"{secret}/{os.getuid()}/{Path(config.service.state).resolve()}"
+    name = hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
     return _memory() / f"{STATE_PREFIX}{name}"
 
 
@@ -208,7 +217,7 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
     """
     lock = folder / LOCK_FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder, RUN_FOLDER)
         ours = _is_ours(folder)
         held = hold(lock)
     except OSError as error:
@@ -230,6 +239,7 @@ def check_run_folder(config: Config) -> None:
     folder = Path(config.service.run_folder)
     if not config.service.run_folder:
         return
+    check_owner(folder, RUN_FOLDER)
     try:
         try_folder(folder)
     except OSError as error:
@@ -277,6 +287,7 @@ async def recorder_of(
     recorder, folder = None, Path(config.record)
     with contextlib.ExitStack() as opened:
         if config.record:
+            check_owner(folder, "record")
             _hold_record(config, opened)
             folder = folder if carries_on else _new_record(config)
             recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
@@ -323,6 +334,7 @@ def check_record(config: Config) -> None:
     folder = Path(config.record)
     if not config.record:
         return
+    check_owner(folder, "record")
     try:
         try_folder(folder)
     except OSError as error:

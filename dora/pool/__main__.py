@@ -20,6 +20,7 @@ from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.private import PRIVATE_UMASK
 
 MEGABYTE = 10**6
 
@@ -106,4 +107,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    os.umask(PRIVATE_UMASK)
     sys.exit(main())

@@ -17,6 +17,7 @@ from typing import Final
 
 from dora.errors import InvalidValue
 from dora.system.ownership import hold_new, is_abandoned
+from dora.system.private import is_own_folder
 
 PREFIX: Final = "dora-pool-"
 LOCK_FILE: Final = "pool.lock"
@@ -30,7 +31,7 @@ class SpillFolder:
         """Removes files of this user's dead pools. Raises InvalidValue if the folder is not writable."""
         self.most_bytes = most_bytes
         for left in parent.glob(f"{PREFIX}*"):
-            if is_abandoned(left / LOCK_FILE):
+            if is_own_folder(left) and is_abandoned(left / LOCK_FILE):
                 shutil.rmtree(left, ignore_errors=True)
         self.folder = parent / f"{PREFIX}{secrets.token_hex(8)}"
         try:

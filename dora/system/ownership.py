@@ -63,7 +63,10 @@ def hold(file: Path) -> Held | None:
     """
     descriptors: list[int] = []
     try:
-        for path, flags in ((file, os.O_RDWR | os.O_CREAT), (file.parent, os.O_RDONLY | os.O_DIRECTORY)):
+        for path, flags in (
+            (file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW),
+            (file.parent, os.O_RDONLY | os.O_DIRECTORY),
+        ):
             descriptors.append(os.open(path, flags, 0o600))
             if _lock(descriptors[-1]) is Lock.TAKEN:
                 break

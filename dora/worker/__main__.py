@@ -19,6 +19,7 @@ from dora.kvtransfer.plane import DataPlane
 from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.private import PRIVATE_UMASK
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine
@@ -165,4 +166,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    os.umask(PRIVATE_UMASK)
     sys.exit(main())

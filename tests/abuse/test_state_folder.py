@@ -25,6 +25,15 @@ def configured(folder: Path, **sections: object) -> Config:
     return validated({"service": {"state": str(folder), "listen": "127.0.0.1:0"}, **sections})
 
 
+BAD_SECRETS = (
+    {"kv_secret": "not hexadecimal"},
+    {"kv_secret": "ab"},
+    {"kv_secret": None},
+    {"kv_secret": 7},
+    {"token": 7},
+)
+
+
 async def begun(folder: Path) -> None:
     """A first life of a service with the default settings."""
     config = configured(folder)
@@ -138,6 +147,7 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         json.dumps({"content": []}),
         json.dumps({"content": {"model": 1}}),
         "[" * 100_000,
+        *map(json.dumps, BAD_SECRETS),
     ],
 )
 async def test_what_says_where_the_service_was_may_be_damaged(tmp_path: Path, content: str) -> None:

@@ -135,7 +135,7 @@ def check_room(folder: Path, room_bytes: int = 0) -> None:
     if found.f_blocks and found.f_bavail * found.f_frsize < room_bytes:  # a file system without blocks has no limit
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file = folder / _ROOM_FILE
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, ROOM_BYTES)
     finally:

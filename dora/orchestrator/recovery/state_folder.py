@@ -8,6 +8,7 @@ journal (dora/journal) FOLDER/versions/       the weights of every version in th
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
 from dora.system.files import sync_folder, try_folder
 from dora.system.ownership import hold, is_held, owner_of
+from dora.system.private import check_owner, private_folder
 from dora.weights.whole import is_sound
 
 SETTING: Final = "service.state"
@@ -41,6 +43,9 @@ FIXED: Final = (
     "workers.router_replay",
     "workers.max_model_len_tokens",
 )
+
+
+_KV_SECRET: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
@@ -113,7 +118,8 @@ class StateFolder:
         if told.token and not config.service.token:
             changes["token"] = told.token
         is_copy = told.place not in ("", self.place)
-        if config.service.listen.endswith(":0") and told.address.rpartition(":")[0] == host and not is_copy:
+        here = told.address and told.address.rpartition(":")[0] == host
+        if config.service.listen.endswith(":0") and here and not is_copy:
             changes["listen"] = told.address
         if not changes:
             return config
@@ -126,7 +132,8 @@ class StateFolder:
         for name, value in told.items():
             setattr(self.identity, name, value)
         unfinished = self.folder / f".{SERVICE_FILE}"
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        unfinished.unlink(missing_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             json.dump(asdict(self.identity), stream)
             stream.flush()
@@ -147,7 +154,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         return
     folder = Path(config.service.state)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder, SETTING)
         held = hold(folder / LOCK_FILE)
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -175,6 +182,7 @@ def check_state(config: Config) -> None:
     if not config.service.state:
         return
     folder = Path(config.service.state)
+    check_owner(folder, SETTING)
     try:
         try_folder(folder)
     except OSError as error:
@@ -193,7 +201,10 @@ def _identity(folder: Path) -> Identity:
     if not file.exists():
         return Identity()
     try:
-        return Identity(**json.loads(file.read_text(encoding="utf-8")))
+        identity = Identity(**json.loads(file.read_text(encoding="utf-8")))
+        if not _KV_SECRET.fullmatch(identity.kv_secret):
+            raise ValueError("kv_secret is not 64 hexadecimal digits")
+        return identity
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidValue(
             str(file), MISSING, f"as a service leaves it ({error}); remove it for a new token"
