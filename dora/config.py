@@ -30,6 +30,7 @@ from dora.data.limits import (
     StopString,
     StopTokenId,
     Timeout,
+    VariableName,
     Versions,
 )
 from dora.data.validation import kind_of, validated_as, words_of
@@ -257,6 +258,9 @@ class WorkersConfig(Section):
     reattach_timeout_s: Seconds = Field(
         5.0, description="a service that starts again waits so long for workers that live on"
     )
+    environment: tuple[VariableName, ...] = Field(
+        (), description="variables of the surroundings that workers and pools get too; * stands for any text"
+    )
     restarts: int = Field(
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
@@ -414,6 +418,9 @@ class RewardConfig(Section):
     timeout_s: Timeout = Field(10.0, description="a verdict that takes longer counts as failed")
     workers: int = Field(1, ge=1, le=256, description="processes that score")
     queued_max: int = Field(8192, ge=1, description="responses that may wait for a verdict")
+    environment: tuple[VariableName, ...] = Field(
+        (), description="variables of the surroundings that functions get too, such as OPENAI_API_KEY"
+    )
 
 
 class Config(Section):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import socket
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 from dora.cli.exits import say
 from dora.cli.token import WHERE, find_token
 from dora.errors import MISSING
+from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:
     from dora.host.agent import AgentOptions
@@ -83,7 +83,10 @@ def host(
         zone=zone,
         rejoin_s=rejoin_s,
     )
-    asyncio.run(_run(options))
+    try:
+        asyncio.run(_run(options))
+    except asyncio.CancelledError:  # by a second Ctrl-C
+        raise KeyboardInterrupt from None
 
 
 async def _run(options: "AgentOptions") -> None:
@@ -92,14 +95,8 @@ async def _run(options: "AgentOptions") -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dora").setLevel(logging.INFO)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def first() -> None:
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, first)
+    running = asyncio.current_task()
+    assert running is not None
+    drain_on_signals(stop.set, running.cancel)
     reason = await run_agent(options, stop, lambda line: say(f"dora: {line}"))
     say(f"dora: {options.name} has left: {reason}")

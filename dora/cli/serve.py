@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
 from dora.system.log_limit import LogLimit
+from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle
@@ -134,7 +134,11 @@ def serve(
     )
     config = load_config(config_file, [*(settings or ()), *short])
     if not dry_run:
-        raise typer.Exit(asyncio.run(_serve(config, as_json)))
+        try:
+            code = asyncio.run(_serve(config, as_json))
+        except asyncio.CancelledError:  # by a second Ctrl-C
+            raise KeyboardInterrupt from None
+        raise typer.Exit(code)
     from dora.view.settings import shown, toml_of
 
     _run_preflight(config)
@@ -180,16 +184,15 @@ async def _serve(config: Config, as_json: bool) -> int:
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or Ctrl-C drains the service. A second Ctrl-C ends it at once, by Python's default handler."""
-    loop = asyncio.get_running_loop()
+    """The first signal drains the service. A Ctrl-C that follows cancels it: what it started ends, folders go."""
+    running = asyncio.current_task()
+    assert running is not None
 
-    def first() -> None:
+    def drain() -> None:
         stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
         _print_progress("draining; press Ctrl-C again to end at once")
 
-    loop.add_signal_handler(signal.SIGINT, first)
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    drain_on_signals(drain, running.cancel)
 
 
 def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> None:

@@ -21,6 +21,7 @@ from dora.host.command import WAIT_OPTION, WORKER_MODULE
 from dora.host.last_words import last_words
 from dora.host.launcher import Scaled, WorkerStartError, scaled, worker_name
 from dora.host.survivors import Adopted, Survivors
+from dora.system.environment import DEVICES, child_environment, left_out
 
 log = logging.getLogger("dora.service")
 
@@ -61,7 +62,7 @@ class _Worker:
 
 class Processes:
     """``command(worker_id)`` returns the argv after the interpreter. ``environment(worker_id)``, called at each start,
-    is added to this process's environment. ``prefix`` starts each worker's id; ``open`` starts ``pool_ids``.
+    is added to what children inherit. ``prefix`` starts each worker's id; ``open`` starts ``pool_ids``.
 
     A worker that dies more often than ``workers.restarts`` times in ten minutes is not restarted; the others continue.
     ``failed`` is set once none is left. Workers continue without their pools. ``unwritable`` is called if a log file
@@ -97,6 +98,7 @@ class Processes:
         self._pools = {name: _Worker(name, is_pool=True) for name in pool_ids}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun: list[_Worker] = []  # with processes already, of workers that were not started yet
+        self._reported = False  # which variables workers do not get
         self._starts = asyncio.Event()  # clear: nothing is restarted at the moment
         self._starts.set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -263,11 +265,22 @@ class Processes:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,
-                env={**os.environ, **self._environment(worker.worker_id)},
+                env=self._child_environment(worker.worker_id),
+                process_group=0,  # a terminal's signals are for the service, which drains
                 stdin=asyncio.subprocess.PIPE if WAIT_OPTION in command else asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
             )
+
+    def _child_environment(self, worker_id: str) -> dict[str, str]:
+        """Reports once which variables of this process the workers do not get."""
+        environment = child_environment((*DEVICES, *self._config.environment), self._environment(worker_id))
+        if not self._reported:
+            self._reported = True
+            if absent := left_out(environment):
+                names = ", ".join(absent)
+                log.info("workers do not get these variables as they are here: %s (workers.environment)", names)
+        return environment
 
     def _log_file(self, worker: _Worker) -> Path:
         return self._log_folder / f"{worker.worker_id}.log"

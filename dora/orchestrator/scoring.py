@@ -24,6 +24,7 @@ async def verifying(config: Config, source: PromptSource, model: Path | None) ->
         workers=reward.workers,
         timeout_s=reward.timeout_s,
         queue_max=reward.queued_max,
+        environment=reward.environment,
     )
     try:
         yield runner
@@ -38,7 +39,10 @@ async def filtering(config: Config) -> AsyncIterator[GroupFilter | None]:
     if name in ("", EQUAL_REWARDS):
         yield EqualRewards() if name else None
         return
-    runner = await FilterRunner.start(name, timeout_s=config.reward.timeout_s, queue_max=config.reward.queued_max)
+    reward = config.reward
+    runner = await FilterRunner.start(
+        name, timeout_s=reward.timeout_s, queue_max=reward.queued_max, environment=reward.environment
+    )
     try:
         yield runner
     finally:

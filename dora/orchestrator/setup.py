@@ -24,6 +24,7 @@ from dora.journal.finding import is_new
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
+from dora.system.environment import DOWNLOADS, child_environment
 from dora.system.files import try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned, is_held, owner_of
 from dora.system.private import check_owner, is_own_folder, private_folder
@@ -67,7 +68,7 @@ async def prepared_model(config: Config, progress: Callable[[str], None], umask:
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(
             *argv,
-            env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, no progress bars
+            env=child_environment(DOWNLOADS, {"TQDM_DISABLE": "1"}),  # lines for people, no progress bars
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             umask=umask,

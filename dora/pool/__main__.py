@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +20,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
+from dora.system.signals import stop_on_signals
 
 MEGABYTE = 10**6
 
@@ -61,8 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.pool_id} %(levelname)s %(message)s")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop.set)
     try:
         with contextlib.ExitStack() as stack:
             run(options, stop, stack)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
+from dora.system.environment import child_environment
 
 RECIPE: Final = 2
 KEPT_MAX: Final = 16  # exported tokenizers in a cache; the least recently used are deleted
@@ -87,7 +88,8 @@ def _digest(folder: Path) -> str:
 
 
 def _run(folder: Path, made: Path) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUTF8": "1"}
+    stated = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUTF8": "1"}
+    environment = child_environment(["HF_*"], stated)
     argv = [sys.executable, "-m", "dora.prompts.export", str(folder.resolve()), str(made)]
     try:
         done = subprocess.run(

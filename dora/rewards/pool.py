@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -20,6 +20,7 @@ from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import PARAMETERS, Kind
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
+from dora.system.environment import child_environment
 
 SUPERVISOR_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
 LOG_BYTES: Final = 64 << 10  # the part of a user process's output that goes into the service's log
@@ -49,9 +50,12 @@ class FunctionPool:
     OPTION: ClassVar[str]  # the function's setting in errors
     SECTION: ClassVar[str]  # and its settings
 
-    def __init__(self, spec: str, arguments: list[str], timeout_s: float, queue_max: int) -> None:
+    def __init__(
+        self, spec: str, arguments: list[str], environment: Sequence[str], timeout_s: float, queue_max: int
+    ) -> None:
         self.spec = spec
         self._arguments = arguments
+        self._environment = environment
         self._timeout_s = timeout_s
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue(maxsize=queue_max)
         self._workers: list[asyncio.Task[None]] = []
@@ -65,11 +69,13 @@ class FunctionPool:
         timeout_s: float = 10.0,
         tokenizer_folder: Path | None = None,
         queue_max: int = 8192,
+        environment: Sequence[str] = (),
     ) -> Self:
         """Starts the processes and waits until each has loaded the function ``module:function``.
 
-        ``tokenizer_folder`` has tokenizer.json: the process decodes responses that are given without text. Raises
-        InvalidValue for a value out of range and for a function that cannot be loaded.
+        ``tokenizer_folder`` has tokenizer.json: the process decodes responses that are given without text.
+        ``environment`` names variables that the processes get beside those of the allow-list. Raises InvalidValue for a
+        value out of range and for a function that cannot be loaded.
         """
         if not _SPEC.fullmatch(spec):
             raise InvalidValue(cls.OPTION, spec, "module:function")
@@ -77,7 +83,7 @@ class FunctionPool:
             if value <= 0:
                 raise InvalidValue(f"{cls.SECTION}.{field}", value, "above 0")
         arguments = [cls.KIND, spec, *([str(tokenizer_folder)] if tokenizer_folder is not None else [])]
-        starts = (_Process.started(arguments, LOG_BYTES) for _ in range(workers))
+        starts = (_Process.started(arguments, environment, LOG_BYTES) for _ in range(workers))
         started = await asyncio.gather(*starts, return_exceptions=True)
         processes = [process for process in started if isinstance(process, _Process)]
         failures = [error for error in started if isinstance(error, BaseException)]
@@ -88,7 +94,7 @@ class FunctionPool:
                 allowed = f"a function of ({parameters}) that can be loaded; this one {failures[0]}"
                 raise InvalidValue(cls.OPTION, spec, allowed)
             raise failures[0]
-        pool = cls(spec, arguments, timeout_s, queue_max)
+        pool = cls(spec, arguments, environment, timeout_s, queue_max)
         pool._workers = [asyncio.create_task(pool._serve(process)) for process in processes]
         await asyncio.sleep(0)  # each has begun: a task that is cancelled before would leave its process behind
         return pool
@@ -130,7 +136,7 @@ class FunctionPool:
                         await process.kill()
                         process = None
                     if process is None:
-                        process = await _Process.started(self._arguments, REPLACED_LOG_BYTES)
+                        process = await _Process.started(self._arguments, self._environment, REPLACED_LOG_BYTES)
                     lasted_s = await process.ask(jobs, self._timeout_s)
                 except _Failure as failure:
                     _answer(jobs.popleft(), {"failure": str(failure)})
@@ -175,7 +181,7 @@ class _Process:
         self._lasted_s = 0.0  # duration of the answered calls of the last request
 
     @classmethod
-    async def started(cls, arguments: list[str], log_bytes: int) -> Self:
+    async def started(cls, arguments: list[str], environment: Sequence[str], log_bytes: int) -> Self:
         """Starts a process and waits until it has loaded its function; raises _Failure with the reason if it has not.
 
         ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
@@ -185,7 +191,9 @@ class _Process:
         pipe = asyncio.subprocess.PIPE
         try:
             # A separate session: Ctrl-C is for the service, which drains.
-            supervisor = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+            supervisor = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, start_new_session=True, env=child_environment(environment)
+            )
         except OSError as error:  # no memory, or too many processes or files: the call fails, and the next one tries
             raise _Failure(f"could not be started ({error.strerror})") from error
         process = cls(supervisor)

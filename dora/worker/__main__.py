@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +19,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
+from dora.system.signals import stop_on_signals
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine
@@ -71,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     # Python's 5 ms a copy beside busy Python took twice as long.
     sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop.set)
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(engine.close)

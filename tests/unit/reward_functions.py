@@ -62,3 +62,10 @@ def keeps(prompt_text: str, rewards: list[float], verifier: Verifier) -> object:
     if prompt_text == "raise":
         raise ZeroDivisionError("no such luck")
     return verifier.get("result", sum(rewards) >= verifier.get("least", 0.0))
+
+
+def surroundings(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> Any:
+    """Says which variables, open pipes and folder it has."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    pipes = [os.readlink(link) for link in links if os.path.exists(link)]
+    return {"reward": 1.0, "log": "|".join([" ".join(os.environ), " ".join(pipes), os.getcwd()])}

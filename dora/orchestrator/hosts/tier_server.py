@@ -19,6 +19,7 @@ from dora.errors import InvalidValue
 from dora.kvtier import server
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.rpc import dora_pb2 as pb
+from dora.system.environment import child_environment
 
 log = logging.getLogger("dora.service")
 
@@ -62,7 +63,7 @@ async def _version(kv: KvConfig) -> str:
     """The version of LMCache in the configured Python."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *_command(kv), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+            *_command(kv), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=child_environment()
         )
         said, _ = await process.communicate()
     except OSError as error:
@@ -153,6 +154,8 @@ class TierServer:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=sink,
+                    env=child_environment(),
+                    process_group=0,  # a terminal's signals are for the service, which drains
                 )
         except OSError as error:
             return f"it could not be started ({error.strerror})"

@@ -1,0 +1,63 @@
+"""The environment of child processes: an allow-list, what the user names, and what DORA states.
+
+Nothing else is inherited. Credentials stay out, and so do variables that change an engine or an interpreter, such as
+the ``VLLM_PORT`` that an orchestrator of containers sets for a service called ``vllm``.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+SECRETS: Final = ("DORA_TOKEN",)  # never passed on, whatever is named
+# Where things are, who runs it, which words it uses, and where Python finds modules.
+INHERITED: Final = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR", "TEMP", "TMP"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONPLATLIBDIR"),
+    *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUTF8"),
+)
+DEVICES: Final = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
+    *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH"),
+)
+DOWNLOADS: Final = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+    *("HF_*", "HUGGINGFACE_*", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+# Variables that may change what an engine or a function does: a report names those that are left out.
+NOTABLE: Final = (
+    *("CUDA_*", "CUBLAS_*", "CUDNN_*", "NCCL_*", "GLOO_*", "UCX_*", "NIXL_*", "NVIDIA_*", "HIP_*", "ROCR_*", "HSA_*"),
+    *("VLLM_*", "TORCH*", "PYTORCH_*", "TRITON_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "LMCACHE_*", "GRPC_*"),
+    *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*", "MALLOC_*", "PYTHON*", "LD_*"),
+    *("*_PROXY", "*_proxy", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "DORA_*"),
+)
+
+
+def child_environment(
+    passed: Iterable[str] = (), stated: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the variables for a child process.
+
+    ``passed``: names beside the allow-list, where ``*`` stands for any text. ``stated`` overrides what is inherited.
+    ``given``: where to inherit from; default: this process's environment.
+    """
+    allowed = (*INHERITED, *passed)
+    source = os.environ if given is None else given
+    inherited = {name: value for name, value in source.items() if _matches(name, allowed) and name not in SECRETS}
+    return {**inherited, **(stated or {})}
+
+
+def left_out(child: Mapping[str, str], given: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the notable variables of this process that ``child`` lacks, or has with another value; sorted."""
+    source = os.environ if given is None else given
+    return sorted(
+        name
+        for name, value in source.items()
+        if child.get(name) != value and _matches(name, NOTABLE) and name not in SECRETS
+    )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
