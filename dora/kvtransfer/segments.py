@@ -22,6 +22,7 @@ import numpy as np
 
 from dora.errors import InvalidValue, SnapshotRefused, is_full
 from dora.kvtransfer.memory import Shelf, Sized
+from dora.system.files import entries
 from dora.system.ownership import hold_new, is_abandoned
 
 LOCK_FILE: Final = "owner.lock"
@@ -169,6 +170,6 @@ class MappedSegments:
 
 def sweep(folder: Path) -> None:
     """Removes the files of dead owners; a live owner holds its lock."""
-    for lock in folder.glob(f"*/{LOCK_FILE}"):
-        if _OWNER.fullmatch(lock.parent.name) and is_abandoned(lock):
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for owner in entries(folder):
+        if _OWNER.fullmatch(owner.name) and is_abandoned(owner / LOCK_FILE):
+            shutil.rmtree(owner, ignore_errors=True)

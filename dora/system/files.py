@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def path_of(name: str, field: str) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidValue(field, name[:200], f"the name of a file or folder that can be reached ({reason})") from error
     return path
+
+
+def entries(folder: Path) -> list[Path]:
+    """The entries of a folder, by name. Empty if there is no such folder: another thread may have deleted it."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def inner_entries(folder: Path) -> Iterator[Path]:
+    """The entries of a folder's own folders, except of those that are deleted meanwhile (``Path.glob`` would raise)."""
+    for inner in entries(folder):
+        yield from entries(inner)
 
 
 def link_or_copy(source: Path, target: Path, *, may_link: bool = True) -> None:

@@ -22,7 +22,9 @@ from blake3 import blake3
 
 from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound, is_full
+from dora.system.files import entries, inner_entries
 from dora.weights.canary import check_canary
+from dora.weights.files import SUFFIX
 from dora.weights.holds import HOLDS_FOLDER, NAME_FILE, RETIRED_FILE, VERSIONS_FOLDER, held, holders, name_of
 from dora.weights.manifest import DIGEST_CHARACTERS, Manifest, parsed_name, version_name
 from dora.weights.receiving import Receiving
@@ -139,9 +141,10 @@ class HostStore:
 
         If it cannot be written (OSError), this process still remembers it.
         """
-        folder = self.folder(version)
-        self._canaries[version] = canary
-        write_canary(folder, canary)
+        with self._changing:  # a thread may retire the version
+            folder = self.folder(version)
+            self._canaries[version] = canary
+            write_canary(folder, canary)
 
     def is_sound(self, version: int) -> bool:
         """Whether the version is stored and its files match its manifest. Reads all of them."""
@@ -154,8 +157,7 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of all weights here, including retired versions that are held and arriving ones."""
-        files = [*self._versions.glob("*/*.safetensors"), *self._receiving_folder.glob("*/*.safetensors")]
-        return sum(size_here(file) for file in files)
+        return sum(weights_bytes(folder) for folder in (self._versions, self._receiving_folder))
 
     def check_room(self, what: str, file_bytes: int) -> None:
         """Raises LimitExceeded if ``file_bytes`` more would exceed the limit or the free space of the host."""
@@ -297,7 +299,8 @@ class HostStore:
 
     def leaving(self) -> tuple[int, ...]:
         """The retired versions that are still stored because they were held at the last scan; ascending."""
-        return tuple(sorted(int(mark.parent.name) for mark in self._versions.glob(f"[0-9]*/{RETIRED_FILE}")))
+        folders = (folder for folder in entries(self._versions) if folder.name.isdigit())
+        return tuple(sorted(int(folder.name) for folder in folders if (folder / RETIRED_FILE).exists()))
 
     def sweep(self) -> None:
         """Frees the retired versions that are no longer held."""
@@ -383,6 +386,11 @@ def _links(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     return {file.name: os.readlink(file) for file in folder.iterdir() if file.is_symlink()}
+
+
+def weights_bytes(folder: Path) -> int:
+    """The size of the weights in a folder's own folders, without those that are being deleted."""
+    return sum(size_here(file) for file in inner_entries(folder) if file.suffix == SUFFIX)
 
 
 def size_here(file: Path) -> int:

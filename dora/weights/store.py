@@ -20,7 +20,7 @@ from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.weights.canary import check_canary
 from dora.weights.files import SUFFIX, Examined, WeightFile, check_file_name, examine_file
-from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, size_here
+from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, weights_bytes
 from dora.weights.manifest import manifest_of
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 from dora.weights.upload import DeltaUpload, Upload
@@ -186,7 +186,7 @@ class WeightStore(HostStore):
     @property
     def held_bytes(self) -> int:
         """Bytes of all weights here, including a trainer's incoming files."""
-        return super().held_bytes + sum(size_here(file) for file in self._incoming.glob(f"*/*{SUFFIX}"))
+        return super().held_bytes + weights_bytes(self._incoming)
 
     def check_room(self, what: str, file_bytes: int) -> None:
         """As the base class, but deletes the spare file first if needed."""

@@ -19,6 +19,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, TokenDelta
 from dora.errors import InvalidValue
 from dora.orchestrator import setup
+from dora.orchestrator.recording import storage as storage_faults
 from dora.orchestrator.rollout import record_queue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
@@ -217,3 +218,12 @@ async def test_a_trainer_repeats_its_commit_until_the_record_takes_it(
         assert not status.storage_faults and status.counters["groups_lost"] == 0
     check_promises(taken, window=2, groups=4)
     assert sorted(read_steps(record / STEPS_FILE)[0]) == [0, 1]
+
+
+async def test_a_file_that_the_service_has_deleted_itself_is_no_fault(tmp_path: Path) -> None:
+    storage = storage_faults.Storage()
+    with storage.tidying(storage_faults.RUN_FOLDER):
+        (tmp_path / "retired" / "model.safetensors").unlink()
+    assert not storage.faults and not storage.faults_seen
+    await storage.look_at(storage_faults.RUN_FOLDER, tmp_path / "gone")
+    assert "run folder" in storage.faults, "a place that is gone as a whole is one"

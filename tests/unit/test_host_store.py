@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
+from dora.system.files import inner_entries
 from dora.weights import files, manifest
 from dora.weights.holds import NAME_FILE, held
 from dora.weights.host_store import HostStore, bound_of
@@ -323,3 +325,31 @@ def test_a_worker_that_is_told_of_a_version_that_its_host_lacks_loads_nothing(
     refused = worker.obey(load_version=pb.LoadVersion(version=2, name=origin.name(2)))
     assert (refused.ok, refused.error_kind) == (False, "missing") and origin.name(2) in refused.error
     assert worker.engine.version == 1 and not store.holders(1)
+
+
+def test_folders_that_are_deleted_meanwhile_are_passed_over(tmp_path: Path) -> None:
+    for name in ("1", "2", ".3.gone-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_bytes(b"")
+    (tmp_path / "a file").touch()
+    found = inner_entries(tmp_path)
+    assert next(found) == tmp_path / ".3.gone-1" / FILE
+    shutil.rmtree(tmp_path / "1")
+    assert [*found] == [tmp_path / "2" / FILE]
+    assert not [*inner_entries(tmp_path / "gone")]
+
+
+def test_the_room_is_counted_while_retired_versions_are_deleted(origin: WeightStore) -> None:
+    """``check_room`` runs in a thread of a commit, and deletions in others."""
+    versions, whole_bytes = origin.root / "versions", origin.held_bytes
+
+    def retire_many() -> None:
+        for number in range(300):
+            (versions / f".9.gone-{number}").mkdir()
+            shutil.rmtree(versions / f".9.gone-{number}")
+
+    deleting = threading.Thread(target=retire_many)
+    deleting.start()
+    while deleting.is_alive():
+        origin.check_room("weights", 0)
+        assert (origin.held_bytes, origin.leaving()) == (whole_bytes, ())

@@ -92,9 +92,15 @@ class Storage:
 
     @contextmanager
     def tidying(self, place: str) -> Iterator[None]:
-        """Guards background work such as deletions: a failure marks the place as faulty and raises nothing."""
+        """Guards background work such as deletions: a failure marks the place as faulty and raises nothing.
+
+        A file that is gone is no fault, because the service itself may have deleted it. ``look_at`` finds a place that
+        is gone as a whole.
+        """
         try:
             yield
+        except FileNotFoundError as error:
+            log.debug("%s: nothing to tidy: %s", place, error)
         except OSError as error:
             self.failed(place, error)
 
