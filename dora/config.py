@@ -251,6 +251,11 @@ class WorkersConfig(Section):
     load_timeout_s: Timeout = Field(
         60.0, description="a worker that takes longer to load a version is replaced; its silence does not count then"
     )
+    stall_timeout_s: Seconds = Field(
+        300.0,
+        description="a worker that reports, but yields no token, is replaced after 30 of its longest gaps or twice its "
+        "longest prefill; at least 30 s, at most this; 0: never",
+    )
     start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
     orphan_timeout_s: Seconds = Field(
         300.0, description="a worker lives on for so long without a service that keeps its state; 0: it ends with it"

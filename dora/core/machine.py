@@ -25,6 +25,7 @@ from dora.core.rules import (
     rejection,
     restoring,
     selection,
+    stalls,
 )
 from dora.core.scheduler import Scheduler
 from dora.core.state import Counters, State
@@ -141,6 +142,7 @@ def _arrived(state: State, event: on.VersionArrived) -> bool:
 def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     membership.overdue(state)
+    stalls.overdue(state)
     evaluation.end_unhosted(state)
     state.worklist.wake()  # pauses may be over
 

@@ -54,6 +54,7 @@ class Pending:
 
     command: WorkerCommand
     handoff: Handoff | None = None
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Counters:
     requests_resumed: int = 0  # from a pool, with their KV
     parked_lost: int = 0  # lost or dropped by a pool, or impossible to resume: re-prefilled
     workers_lost: int = 0
+    stalls: int = 0  # workers and pools replaced because they reported and made no progress
     loads_failed: int = 0
     versions_rejected: int = 0
     staleness_max: int = 0
@@ -260,12 +262,12 @@ class State:
 
     def send(self, command: WorkerCommand, handoff: Handoff | None = None) -> None:
         """Sends a command to a worker and expects its outcome."""
-        self.pending[command.command_id] = Pending(command, handoff)
+        self.pending[command.command_id] = Pending(command, handoff, self.now_s)
         self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
 
     def send_first(self, command: WorkerCommand) -> None:
         """Sends a command before all others of this event."""
-        self.pending[command.command_id] = Pending(command)
+        self.pending[command.command_id] = Pending(command, sent_s=self.now_s)
         self.out.insert(0, command)  # type: ignore[arg-type]
 
     def add_worker(self, worker: Worker) -> None:

@@ -13,9 +13,9 @@ from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.pool_faults import befall_pool
 from dora.sim.unreliable import UnreliableWorld
-from dora.sim.unsteady import SILENCE_LIMIT_S
+from dora.sim.unsteady import SILENCE_LIMIT_S, STALL_LIMIT_S
 from dora.sim.wire import GAP_LIMIT_S, Trouble
-from dora.sim.worker import STUCK, SimWorker
+from dora.sim.worker import FOREVER_S, STUCK, SimWorker
 
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
@@ -94,6 +94,11 @@ def _slow(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 def _hang(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
     world.hang(worker, 2.0 * fault.amount * SILENCE_LIMIT_S)
+
+
+def _stall(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    """For ever in half of the cases."""
+    world.stall(worker, 2.0 * fault.amount * STALL_LIMIT_S if fault.subject // 64 % 2 else FOREVER_S)
 
 
 def _partition(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
@@ -264,4 +269,5 @@ KINDS: Final[dict[str, Kind]] = {
     "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
     POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
     "evaluate": Kind("an evaluation is asked for, or ends early", _evaluate),
+    "stall": Kind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 from dora.core import commands as do
 from dora.core import events as on
+from dora.core.rules.stalls import STALLED
 from dora.errors import DoraError
 from dora.sim.driver import Order
 from dora.sim.invariants import check_state, fingerprint
@@ -26,6 +27,7 @@ from dora.sim.world import TICK_S
 from dora.sim_engine.request import SimRequest
 
 SILENCE_LIMIT_S = 8.0  # a worker that is silent for this long is lost (workers.silence_timeout_s)
+STALL_LIMIT_S = 120.0  # a worker that reports and yields no token for so long is replaced (workers.stall_timeout_s)
 RESTART_MOST_S = 6.0  # until a lost worker or trainer is restarted
 
 
@@ -49,6 +51,8 @@ Handled = tuple[float, on.Event, list[do.Command] | str]  # time, event, and the
 class UnsteadyWorld(ServedWorld):
     """A ServedWorld with message delays and faults of its members. Its core is checked after every event."""
 
+    stall_timeout_s = STALL_LIMIT_S
+
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.log: list[Handled] = []  # events that the orchestrators have handled
         self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # called with every command; True: the trap is done
@@ -56,6 +60,7 @@ class UnsteadyWorld(ServedWorld):
         self.ending = False  # admission has ended, or will end with the prompts
         self.dies_committing = False  # the trainer is lost at its next commit
         self.storage_faults = 0  # active now
+        self.stalled: set[int] = set()  # epochs of workers that have stalled, now or before
         self.bad_commits = 0  # number of next commits that publish weights which no worker can reproduce
         self.bad_again = 0  # the same for the next republications
         self.loads: dict[int, int] = {}  # command -> version to load
@@ -136,6 +141,12 @@ class UnsteadyWorld(ServedWorld):
             version = self.loads.get(event.command_id)
             if version in self.bad_weights and any(isinstance(command, do.EvictWorker) for command in commands):
                 raise Violation(f"{event.worker_id} is replaced, as it cannot load version {version}: nobody can")
+
+        for command in commands:
+            if not isinstance(command, do.EvictWorker) or not command.reason.startswith(STALLED):
+                continue
+            if command.epoch not in self.stalled:
+                raise Violation(f"{command.worker_id} works, and is replaced: {command.reason}")
 
     def _show_traps(self, commands: Iterable[do.Command]) -> None:
         for command in commands:
@@ -261,6 +272,14 @@ class UnsteadyWorld(ServedWorld):
         if for_s > SILENCE_LIMIT_S:
             self.after(SILENCE_LIMIT_S, self.fence, worker, "silent")
             self.after(for_s + 1.0, self._bury, worker)
+
+    def stall(self, worker: SimWorker, for_s: float) -> None:
+        """The engine yields no token for a while, or for ever; the process obeys and reports."""
+        self.stalled.add(worker.epoch)
+        worker.engine.advance(self.now_s)
+        worker.engine.paused = True
+        self.wake_later(worker)
+        self.after(for_s, self._go_on, worker)
 
     def slow_down(self, worker: SimWorker, times: float) -> None:
         if worker.alive:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from dora.config import Config, SelectionConfig, WorkersConfig
 from dora.core import Machine
@@ -34,7 +34,7 @@ LOAD_TIMES: Final = 10.0  # timeout of a load, as a multiple of its normal time
 Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, the core's commands
 
 
-def core_config(scenario: Scenario) -> Config:
+def core_config(scenario: Scenario, stall_timeout_s: float = 0.0) -> Config:
     """The configuration of the core in this scenario."""
     cluster = scenario.cluster
     known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
@@ -47,7 +47,7 @@ def core_config(scenario: Scenario) -> Config:
     selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)
     workers = WorkersConfig()
     limit_s = max(workers.load_timeout_s, LOAD_TIMES * scenario.cluster.load_s)
-    workers = workers.model_copy(update={"load_timeout_s": limit_s})
+    workers = workers.model_copy(update={"load_timeout_s": limit_s, "stall_timeout_s": stall_timeout_s})
     settings = {"balance": balance, "window": window, "workers": workers}
     return Config(selection=selection).model_copy(update=settings)
 
@@ -55,9 +55,11 @@ def core_config(scenario: Scenario) -> Config:
 class World(WorkerDriver):
     """One run. ``after`` schedules; ``run_until`` drives. Observers are called with (now_s, event, commands)."""
 
+    stall_timeout_s: ClassVar[float] = 0.0  # no worker stalls, and an environment may take its time
+
     def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario)
-        self.config = core_config(scenario)
+        self.config = core_config(scenario, self.stall_timeout_s)
         policy = partial.policy_of(scenario, self.config.balance)
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)

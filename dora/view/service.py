@@ -69,6 +69,7 @@ COUNTERS: Final = {
     "requests_parked_now": "requests parked now",
     "requests_resumed": "requests resumed from a pool, with their KV",
     "rewards_failed": "missing verdicts: the reward function raised an error, timed out, or returned no number",
+    "stalls": "workers and pools that were replaced because they reported and made no progress",
     "storage_faults": "failures to write to a folder: no group is admitted until it can be written",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
     "tier_chunks_damaged": "incomplete chunks found in the KV tier; their KV was computed",

@@ -2,7 +2,7 @@
 
 FILE holds the seconds that are added to what ``time.time`` says. Its monotonic clock, as
 everywhere, never jumps. The system's own clock is left alone: to set it takes the right to do so, and would set it for
-everybody; a time namespace has no wall clock of its own.
+everybody; a time namespace has no wall clock of its own. Its workers may stall (stalling.py).
 """
 
 import mmap
@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from dora.orchestrator import main
+from tests.chaos.stalling import stalling_workers
 
 
 def jumping(file: Path, clock: Callable[[], float]) -> Callable[[], float]:
@@ -32,6 +35,7 @@ def jump(file: Path, by_s: float) -> None:
 
 
 if __name__ == "__main__":
+    stalling_workers(main)
     time.time = jumping(Path(sys.argv[1]), time.time)
     assert sys.argv[2] == "-m"
     sys.argv = [sys.argv[3], *sys.argv[4:]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-Action = Literal["kill", "stop", "fill", "jump", "cut"]
+Action = Literal["kill", "stop", "fill", "jump", "cut", "stall"]
 
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 PHASES: Final = ("PLANNED", "RESERVED", "COPYING", "FROZEN", "COMMITTED")
@@ -99,6 +99,8 @@ OTHERS: Final = (
     Fault("jump", "orchestrator, an hour on", "decoding"),
     Fault("jump", "orchestrator, a day back", "decoding"),
     *_cuts(),
+    Fault("stall", "worker", "decoding"),
+    Fault("stall", "source", "move:COPYING"),
 )
 EACH_KILLS: Final = 5  # one of the others comes after so many kills
 

@@ -112,6 +112,9 @@ class Striker:
             case "stop":
                 send(victim, signal.SIGSTOP)
                 return self._go_on(fault, victim)
+            case "stall":
+                send(victim, signal.SIGUSR1)
+                return self._worker_back(victim, began_s)
             case "fill":
                 assert self.world.disk is not None
                 self.world.disk.fill()

@@ -15,6 +15,7 @@ FEW = (
     "kill pool at park:RESERVED",
     "cut from host at move:COPYING",
     "stop worker at decoding",
+    "stall worker at decoding",
     "fill state at decoding",
     "jump orchestrator, a day back at decoding",
 )
@@ -28,6 +29,7 @@ FAULTS = (
     "kill pool at park:RESERVED",
     "kill agent at decoding",
     "stop worker at decoding",
+    "stall worker at decoding",
     "fill state at decoding",
     "jump orchestrator, a day back at decoding",
 )

@@ -32,6 +32,7 @@ from dora.core.rules import (
     rejection,
     restoring,
     selection,
+    stalls,
 )
 from dora.core.state import LEASED, State
 from dora.data.token_spans import Column, TokenColumns
@@ -648,6 +649,15 @@ def step_ends_short_too_early(patch: Patch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def worker_without_tokens_stays(patch: Patch) -> None:
+    patch.setattr(stalls, "overdue", lambda state: None)
+
+
+def patience_is_short(patch: Patch) -> None:
+    patch.setattr(stalls, "LEAST_S", 0.0)
+    patch.setattr(stalls, "patience_s", lambda state, worker: worker.gap_s)
 
 
 def evaluation_keeps_its_slots(patch: Patch) -> None:

@@ -84,6 +84,8 @@ BUGS = [
     Bug("a worker that got work is still listed as idle", "listed as idle", plants.busy_worker_stays_idle),
     Bug("a snapshot does not hear of what a worker got", "loads of indexes", plants.given_work_is_not_noted),
     Bug("what is to stay is counted again at every change", "to stay are", plants.staying_is_counted_again),
+    Bug("a worker without tokens stays", "not done", plants.worker_without_tokens_stays, "stall"),
+    Bug("a worker that is slow is replaced", "works, and is replaced", plants.patience_is_short, "slow"),
     Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(
         "the router picks a dead worker again (NeMo-RL 3613)",

@@ -18,6 +18,7 @@ class Pool:
     rows: set[int] = field(default_factory=set)  # requests parked here
     inbound: int = 0  # incoming handoffs
     kv_claimed: int = 0  # of parked requests and incoming handoffs; at most the capacity
+    stopping: bool = False  # its end was asked for
     refused: set[int] = field(default_factory=set)  # those of ``rows`` that a worker refused to take from this pool
 
     @property

@@ -40,6 +40,9 @@ class Worker:
     lent_slots: int = 0  # slots for evaluations, in addition to ``slots``
     lent_kv_tokens: int = 0  # KV for evaluations, in addition to ``kv_tokens``
     waiting: int = 0  # queued inside the engine, as last reported
+    reported_s: float = 0.0  # time of its last report
+    barren_s: float = 0.0  # time in which it reported and yielded no token, though it had requests (rules/stalls.py)
+    gap_s: float = 0.0  # longest such time that ended with a token, of late
 
     @property
     def kv_expected(self) -> int:

@@ -71,6 +71,10 @@ class Evaluations:
         """The KV tokens of these requests, as last reported."""
         return self._kv_tokens[worker_id]
 
+    def longest_context(self, worker_id: str) -> int:
+        """The longest context of these requests, in tokens; 0: there is none."""
+        return max((self.requests[name].context for name in self.held.get(worker_id, ())), default=0)
+
     def youngest(self, worker_id: str) -> EvalRequest | None:
         """The last of these requests to arrive; None: the worker runs none."""
         held = self.held.get(worker_id)

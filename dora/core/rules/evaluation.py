@@ -82,22 +82,24 @@ def cancelled(state: State, event: on.EvaluationCancelled) -> None:
     _end(state, evaluation, event.reason)
 
 
-def progress(state: State, worker: Worker, event: on.TokensReported) -> None:
-    """Accepts a worker's tokens of evaluation requests."""
-    evaluations = state.evaluations
+def progress(state: State, worker: Worker, event: on.TokensReported) -> bool:
+    """Accepts a worker's tokens of evaluation requests. Returns whether there were any."""
+    evaluations, grew = state.evaluations, False
     places = np.flatnonzero(evaluations.reported(worker.worker_id, event.rows)).tolist()
     requests = [evaluations.at[int(event.rows[place])] for place in places]
     for request in requests:
         if evaluations.running[request.evaluation_id].version != event.version:  # C1
             state.counters.c1_violations += 1
             membership.evict(state, worker, f"it sampled {request.request_id} under version {event.version}")
-            return
+            return False
     for place, request in zip(places, requests, strict=True):
+        grew |= int(event.tokens[place]) > request.tokens or bool(event.ends[place])
         evaluations.grows(request, int(event.tokens[place]))
         if event.ends[place]:
             evaluations.leaves(request)
             request.finished = True
             state.out.append(do.ScoreEvaluated(request.request_id))
+    return grew
 
 
 def scored(state: State, request_id: str) -> None:

@@ -12,7 +12,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
 from dora.core.handoff.table import Signal
-from dora.core.rules import arrival, evaluation, handoff, membership, parking, rejection
+from dora.core.rules import arrival, evaluation, handoff, membership, parking, rejection, stalls
 from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -30,8 +30,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
     if worker is None:
         return
     taken = state.reported(worker, event.rows)
-    if state.evaluations.running:
-        evaluation.progress(state, worker, event)
+    grew = evaluation.progress(state, worker, event) if state.evaluations.running else False
     rows, tokens, ends = event.rows[taken], event.tokens[taken], event.ends[taken]
     # KV of evaluations is no load of training; this also marks the worker's load as changed
     state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
@@ -48,6 +47,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
             state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}"
         )
         return
+    stalls.reported(state, worker, grew or bool((tokens > response_tokens[rows]).any() or ends.any()))
     response_tokens[rows] = tokens
     claim = np.maximum(claimed[rows], prompt_tokens[rows] + tokens)
     worker.kv_claimed += int((claim - claimed[rows]).sum())
