@@ -352,7 +352,15 @@ class ServiceConfig(Section):
     weight_versions: int = Field(
         0,
         ge=0,
-        description="versions that a host's weight store may hold; 0: window.size + 1, and the reference version",
+        description="versions that a host's weight store may hold; 0: window.size + 1, evaluation_versions, and the "
+        "reference version",
+    )
+    evaluation_versions: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="versions that evaluations may keep, with their weights, after they have left the window; 0: an "
+        "evaluation ends with its version",
     )
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
@@ -443,6 +451,14 @@ class Config(Section):
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
+
+    @property
+    def evaluation_versions(self) -> int:
+        """The number of versions that evaluations may keep beyond the window, within the bound of the weight stores."""
+        most, kept = self.service.evaluation_versions, int(self.rollout.reference_version > 0)
+        if not self.service.weight_versions:
+            return most
+        return max(0, min(most, self.service.weight_versions - self.window.most - 1 - kept))
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Decides when to re-balance, and applies a plan (DORA, section 4.3)."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dora.core import events as on
@@ -67,8 +67,20 @@ class Balance:
         plan = self.policy.plan(view_of(state), trigger)
         for index, version in plan.targets.items():
             self._retarget(index, version)
+        self._replace_kept(plan.targets)
         self._moves = deque(plan.moves)  # unstarted moves of the last plan are void
         state.worklist.wake()
+
+    def _replace_kept(self, targets: Mapping[int, int]) -> None:
+        """Gives an idle worker a version that the plan has assigned only to workers that evaluations keep."""
+        state = self._state
+        refused = {version for index, version in targets.items() if self._target(index) != version}
+        for version in sorted(refused - state.window.quarantined, reverse=True):
+            if not state.hosting.targeting(version):
+                idle = (state.worker_list[index] for index in sorted(state.worklist.idle))
+                free = (each for each in idle if each is not None and not evaluation.keeps(state, each))
+                if (worker := next(free, None)) is not None:
+                    self._retarget(worker.index, version)
 
     def hand_over(self, starved: Iterable[int], evaluated: Iterable[int] = ()) -> None:
         """Gives starved workers another version: the one that the policy names at once, else a plan's.

@@ -111,9 +111,14 @@ class EndEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """Delete a version's weights: no open or later group can be of it."""
+    """Delete a version's weights: no open or later group can be of it.
+
+    ``stays``: the version has left the window, and its weights are needed until another RetireVersion, because an
+    evaluation runs under it.
+    """
 
     version: int
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

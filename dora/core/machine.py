@@ -143,7 +143,7 @@ def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     membership.overdue(state)
     stalls.overdue(state)
-    evaluation.end_unhosted(state)
+    evaluation.claim_workers(state)
     state.worklist.wake()  # pauses may be over
 
 

@@ -168,7 +168,8 @@ class State:
         self.leased: list[int] = []  # group rows taken by the uncommitted step
         self.short_step = -1  # the step that ended short because prompts ran out
         self.step_disturbed = False  # its times do not count: a trainer has attached again, or weights were republished
-        self.retired = 0  # lower versions are retired
+        self.retired = 0  # lower versions are retired, but for those that are pinned
+        self.pinned: set[int] = set()  # retired versions that evaluations still run under (rules/evaluation.py)
         # versions by host, for hosts with a store of their own (rules/arrival.py)
         self.arrived: dict[str, set[int]] = {}
         self.missing: set[int] = set()  # stored versions that the service's own store lacks
@@ -238,6 +239,10 @@ class State:
     def rows(self) -> Mapping[str, int]:
         """The rows of all requests by id, including those of evaluations."""
         return ChainMap(self.request_row, self.evaluations.row_of) if self.evaluations.row_of else self.request_row
+
+    def keeps_weights(self, version: int) -> bool:
+        """Returns whether the weights of a version may still be loaded: a step or an evaluation needs them."""
+        return version >= self.window.oldest_kept or version in self.pinned
 
     def workers_of(self, version: int) -> Sequence[Worker]:
         """The workers that take requests of this version, by index."""

@@ -247,14 +247,16 @@ class Executor:
 
     def _retire_version(self, command: do.RetireVersion) -> None:
         keeps = command.version == self._reference_version
-        self._journal.note(records.Retired(command.version, keeps))
+        self._journal.note(records.Retired(command.version, keeps))  # evaluations do not outlive the service
+        if self._versions is not None and not keeps:
+            self._spawn(self.drop_kept(command.version))
+        if command.stays:
+            return
         with self._storage.tidying(RUN_FOLDER):
             gone = self._store.set_aside(command.version)
             if gone is not None:
                 self._spawn(self._free(gone))
         self._hosts.retired(command.version)
-        if self._versions is not None and not keeps:
-            self._spawn(self.drop_kept(command.version))
 
     async def _free(self, gone: Path) -> None:
         """Deletes a retired version's files in the background."""

@@ -204,9 +204,11 @@ def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
 
 
 def weight_versions(config: Config) -> int:
-    """The number of versions that a host's weight store may hold: the window's, the next one, and the reference."""
+    """The number of versions that a host's weight store may hold: the window's, the next one, those that
+    evaluations pin, and the reference.
+    """
     kept = 1 if config.rollout.reference_version else 0
-    return config.service.weight_versions or config.window.most + 1 + kept
+    return config.service.weight_versions or config.window.most + 1 + config.evaluation_versions + kept
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ def check_feasible(state: State) -> None:
         raise Violation(f"{live} versions are live in a window of {window.size}, of {sizes.least} to {sizes.most} (C3)")
     if window.newest not in (window.step - 1, window.step):
         raise Violation(f"newest version {window.newest} at step {window.step}")
+    if len(state.pinned) > state.config.evaluation_versions or max(state.pinned, default=-1) >= state.retired:
+        raise Violation(f"versions {sorted(state.pinned)} are pinned")
     if state.retired > window.oldest_kept:
         raise Violation(f"the weights below version {state.retired} were let go, {window.oldest_kept} is kept (C1)")
 
@@ -76,7 +78,8 @@ def check_rejection(state: State) -> None:
     named = {"rejected": window.rejected == state.rejected.keys()}
     named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
     unsound = window.quarantined - gone  # the weights of unavailable versions were correct
-    named["proven"] = not state.proven & unsound and min(state.proven, default=state.retired) >= state.retired
+    oldest_proven = min(state.proven - state.pinned, default=state.retired)
+    named["proven"] = not state.proven & unsound and oldest_proven >= state.retired
     named["streamed"] = not state.rejected or state.stream_step is None
     if not all(named.values()):
         raise Violation(f"versions {sorted(state.rejected)} are rejected, {sorted(suspects)} in doubt: {named}")
@@ -284,7 +287,7 @@ def check_evaluations(state: State) -> None:
             raise Violation(f"{evaluation.evaluation_id}: {sorted(begun - waiting - held - over)} are nowhere (C2)")
         if waiting & held or len(waiting) < len(evaluation.waiting) or not waiting <= begun:
             raise Violation(f"{evaluation.evaluation_id}: {sorted(waiting)} wait, {sorted(held)} run (C2)")
-        if not state.retired <= evaluation.version <= state.window.newest:
+        if not (state.retired <= evaluation.version <= state.window.newest or evaluation.version in state.pinned):
             raise Violation(f"{evaluation.evaluation_id} runs, and the weights of {evaluation.version} are let go (C1)")
     unowned = [name for name, each in evaluations.requests.items() if each.evaluation_id not in running]
     by_worker = {worker_id: list(names) for worker_id, names in evaluations.held.items()}

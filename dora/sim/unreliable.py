@@ -52,6 +52,7 @@ class UnreliableWorld(UnsteadyWorld):
         self.machine = Machine(self.config)
         self.service.restore(kept)
         self.retired = kept.restored.retired
+        self.pinned.clear()
         self.snapshots.clear()
         self.traps.clear()
         self._now.clear()

@@ -68,6 +68,7 @@ class World(WorkerDriver):
         self.events = 0
         self._seed = seed
         self.retired = 0
+        self.pinned: set[int] = set()  # retired versions whose weights stay
         self._latency_s = scenario.cluster.link_latency_s
         self.observers: list[Observer] = []
         self.ended: list[SimEngine] = []  # engines of lost workers, whose work still counts
@@ -218,11 +219,14 @@ class World(WorkerDriver):
                     f"{command.request_id} is started as {command.arrival} at {response.tokens} tokens (C2)"
                 )
             request = resumed(response, command.request_id)
-        elif isinstance(command, do.LoadVersion) and command.version < self.retired:
+        elif isinstance(command, do.LoadVersion) and self._is_let_go(command.version):
             raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were let go")
         if getattr(command, "version", -1) in self.ledger.rejected:
             raise Violation(f"{command} is of a version that is rejected (C1)")
         self.send(worker, (command, request))
+
+    def _is_let_go(self, version: int) -> bool:
+        return version < self.retired and version not in self.pinned
 
     def target_of(self, command: do.CopyOut) -> str:
         """The worker or pool that receives the copy; the source itself if its handoff has ended."""
@@ -327,8 +331,12 @@ class World(WorkerDriver):
             self._draw()
 
     def retire(self, command: do.RetireVersion) -> None:
-        self.ledger.check_retired(command.version)
-        self.retired = command.version + 1
+        if command.stays:
+            self.pinned.add(command.version)
+        else:
+            self.ledger.check_retired(command.version)
+            self.pinned.discard(command.version)
+        self.retired = max(self.retired, command.version + 1)
 
     def reject(self, command: do.RejectVersion) -> None:
         self.ledger.reject(command)

@@ -103,7 +103,12 @@ BUGS = [
     ),
     Bug("a refused request leaves a trace", "yet changed", plants.drain_is_noted_before_it_is_refused, "leave"),
     Bug("the source frees before the target has committed", "C2|not done", plants.source_freed_before_commit, first=5),
-    Bug("a failed handoff leaves its request frozen", "not done", plants.failed_handoff_stays_frozen, first=5),
+    Bug(
+        "a failed handoff leaves its request frozen",
+        "not done|works, and is replaced",
+        plants.failed_handoff_stays_frozen,
+        first=5,
+    ),
     Bug("handoffs of a lost worker are not settled", "C2|handoff|gone", plants.lost_workers_handoffs_go_on),
     Bug(
         "a request whose source died and whose copy fails is forgotten",

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from dora.config import validated
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.evaluation import EVALUATIONS_MAX, UNHOSTED_S
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.orchestrator.setup import weight_versions
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
 
@@ -18,6 +20,23 @@ class Evaluating(Bench):
     def ask(self, name: str = "e1", prompts: int = 4, group_size: int = 1, **fields: Any) -> list[do.Command]:
         offered = tuple(on.OfferedPrompt(f"q{i}", "task", 5, group_size, 60) for i in range(prompts))
         return self.post(on.EvaluationAsked(name, offered, **fields))
+
+    def train(self, step: int) -> None:
+        """A step of one group is filled and committed; workers load what they are to host."""
+        self.offer(1)
+        self.obey(do.StartRequest)
+        self.post(on.StepRequested(1, step))
+        self.complete(f"g{step}.0")
+        self.post(on.StepCommitted(1, step))
+        self.load_all()
+
+    def end_evaluation(self) -> None:
+        """All requests of evaluations end, and those that keep a worker from them."""
+        for request_id in [*self.state.request_row]:
+            self.complete(request_id)
+        self.load_all()
+        while held := [name for name, each in self.state.evaluations.requests.items() if each.worker_id]:
+            self.evaluate(held[0])
 
     def evaluated_by(self, worker_id: str) -> int:
         return self.state.evaluations.count(worker_id)
@@ -156,23 +175,70 @@ def test_workers_with_nothing_to_do_get_the_newest_version_where_only_an_evaluat
     assert bench.given(do.EndEvaluation)[1:] == [do.EndEvaluation("e2")]
 
 
-def test_an_evaluation_of_an_old_version_ends_where_nobody_hosts_it_any_more() -> None:
+def test_an_evaluation_of_an_old_version_that_nobody_hosts_gets_a_worker() -> None:
     bench = Evaluating(window=3, groups=2)
     bench.start("w0")
     bench.offer(2)
     bench.post(on.StepRequested(1, 0))
-    bench.ask(prompts=200)
+    bench.ask(prompts=20)
     for request_id in ("g0.0", "g1.0"):
         bench.complete(request_id)
     bench.post(on.StepCommitted(1, 0))
     bench.load_all()
     bench.now_s += UNHOSTED_S / 2
     bench.post(on.Tick())
-    assert bench.state.workers["w0"].hosts == 1 and not bench.given(do.EndEvaluation)
+    assert targets(bench) == [1] and bench.state.evaluations.running["e1"].held == 0
     bench.now_s += UNHOSTED_S
     bench.post(on.Tick())
-    (end,) = bench.given(do.EndEvaluation)
-    assert "no worker hosts version 0" in end.reason and not bench.state.evaluations.requests
+    assert targets(bench) == [0]
+    bench.post(on.RebalanceAsked())
+    assert targets(bench) == [0], "it is kept"
+    bench.end_evaluation()
+    assert bench.given(do.EndEvaluation) == [do.EndEvaluation("e1")]
+    bench.post(on.Tick())
+    assert targets(bench) == [1]
+
+
+def test_a_version_stays_until_its_evaluation_is_done_and_nothing_of_it_is_admitted() -> None:
+    bench = Evaluating(window=1, groups=1)
+    bench.start("w0", "w1")
+    bench.ask(prompts=10)
+    for step in range(3):
+        bench.train(step)
+    window, (retired,) = bench.state.window, bench.given(do.RetireVersion)[:1]
+    assert retired == do.RetireVersion(0, stays=True) and bench.state.pinned == {0} and bench.state.retired == 3
+    assert window.oldest_kept == 3 and window.admissible(0) == 0, "C3: no step may train on it"
+    assert [command.version for command in bench.given(do.RetireVersion)] == [0, 1, 2]
+    bench.ask("e2", prompts=1, version=0)
+    assert bench.given(do.EndEvaluation) == []
+    for _ in range(3):
+        bench.now_s += UNHOSTED_S
+        bench.post(on.Tick())
+        bench.load_all()
+    bench.end_evaluation()
+    assert bench.given(do.EndEvaluation) == [do.EndEvaluation("e1"), do.EndEvaluation("e2")]
+    bench.post(on.Tick())
+    assert bench.given(do.RetireVersion)[-1] == do.RetireVersion(0) and not bench.state.pinned
+    with refused(NotFound, field="version", value=0):
+        bench.ask("e3", version=0)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_so_many_versions_are_kept_and_no_more(most: int) -> None:
+    bench = Evaluating(window=1, groups=1, service={"evaluation_versions": most})
+    bench.start("w0")
+    for step in range(3):
+        bench.ask(f"e{step}", prompts=200)
+        bench.train(step)
+    ended = [command.evaluation_id for command in bench.given(do.EndEvaluation)]
+    assert ended == [f"e{step}" for step in range(most, 3)] and bench.state.pinned == set(range(most))
+    assert all("service.evaluation_versions" in command.reason for command in bench.given(do.EndEvaluation))
+
+
+def test_weights_that_evaluations_keep_are_counted_in_the_stores() -> None:
+    for settings, versions in (({}, 1), ({"weight_versions": 3}, 0), ({"weight_versions": 4}, 1)):
+        assert validated({"window": {"size": 2}, "service": settings}).evaluation_versions == versions
+    assert weight_versions(validated({"window": {"size": 2}, "service": {"evaluation_versions": 3}})) == 6
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -19,9 +19,12 @@ from tests.refusals import refused
 class Bench:
     """A machine, and the commands it has given; ``done`` answers commands in order, all as wanted."""
 
-    def __init__(self, window: WindowSize = 2, groups: int = 2, redundant: float = 0.0, **balance: Any) -> None:
+    def __init__(
+        self, window: WindowSize = 2, groups: int = 2, redundant: float = 0.0, service: Any = None, **balance: Any
+    ) -> None:
         selection = {"redundant_fraction": redundant}
-        self.machine = Machine(validated({"window": {"size": window}, "balance": balance, "selection": selection}))
+        tree = {"window": {"size": window}, "balance": balance, "selection": selection, "service": service or {}}
+        self.machine = Machine(validated(tree))
         self.state = self.machine.state
         self.groups = groups
         self.now_s = 0.0

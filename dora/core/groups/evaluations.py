@@ -45,6 +45,7 @@ class Evaluation:
     done: int = 0  # groups whose responses are all scored
     refused: int = 0  # groups that no engine can take
     hosted_s: float = 0.0  # last time at which a worker hosted its version, or was about to
+    claims: str = ""  # the worker that was assigned its version when no other hosted it
     preempted: int = 0  # slots taken back by training
 
 

@@ -23,7 +23,7 @@ def arrived(state: State, event: on.VersionArrived) -> bool:
     held = state.arrived.get(event.host)
     if held is None and not is_own:
         return False
-    if event.version < state.window.oldest_kept:
+    if not state.keeps_weights(event.version):
         return True  # it was retired on its way
     if held is not None:
         held.add(event.version)
@@ -42,7 +42,7 @@ def missed(state: State, host: str, version: int) -> None:
     held = state.arrived.get(host)
     if held is not None and version:
         held.discard(version)
-    elif version >= max(1, state.window.oldest_kept):
+    elif version and state.keeps_weights(version):
         state.missing.add(version)
 
 

@@ -12,9 +12,11 @@ of a worker that hosts its version:
   stays with the version when training moves to a newer one.
 
 KV in use stays below ``balance.pressure`` in both cases, and a worker that training assigns another version leaves its
-evaluation at once. Starved workers get the newest version if an evaluation wants it, even without a prompt for it. No
-evaluation retains a version: it ends with its whole groups when its version leaves the window, or ``UNHOSTED_S`` after
-the last worker has moved to a newer version. So every evaluation ends.
+evaluation at once. Starved workers get the newest version if an evaluation wants it, even without a prompt for it.
+
+A running evaluation pins its version: its weights stay after it has left the window, though no step may train on it and
+nothing of it is admitted (C3). ``service.evaluation_versions`` bounds the pinned versions. ``UNHOSTED_S`` after the
+last worker has moved to a newer version, one is assigned to the evaluation until it ends.
 """
 
 from collections import deque
@@ -35,9 +37,10 @@ EVALUATIONS_MAX: Final = 8  # running at the same time
 RESPONSES_MAX: Final = 1 << 16  # in one evaluation
 SHARE_MAX: Final = 0.5  # of a worker's slots, for all running evaluations together
 START_FILL: Final = 0.75  # of a worker's KV in use: above it no further request begins in an idle slot
-LEFT_WINDOW: Final = "version {} has left the window: no step may train on it, and its weights are being deleted"
-UNHOSTED_S: Final = 30.0
-UNHOSTED: Final = "no worker hosts version {}: training has moved to newer ones"
+LEFT_WINDOW: Final = (
+    "version {} has left the window, and evaluations keep as many others as service.evaluation_versions allows: {}"
+)
+UNHOSTED_S: Final = 30.0  # an evaluation whose version no worker hosts gets one then
 DRAINING: Final = "the service drains"
 
 
@@ -63,7 +66,7 @@ def asked(state: State, event: on.EvaluationAsked) -> None:
         raise InvalidValue(
             "share", event.share, f"0 to {left:g}: the part of {SHARE_MAX:g} that other evaluations leave"
         )
-    if not window.oldest_kept <= version <= window.newest:
+    if not state.keeps_weights(version) or version > window.newest:
         allowed = f"a live version, {window.oldest_kept} to {window.newest}"
         raise NotFound("version", version, allowed, why="is not live")
     prompts = deque(event.prompts)
@@ -137,19 +140,40 @@ def started(state: State, command: do.StartRequest, event: on.CommandDone) -> No
         )
 
 
-def version_ends(state: State, version: int) -> None:
-    """Ends evaluations of a version whose weights are being deleted."""
+def runs_under(state: State, version: int) -> bool:
+    """Returns whether an evaluation of this version runs."""
+    return any(each.version == version for each in state.evaluations.running.values())
+
+
+def pins(state: State, version: int) -> bool:
+    """Pins a version that leaves the window while evaluations run under it. Without room for another pinned version
+    they end. Returns whether it is pinned.
+    """
+    if not runs_under(state, version):
+        return False
+    most = state.config.evaluation_versions
+    if len(state.pinned) < most:
+        state.pinned.add(version)
+        return True
     for evaluation in [each for each in state.evaluations.running.values() if each.version == version]:
-        _end(state, evaluation, LEFT_WINDOW.format(version))
+        _end(state, evaluation, LEFT_WINDOW.format(version, most))
+    return False
 
 
 def keeps(state: State, worker: Worker | None) -> bool:
-    """Returns whether the worker stays with its version for an evaluation with a share."""
+    """Returns whether the worker stays with its version for an evaluation: it was claimed, or is part of a share. With
+    several workers a share is one of them at least.
+    """
     running = state.evaluations.running
-    if not running or worker is None or worker.hosts < 0:
+    if not running or worker is None or worker.target in state.window.quarantined:
         return False
+    if any(each.claims == worker.worker_id and each.version == worker.target for each in running.values()):
+        return True
     share = sum(each.share for each in running.values() if each.version == worker.hosts)
-    return len(state.hosting.targeting(worker.hosts)) <= int(share * state.hosting.staying()[0])
+    if worker.hosts < 0 or not share:
+        return False
+    workers = state.hosting.staying()[0]
+    return len(state.hosting.targeting(worker.hosts)) <= max(int(workers > 1), int(share * workers))
 
 
 def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
@@ -163,13 +187,19 @@ def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
     return starved - evaluating
 
 
-def end_unhosted(state: State) -> None:
-    """Ends evaluations of old versions that no worker hosts or will host."""
-    for evaluation in list(state.evaluations.running.values()):
-        if evaluation.version >= state.window.newest_sound or state.hosting.targeting(evaluation.version):
+def claim_workers(state: State) -> None:
+    """Assigns a worker to each evaluation of an old version that no worker has hosted for ``UNHOSTED_S``."""
+    for evaluation in state.evaluations.running.values():
+        version = evaluation.version
+        if version >= state.window.newest_sound or state.hosting.targeting(version):
             evaluation.hosted_s = state.now_s
-        elif state.now_s - evaluation.hosted_s >= UNHOSTED_S:
-            _end(state, evaluation, UNHOSTED.format(evaluation.version))
+        elif state.now_s - evaluation.hosted_s >= UNHOSTED_S and version not in state.window.quarantined:
+            free = [worker for worker in state.workers.values() if not worker.draining and not keeps(state, worker)]
+            if free:
+                worker = min(free, key=lambda each: (each.loading >= 0, each.held, each.index))
+                worker.target, evaluation.claims = version, worker.worker_id
+                state.rehosted(worker)
+                state.worklist.wake()
 
 
 def end_all(state: State) -> None:
@@ -206,9 +236,10 @@ def _lend(state: State, worker: Worker) -> None:
     share = sum(each.share for each in state.evaluations.running.values() if each.version == worker.hosts)
     slots, kv_tokens = worker.slots + worker.lent_slots, worker.kv_tokens + worker.lent_kv_tokens
     lent = min(slots - 1, max(1, int(share * slots))) if share else 0
-    if lent == worker.lent_slots:
+    lent_kv_tokens = int(share * kv_tokens) if lent else 0
+    if (lent, lent_kv_tokens) == (worker.lent_slots, worker.lent_kv_tokens):
         return
-    worker.lent_slots, worker.lent_kv_tokens = lent, int(share * kv_tokens) if lent else 0
+    worker.lent_slots, worker.lent_kv_tokens = lent, lent_kv_tokens
     worker.slots, worker.kv_tokens = slots - lent, kv_tokens - worker.lent_kv_tokens
     state.rehosted(worker)
     if lent:
@@ -232,6 +263,8 @@ def _fits(state: State, worker: Worker) -> bool:
     evaluations, lent_kv = state.evaluations, worker.lent_kv_tokens
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
     slots_fit = count <= max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held)
+    if count == 1 and not worker.held:
+        return slots_fit
     most = state.config.balance.pressure * (worker.kv_tokens + lent_kv)
     return slots_fit and (kv_tokens <= lent_kv or worker.kv_expected + kv_tokens <= most)
 
@@ -245,8 +278,11 @@ def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
     kv_tokens += _next_tokens(evaluations, evaluation)
     if evaluation.share and count < worker.lent_slots and kv_tokens <= worker.lent_kv_tokens:
         return True
-    room = START_FILL * (worker.kv_tokens + worker.lent_kv_tokens) - worker.kv_expected
-    return not state.waiting.get(evaluation.version) and kv_tokens <= room
+    if state.waiting.get(evaluation.version):
+        return False
+    if not worker.held and not count:
+        return True  # otherwise a long request would never run
+    return kv_tokens <= START_FILL * (worker.kv_tokens + worker.lent_kv_tokens) - worker.kv_expected
 
 
 def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
@@ -320,4 +356,9 @@ def _end(state: State, evaluation: Evaluation, reason: str) -> None:
         _forget(state, evaluation, group_id)
     del evaluations.running[evaluation.evaluation_id]
     state.worklist.wake()  # workers that it retained are free
+    heir = next((each for each in evaluations.running.values() if each.version == evaluation.version), None)
+    if heir is not None:
+        heir.claims = heir.claims or evaluation.claims
+    elif evaluation.claims or evaluation.version in state.pinned:
+        state.replan = True
     state.out.append(do.EndEvaluation(evaluation.evaluation_id, reason))

@@ -210,19 +210,32 @@ def _close(state: State, step: int, *, exhausted: bool = False) -> None:
 
 
 def retire(state: State) -> None:
-    """Retires versions that nobody can need; a version that a worker is loading is kept."""
+    """Retires versions that no step can need; a version that a worker is loading is kept. The weights of a version that
+    an evaluation pins stay until that has ended.
+    """
+    for version in sorted(state.pinned):
+        if not evaluation.runs_under(state, version) and not state.hosting.loading(version):
+            state.pinned.discard(version)
+            _let_go(state, version)
     while state.retired < state.window.oldest_kept:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
-        evaluation.version_ends(state, state.retired)
-        arrival.forgotten(state, state.retired)
-        state.out.append(do.RetireVersion(state.retired))
+        if evaluation.pins(state, state.retired):
+            state.out.append(do.RetireVersion(state.retired, stays=True))
+        else:
+            _let_go(state, state.retired)
         # delete empty queues, so that they do not accumulate with the versions
         if not state.waiting.get(state.retired, True):
             del state.waiting[state.retired]
         state.worklist.retire(state.retired)
-        state.proven.discard(state.retired)
         state.retired += 1
+
+
+def _let_go(state: State, version: int) -> None:
+    """Deletes a version's weights."""
+    arrival.forgotten(state, version)
+    state.proven.discard(version)
+    state.out.append(do.RetireVersion(version))
 
 
 def commit(state: State, event: on.StepCommitted) -> None:

@@ -105,7 +105,7 @@ def settle(state: State, indexes: Iterable[int]) -> None:
             state.hosting.moved(index, worker)
             state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
         elif (
-            worker.target >= state.window.oldest_kept
+            state.keeps_weights(worker.target)
             and worker.target != worker.loaded
             and arrival.is_within_reach(state, worker)
             and rejection.may_load(state, worker)

@@ -141,11 +141,13 @@ class Hosts:
             raise Conflict("name", name, f"one of at most {HOSTS_MAX} hosts", why="is one too many")
         if self._orphaned(hello):
             return  # its versions are in that room already
-        models = self._config.window.most + 1 + (not hello.model_digest)
+        models = self._config.window.most + 1 + self._config.evaluation_versions + (not hello.model_digest)
         needed_bytes = models * self._store.reference.content_bytes
         free_bytes = hello.capacity.store_free_bytes
         if free_bytes < needed_bytes:
-            allowed = f"{needed_bytes:,} bytes, for {models} models: the window's versions and one that arrives"
+            allowed = (
+                f"{needed_bytes:,} bytes, for {models} models: those of window and evaluations, and one that arrives"
+            )
             allowed += "" if hello.model_digest else ", and the model itself"
             raise LimitExceeded("store_free_bytes", free_bytes, allowed, why="is too little")
 
@@ -217,7 +219,7 @@ class Hosts:
             settings_json=settings,
             model_digest=digest,
             pool_token=pool_token,
-            versions_most=config.window.most + 1,
+            versions_most=config.window.most + 1 + config.evaluation_versions,
             relay_secret=self._distributor.secret,
             goes_on=session.goes_on,
             orphan_timeout_s=orphan_timeout_s,
