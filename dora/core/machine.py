@@ -156,6 +156,8 @@ def _done(state: State, event: on.CommandDone) -> None:
         handoff.done(state, pending, event)
     elif isinstance(pending.command, do.LoadVersion):
         membership.load_done(state, pending, event)
+        if not event.ok:
+            evaluation.not_loaded(state, pending.command.version, event.error)
     elif isinstance(pending.command, do.StartRequest):
         _start_done(state, pending.command, event)
 

@@ -261,3 +261,22 @@ def test_what_cannot_be_is_refused() -> None:
     assert len(bench.given(do.EndEvaluation)) == EVALUATIONS_MAX
     with refused(Conflict, field="evaluation", value="e9"):
         bench.ask("e9")
+
+
+def test_an_evaluation_whose_old_weights_cannot_be_loaded_ends_and_its_worker_goes_on() -> None:
+    bench = Evaluating(window=1, groups=1)
+    bench.start("w0")
+    bench.ask(prompts=10)
+    for step in range(2):
+        bench.train(step)
+    bench.now_s += 2 * UNHOSTED_S
+    bench.post(on.Tick())
+    (load,) = [
+        pending.command for pending in bench.state.pending.values() if isinstance(pending.command, do.LoadVersion)
+    ]
+    assert load.version == 0
+    bench.answer(load, ok=False, error="no memory", error_kind="refused")
+    (end,) = bench.given(do.EndEvaluation)
+    assert "could not be loaded: no memory" in end.reason
+    bench.load_all()
+    assert bench.state.workers["w0"].hosts == 2 and bench.given(do.RetireVersion)[-1] == do.RetireVersion(0)

@@ -61,5 +61,9 @@ def vanished(state: State, version: int) -> None:
 
 def is_within_reach(state: State, worker: Worker) -> bool:
     """Returns whether the worker's host holds the version that the worker loads next."""
-    held = state.arrived.get(worker.host)
-    return worker.target not in state.missing if held is None else worker.target in held
+    return holds(state, worker.host, worker.target)
+
+
+def holds(state: State, host: str, version: int) -> bool:
+    held = state.arrived.get(host)
+    return version not in state.missing if held is None else version in held

@@ -28,7 +28,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.groups.evaluations import EvalRequest, Evaluation, Evaluations
-from dora.core.rules import membership
+from dora.core.rules import arrival, membership
 from dora.core.state import State
 from dora.data.types import Arrival
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -40,6 +40,7 @@ START_FILL: Final = 0.75  # of a worker's KV in use: above it no further request
 LEFT_WINDOW: Final = (
     "version {} has left the window, and evaluations keep as many others as service.evaluation_versions allows: {}"
 )
+UNLOADED: Final = "version {}, which has left the window, could not be loaded: {}"
 UNHOSTED_S: Final = 30.0  # an evaluation whose version no worker hosts gets one then
 DRAINING: Final = "the service drains"
 
@@ -155,9 +156,19 @@ def pins(state: State, version: int) -> bool:
     if len(state.pinned) < most:
         state.pinned.add(version)
         return True
-    for evaluation in [each for each in state.evaluations.running.values() if each.version == version]:
-        _end(state, evaluation, LEFT_WINDOW.format(version, most))
+    _end_under(state, version, LEFT_WINDOW.format(version, most))
     return False
+
+
+def not_loaded(state: State, version: int, error: str) -> None:
+    """Ends evaluations of a pinned version that a worker could not load: only training is worth further attempts."""
+    if version in state.pinned:
+        _end_under(state, version, UNLOADED.format(version, error))
+
+
+def _end_under(state: State, version: int, reason: str) -> None:
+    for evaluation in [each for each in state.evaluations.running.values() if each.version == version]:
+        _end(state, evaluation, reason)
 
 
 def keeps(state: State, worker: Worker | None) -> bool:
@@ -194,7 +205,8 @@ def claim_workers(state: State) -> None:
         if version >= state.window.newest_sound or state.hosting.targeting(version):
             evaluation.hosted_s = state.now_s
         elif state.now_s - evaluation.hosted_s >= UNHOSTED_S and version not in state.window.quarantined:
-            free = [worker for worker in state.workers.values() if not worker.draining and not keeps(state, worker)]
+            able = (each for each in state.workers.values() if arrival.holds(state, each.host, version))
+            free = [worker for worker in able if not worker.draining and not keeps(state, worker)]
             if free:
                 worker = min(free, key=lambda each: (each.loading >= 0, each.held, each.index))
                 worker.target, evaluation.claims = version, worker.worker_id
