@@ -2,6 +2,7 @@
 
 from dora.client.all_ranks import AllRanks
 from dora.client.evaluation import Evaluation, Score, score_of, scores_by
+from dora.client.periodic import EvaluationSeries
 from dora.client.operator import Operator
 from dora.client.prompts import Cancelled, Prompts, Submitted
 from dora.client.publishing import Commit
@@ -15,6 +16,7 @@ __all__ = [
     "Cancelled",
     "Commit",
     "Evaluation",
+    "EvaluationSeries",
     "Operator",
     "Prompts",
     "Score",

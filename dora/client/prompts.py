@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from dora.client.connection import Client, check_count
 from dora.client.evaluation import Evaluation
+from dora.client.periodic import EvaluationSeries
 from dora.data.strict_json import check_text
 from dora.data.types import Prompt
 from dora.errors import InvalidValue, one_of
@@ -85,6 +86,26 @@ class Prompts(Client):
         wired = [_to_wire(prompt) for prompt in prompts]
         request = pb.EvaluateRequest(prompts=wired, version=version, share=share, name=name)
         return Evaluation(self._connection, request)
+
+    def every(
+        self,
+        steps: int,
+        prompts: Iterable[Prompt | str | Mapping[str, Any]],
+        *,
+        share: float = 0.0,
+        name: str = "",
+    ) -> EvaluationSeries:
+        """Evaluates every ``steps``-th version on the same prompts, given as in :meth:`evaluate`.
+
+        The trainer's loop calls ``await series.at(step.number)`` for each step, and ``await series.finish()`` at the
+        end. Raises InvalidValue for a number of steps below 1.
+        """
+        if isinstance(prompts, str | Mapping):
+            raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
+        rows = list(prompts)
+        return EvaluationSeries(
+            steps, lambda version: self.evaluate(rows, version=version, share=share, name=f"{name} v{version}".strip())
+        )
 
     async def end(self) -> int:
         """Ends submissions for all clients. The trainer's last step ends once all prompts are sampled.

@@ -83,12 +83,15 @@ def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
     return Sheet(COLUMNS, rows, f"evaluation of v{report.version}", notes=notes)
 
 
-def evaluation_line(status: EvaluationStatus) -> Text:
-    """A running evaluation in one line."""
+def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
+    """A running evaluation in one line. ``oldest``: the oldest version of the window."""
     share = f"a share of {status.share:g}" if status.share else "idle slots"
     name = f"{status.evaluation_id} {status.name}".strip()
     done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"
-    return Text(f"{name}: v{status.version}, {done}, {status.running:,} running, {status.waiting:,} waiting, {share}")
+    kept = " (kept after it left the window)" if status.version < oldest else ""
+    return Text(
+        f"{name}: v{status.version}{kept}, {done}, {status.running:,} running, {status.waiting:,} waiting, {share}"
+    )
 
 
 def _share(part: int, score: Score) -> float | None:

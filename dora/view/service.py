@@ -218,8 +218,9 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     table.add_row("generation", f"{tokens_per_s(status.workers)} tokens/s; {pace(status)}")
     if status.HasField("kv_tier"):
         table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
+    oldest = min((row.version for row in status.versions), default=0)
     for evaluation in status.evaluations:
-        table.add_row("evaluation", evaluation_line(evaluation))
+        table.add_row("evaluation", evaluation_line(evaluation, oldest))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")

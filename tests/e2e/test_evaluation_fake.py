@@ -153,3 +153,29 @@ async def test_training_goes_on_as_if_there_were_none_and_a_worker_dies(tiny_den
     assert last.version == len(taken) and not status.evaluations
     check_promises(taken, window=WINDOW, groups=GROUPS)
     assert status.counters["groups_lost"] == status.counters["c1_violations"] == 0
+
+
+async def test_every_so_many_steps_a_version_is_evaluated_and_stays_until_that_is_done(tiny_dense: Path) -> None:
+    """Steps are short, so versions leave the window long before."""
+    asked = [prompt(number) for number in range(1, 11)]
+    config = config_of(tiny_dense, window__size=1, service__evaluation_versions=4)
+    async with (
+        running(config) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        series = prompts.every(2, asked, share=0.25, name="held out")
+        async for step in trainer.steps(groups=1):
+            await series.at(step.number)
+            async for _ in step:
+                pass
+            await step.commit(weights=handle.model, wait=True)
+            if step.number == 6:
+                break
+        found = await series.finish()
+        assert list(found) == [0, 2, 4, 6]
+        for version, evaluation in found.items():
+            assert evaluation.version == version
+            check_evaluation(evaluation, asked)
+        with refused(InvalidValue, field="every", value=0):
+            prompts.every(0, asked)
