@@ -32,7 +32,7 @@ Asynchronous = TypeVar("Asynchronous", client.Trainer, client.Prompts)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-__all__ = ["Prompts", "Step", "Trainer"]
+__all__ = ["EvaluationSeries", "Prompts", "Step", "Trainer"]
 
 
 class Client(Generic[Asynchronous]):
@@ -204,6 +204,27 @@ class Step:
         )
 
 
+class EvaluationSeries:
+    """``dora.client.EvaluationSeries`` for a synchronous loop; see there."""
+
+    def __init__(self, series: client.EvaluationSeries, background: Background) -> None:
+        self._series = series
+        self._background = background
+
+    @property
+    def done(self) -> dict[int, Evaluation]:
+        """Those that have ended, by version."""
+        return self._series.done
+
+    def at(self, step: int) -> None:
+        """Starts the evaluation of version ``step``, if it is the turn of that version."""
+        self._background.run(lambda: self._series.at(step))
+
+    def finish(self) -> dict[int, Evaluation]:
+        """Waits for all evaluations that have begun. Returns them by version."""
+        return self._background.run(self._series.finish)
+
+
 class Prompts(Client[client.Prompts]):
     """``dora.Prompts`` for synchronous code; see there."""
 
@@ -224,6 +245,17 @@ class Prompts(Client[client.Prompts]):
     ) -> Evaluation:
         """As in ``dora.Prompts``, but waits for its end; the result is its ``whole()``."""
         return self._background.run(lambda: self._whole(prompts, version, share, name))
+
+    def every(
+        self,
+        steps: int,
+        prompts: "Iterable[Prompt | str | Mapping[str, Any]]",
+        *,
+        share: float = 0.0,
+        name: str = "",
+    ) -> EvaluationSeries:
+        """As of ``dora.Prompts``."""
+        return EvaluationSeries(self._client.every(steps, prompts, share=share, name=name), self._background)
 
     async def _whole(self, prompts: Iterable[Any], version: int | None, share: float, name: str) -> Evaluation:
         evaluation = self._client.evaluate(prompts, version=version, share=share, name=name)

@@ -59,7 +59,8 @@ def evaluate(
     """Sample and score prompts under one policy version while training continues. No step trains on them.
 
     The evaluation keeps its version until it is done. It ends early if service.evaluation_versions other versions are
-    kept already, if the weights cannot be loaded, or if the service drains. The command then shows the results so far with the reason, and exits with 1. Ctrl-C cancels the evaluation.
+    kept already, if the weights cannot be loaded, or if the service drains. The command then shows the results so far
+    with the reason, and exits with 1. Ctrl-C cancels the evaluation.
     """
     from dora.client import Prompts
     from dora.view.evaluation import evaluation_table, report_of

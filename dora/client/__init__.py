@@ -2,8 +2,8 @@
 
 from dora.client.all_ranks import AllRanks
 from dora.client.evaluation import Evaluation, Score, score_of, scores_by
-from dora.client.periodic import EvaluationSeries
 from dora.client.operator import Operator
+from dora.client.periodic import EvaluationSeries
 from dora.client.prompts import Cancelled, Prompts, Submitted
 from dora.client.publishing import Commit
 from dora.client.session import Attachment
