@@ -111,14 +111,16 @@ class EndEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """Delete a version's weights: no open or later group can be of it.
-
-    ``stays``: the version has left the window, and its weights are needed until another RetireVersion, because an
-    evaluation runs under it.
-    """
+    """Delete a version's weights: no open or later group can be of it."""
 
     version: int
-    stays: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PinVersion:
+    """Keep the weights of a version that has left the window until its RetireVersion: an evaluation runs under it."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,7 @@ Command = (
     | EndEvaluationGroup
     | EndEvaluation
     | RetireVersion
+    | PinVersion
     | ResizeWindow
     | RejectVersion
     | ReleaseSnapshot

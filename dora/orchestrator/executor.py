@@ -136,6 +136,7 @@ class Executor:
             do.EndEvaluationGroup: evaluations.end_group,
             do.EndEvaluation: evaluations.end,
             do.RetireVersion: self._retire_version,
+            do.PinVersion: self._pin_version,
             do.ResizeWindow: self._resize_window,
             do.RejectVersion: self._reject_version,
             do.ReleaseSnapshot: self._release_snapshot,
@@ -245,13 +246,18 @@ class Executor:
             stream.close(exhausted=command.exhausted)
             self._sessions.stream = None
 
-    def _retire_version(self, command: do.RetireVersion) -> None:
-        keeps = command.version == self._reference_version
-        self._journal.note(records.Retired(command.version, keeps))  # evaluations do not outlive the service
+    def _pin_version(self, command: do.PinVersion) -> None:
+        self._forget_version(command.version)  # evaluations do not outlive the service
+
+    def _forget_version(self, version: int) -> None:
+        """Notes that a restart of the service does not need the version."""
+        keeps = version == self._reference_version
+        self._journal.note(records.Retired(version, keeps))
         if self._versions is not None and not keeps:
-            self._spawn(self.drop_kept(command.version))
-        if command.stays:
-            return
+            self._spawn(self.drop_kept(version))
+
+    def _retire_version(self, command: do.RetireVersion) -> None:
+        self._forget_version(command.version)
         with self._storage.tidying(RUN_FOLDER):
             gone = self._store.set_aside(command.version)
             if gone is not None:

@@ -88,6 +88,7 @@ class World(WorkerDriver):
             do.EndEvaluationGroup: self.ledger.end_evaluation_group,
             do.EndEvaluation: self.ledger.end_evaluation,
             do.RetireVersion: self.retire,
+            do.PinVersion: self.pin,
             do.ResizeWindow: self.ledger.resize,
             do.RejectVersion: self.reject,
         }
@@ -331,12 +332,13 @@ class World(WorkerDriver):
             self._draw()
 
     def retire(self, command: do.RetireVersion) -> None:
-        if command.stays:
-            self.pinned.add(command.version)
-        else:
-            self.ledger.check_retired(command.version)
-            self.pinned.discard(command.version)
+        self.ledger.check_retired(command.version)
+        self.pinned.discard(command.version)
         self.retired = max(self.retired, command.version + 1)
+
+    def pin(self, command: do.PinVersion) -> None:
+        self.pinned.add(command.version)
+        self.retired = command.version + 1
 
     def reject(self, command: do.RejectVersion) -> None:
         self.ledger.reject(command)

@@ -673,7 +673,8 @@ def evaluations_die_with_their_worker(patch: Patch) -> None:
 
 
 def evaluation_outlives_its_weights(patch: Patch) -> None:
-    patch.setattr(evaluation, "version_ends", lambda state, version: None)
+    """Its version is neither pinned, nor does the evaluation end."""
+    patch.setattr(evaluation, "pins", lambda state, version: False)
 
 
 def evaluation_ends_with_its_last_prompt(patch: Patch) -> None:

@@ -205,10 +205,10 @@ def test_a_version_stays_until_its_evaluation_is_done_and_nothing_of_it_is_admit
     bench.ask(prompts=10)
     for step in range(3):
         bench.train(step)
-    window, (retired,) = bench.state.window, bench.given(do.RetireVersion)[:1]
-    assert retired == do.RetireVersion(0, stays=True) and bench.state.pinned == {0} and bench.state.retired == 3
+    window = bench.state.window
+    assert bench.given(do.PinVersion) == [do.PinVersion(0)] and bench.state.pinned == {0} and bench.state.retired == 3
     assert window.oldest_kept == 3 and window.admissible(0) == 0, "C3: no step may train on it"
-    assert [command.version for command in bench.given(do.RetireVersion)] == [0, 1, 2]
+    assert [command.version for command in bench.given(do.RetireVersion)] == [1, 2]
     bench.ask("e2", prompts=1, version=0)
     assert bench.given(do.EndEvaluation) == []
     for _ in range(3):

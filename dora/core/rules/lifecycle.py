@@ -221,7 +221,7 @@ def retire(state: State) -> None:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
         if evaluation.pins(state, state.retired):
-            state.out.append(do.RetireVersion(state.retired, stays=True))
+            state.out.append(do.PinVersion(state.retired))
         else:
             _let_go(state, state.retired)
         # delete empty queues, so that they do not accumulate with the versions

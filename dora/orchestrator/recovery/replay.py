@@ -40,6 +40,7 @@ ACKNOWLEDGEMENTS: Final = frozenset(
         do.EndEvaluation,
         do.ForgetGroup,
         do.RetireVersion,
+        do.PinVersion,
         do.ReleaseSnapshot,
         do.RemoveRequest,
         do.CopyOut,
