@@ -91,6 +91,7 @@ BUGS = [
         "the router picks a dead worker again (NeMo-RL 3613)",
         "gone|no living worker|not told",
         plants.dead_worker_is_picked_again,
+        first=6,
     ),
     Bug("reports of an epoch that is over count", "lost epoch|gone", plants.epoch_is_not_looked_at, "partition"),
     Bug("progress is reset on retry", "C2", plants.progress_reset_on_retry),
