@@ -19,7 +19,7 @@ SCHEMA = 5
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
 Pieces = Sequence[np.ndarray]
 # One segment of a request, its time in a slot: a number for each arrival here, and its preemptions since.
-Stay = tuple[int, int]
+SegmentId = tuple[int, int]
 # The interior of one layer's block: the number of rows (usually one per KV head), and the strips of each row. A strip
 # of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes). Without strips the contents of a row
 # are unknown; with 0 rows their number is unknown too.
@@ -96,6 +96,6 @@ class FullBlocks:
     with a window have none, as the engine reclaims their blocks while the request decodes.
     """
 
-    stay: Stay
+    segment: SegmentId
     end: int  # one after the last block, counted from the request's first block
     blocks: Mapping[str, Pieces]  # from the requested block on; views, not copies

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
-from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.worker.reservation import Reservation
 
 
@@ -63,28 +63,28 @@ class RolloutEngine(Protocol):
         """Returns a frozen request's state and its KV from block ``first`` on, the partial last block included.
 
         Nothing is copied: the snapshot refers to the engine's blocks, which do not change until the request is removed
-        or thawed. ``first``: the number of blocks that ``full_blocks`` has shown in this stay.
+        or thawed. ``first``: the number of blocks that ``full_blocks`` has shown in this segment.
 
         Returns None if the KV cannot move exactly (no token sampled yet, preempted, or a model whose state is more than
         one list of blocks): it must then be re-prefilled. The request stays frozen until it is removed or thawed.
         Raises NotFound, and Conflict for a request that is not frozen.
         """
 
-    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
-        """Returns the stay and the end of the final blocks, as ``full_blocks`` does, without the blocks."""
+    def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
+        """Returns the segment and the end of the final blocks, as ``full_blocks`` does, without the blocks."""
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
         """Returns the final blocks of a decoding request from block ``first`` on, to be copied while it decodes.
 
         The partial last block is excluded, and the block before it if that is the only one. Blocks shared with other
-        requests of the prompt are included. Another thread may read them until the stay ends, which a later call
-        reports; bytes read in an ended stay are void. Raises NotFound as ``freeze`` does, and Conflict with the reason
+        requests of the prompt are included. Another thread may read them until the segment ends, which a later call
+        reports; bytes read in an ended segment are void. Raises NotFound as ``freeze`` does, and Conflict with a reason
         for a request that does not decode: it waits for a slot, is preempted or in prefill, or its model's state is
         more than one list of blocks.
         """
 
-    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
-        """Returns other requests that share some of this one's first ``blocks`` blocks: their stay, and the count.
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
+        """Returns other requests that share some of this one's first ``blocks`` blocks: their segment, and the count.
 
         The blocks are identical, not equal, and full. Raises NotFound as ``freeze`` does.
         """

@@ -17,7 +17,7 @@ from blake3 import blake3
 from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, RoutingShape, TokenDelta
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
-from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
@@ -157,7 +157,7 @@ class FakeEngine(BaseEngine[_Live]):
         }
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks, first)
 
-    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
+    def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
         if not live.kv:
             why = "is preempted" if live.preemptions else "waits for a slot"
@@ -165,7 +165,7 @@ class FakeEngine(BaseEngine[_Live]):
         return (live.entry, live.preemptions), (live.kv_tokens - 1) // self._capability.block_tokens
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        stay, end = self.final_blocks(request_id)
+        segment, end = self.final_blocks(request_id)
         end = max(first, end)
         blocks = {
             name: []
@@ -173,9 +173,9 @@ class FakeEngine(BaseEngine[_Live]):
             else [self._to_blocks(raw[first * self._block_bytes : end * self._block_bytes])]
             for name, raw in self._live[request_id].kv.items()
         }
-        return FullBlocks(stay, end, blocks)
+        return FullBlocks(segment, end, blocks)
 
-    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         """Returns nothing: requests share no KV."""
         return {}
 

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.snapshot import NO_PREFIX, Prefix, Stay
+from dora.kvtransfer.snapshot import NO_PREFIX, Prefix, SegmentId
 from dora.kvtransfer.transfer import Sent
 
 NOTES_MAX: Final = 4096  # requests at a source of which it is known what they share; then the oldest moves whole
@@ -29,7 +29,7 @@ class _Note:
     """The blocks that a request shares with another one's round."""
 
     peer: tuple[str, int]
-    stay: Stay  # of the sharing request; in another stay it has other blocks
+    segment: SegmentId  # of the sharing request; in another segment it has other blocks
     blocks: int
     done: "Future[Sent]"
 
@@ -40,20 +40,20 @@ class SentPrefixes:
     def __init__(self) -> None:
         self._notes: OrderedDict[str, _Note] = OrderedDict()
 
-    def note(self, peer: Peer, done: "Future[Sent]", siblings: Mapping[str, tuple[Stay, int]]) -> None:
-        """Enters a round that begins now. ``siblings``: requests that share its first blocks, their stay, and the
+    def note(self, peer: Peer, done: "Future[Sent]", siblings: Mapping[str, tuple[SegmentId, int]]) -> None:
+        """Enters a round that begins now. ``siblings``: requests that share its first blocks, their segment, and the
         count.
         """
-        for request_id, (stay, blocks) in siblings.items():
+        for request_id, (segment, blocks) in siblings.items():
             self._notes.pop(request_id, None)
-            self._notes[request_id] = _Note((peer.worker_id, peer.epoch), stay, blocks, done)
+            self._notes[request_id] = _Note((peer.worker_id, peer.epoch), segment, blocks, done)
         while len(self._notes) > NOTES_MAX:
             self._notes.popitem(last=False)
 
-    def find(self, peer: Peer, request_id: str, stay: Stay) -> Prefix | None:
+    def find(self, peer: Peer, request_id: str, segment: SegmentId) -> Prefix | None:
         """Returns the first blocks of a request that are at this worker; None while they are being sent."""
         note = self._notes.get(request_id)
-        if note is None or note.stay != stay or note.peer != (peer.worker_id, peer.epoch):
+        if note is None or note.segment != segment or note.peer != (peer.worker_id, peer.epoch):
             return NO_PREFIX
         if not note.done.done():
             return None

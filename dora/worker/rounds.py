@@ -20,7 +20,7 @@ from dora.kvtransfer.codec import Opening, closing_of, opening_of, parts_of, rou
 from dora.kvtransfer.copying import NotMovable, Round
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.snapshot import NO_PREFIX, FullBlocks, Stay
+from dora.kvtransfer.snapshot import NO_PREFIX, FullBlocks, SegmentId
 from dora.worker.engine import RolloutEngine
 from dora.worker.prefixes import SentPrefixes
 
@@ -38,7 +38,7 @@ class EngineRounds:
         self._peer = peer
         self._request_id = request_id
         self._sent = sent
-        self._stay: Stay = (0, 0)
+        self._segment: SegmentId = (0, 0)
         self._prefix = NO_PREFIX  # blocks that the target has from another request
         self._may_share = True  # until it is known whether it does
         self._rounds: list[int] = []  # blocks of each that has arrived, or is on its way
@@ -54,7 +54,7 @@ class EngineRounds:
         except Conflict as error:
             self._begin_again()
             return self._last(str(error))
-        if self._rounds and full.stay != self._stay:  # it was preempted: all copies are void
+        if self._rounds and full.segment != self._segment:  # it was preempted: all copies are void
             self._begin_again()
             full = self._engine.full_blocks(self._request_id, 0)
         found = full.end - self._done
@@ -81,8 +81,8 @@ class EngineRounds:
 
     def _knows_prefix(self) -> bool:
         """Finds the blocks that the target has from another request. Returns False while they are being sent."""
-        stay, end = self._engine.final_blocks(self._request_id)
-        found = self._sent.find(self._peer, self._request_id, stay)
+        segment, end = self._engine.final_blocks(self._request_id)
+        found = self._sent.find(self._peer, self._request_id, segment)
         if found is not None:
             self._may_share = False
             blocks = min(found.blocks, end - 1)  # the target is asked by a round, which has to bring something
@@ -94,7 +94,7 @@ class EngineRounds:
 
     def _round(self, full: FullBlocks, count: int) -> Round:
         is_first, prefix = not self._rounds, self._prefix
-        self._stay = full.stay
+        self._segment = full.segment
         self._begun += 1
         self._rounds.append(count)
         parts = parts_of(self._engine.layout, full.blocks, 0, count)

@@ -17,7 +17,7 @@ from dora.engine_patches.patch import PatchFailed
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
-from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, Stay
+from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.models.ends import end_token_ids
 from dora.weights.reference import read_reference
@@ -208,7 +208,7 @@ class VllmEngine(BaseEngine[_Live]):
             ahead=first,
         )
 
-    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
+    def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
@@ -222,16 +222,16 @@ class VllmEngine(BaseEngine[_Live]):
         if why:
             raise Conflict("request_id", request_id, "a request that decodes", why)
         has_some = not all(group.window_tokens for group in self._groups)
-        return self._stay(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
+        return self._segment(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        stay, end = self.final_blocks(request_id)
+        segment, end = self.final_blocks(request_id)
         end, live = max(first, end), self._find(request_id)
         ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
         final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
-        return FullBlocks(stay, end, self._store.show(final))
+        return FullBlocks(segment, end, self._store.show(final))
 
-    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         if not self._takes_ahead:
             return {}
         ids_of = self._scheduler.kv_cache_manager.get_block_ids
@@ -241,7 +241,7 @@ class VllmEngine(BaseEngine[_Live]):
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, ids_of(live.engine_id)[0], strict=False))
             shared = sum(1 for _ in alike)
             if shared and name != request_id:
-                found[name] = self._stay(live), shared
+                found[name] = self._segment(live), shared
         return found
 
     def remove(self, request_id: str) -> None:
@@ -331,7 +331,7 @@ class VllmEngine(BaseEngine[_Live]):
         self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
         return self._scheduler.connector.tier
 
-    def _stay(self, live: _Live) -> Stay:
+    def _segment(self, live: _Live) -> SegmentId:
         return live.entry, self._scheduler.requests[live.engine_id].num_preemptions
 
     def _slots_left(self) -> int:

@@ -204,12 +204,12 @@ def test_rounds_of_before_a_preemption_are_void(ends: Ends) -> None:
     copying = ends.copying()
     assert copying.advance() is None
     arrived(copying)
-    stay = engine.full_blocks("r1", 0).stay
+    segment = engine.full_blocks("r1", 0).segment
     while not engine.load().waiting:
         ends.driver.step()
     while engine.load().waiting:  # nobody looked while it was out of its slot
         ends.driver.step()
-    assert engine.full_blocks("r1", 0).stay > stay
+    assert engine.full_blocks("r1", 0).segment > segment
     assert copying.advance() is None
     arrived(copying)
     assert copying.arrived[0].body_bytes < arrived(copying).body_bytes, "all of it, once more"

@@ -13,7 +13,7 @@ import pytest
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import opening_of
-from dora.kvtransfer.snapshot import Stay
+from dora.kvtransfer.snapshot import SegmentId
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
 from tests.refusals import refused
@@ -69,16 +69,16 @@ def test_what_a_request_showed_before_it_was_preempted_is_void(engine: RolloutEn
         driver.add(make_request(index, replace(SAMPLED, ignore_eos=True), 100, max_tokens=90))
     driver.step(2)
     refused: set[str] = set()
-    before: dict[str, Stay] = {}
+    before: dict[str, SegmentId] = {}
     again: set[str] = set()
     while driver.engine.has_work():
         for name in driver.unfinished():
             try:
-                stay = engine.full_blocks(name, 0).stay
+                segment = engine.full_blocks(name, 0).segment
             except Conflict as error:
                 refused.add(str(error))
                 continue
-            if stay != before.setdefault(name, stay):
+            if segment != before.setdefault(name, segment):
                 again.add(name)
         driver.step()
     assert any("is preempted" in reason for reason in refused)

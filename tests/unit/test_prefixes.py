@@ -37,14 +37,14 @@ def test_a_round_is_named_once_it_has_arrived() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "stay"),
+    ("peer", "segment"),
     [(Peer("w3", 3, "", ()), STAY), (Peer("w2", 4, "", ()), STAY), (PEER, (1, 1)), (PEER, (2, 0))],
     ids=["another worker", "its next life", "preempted since", "here for the second time"],
 )
-def test_what_may_be_other_blocks_is_never_named(peer: Peer, stay: tuple[int, int]) -> None:
+def test_what_may_be_other_blocks_is_never_named(peer: Peer, segment: tuple[int, int]) -> None:
     sent = SentPrefixes()
     sent.note(PEER, a_round(), {"r2": (STAY, 7)})
-    assert sent.find(peer, "r2", stay) == NO_PREFIX
+    assert sent.find(peer, "r2", segment) == NO_PREFIX
 
 
 def test_a_round_that_failed_or_is_kept_in_memory_is_never_named() -> None:

@@ -10,6 +10,7 @@ from dora.errors import LimitExceeded
 from dora.host import agent
 from dora.host.agent import AgentOptions, _Agent
 from dora.host.folder import MODEL, WEIGHTS
+from dora.host.placement import Placement
 from dora.journal.ledger import Ledger
 from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
@@ -30,7 +31,7 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
         publish(store, version)
     options = AgentOptions("127.0.0.1:1", "", "h1", 1, model=str(tiny_dense) if has_model else "")
     model_bytes = store.reference.content_bytes
-    joining = _Agent(options, "cpu", DIGEST if has_model else "", folder, asyncio.Event(), lambda _: None)
+    joining = _Agent(options, Placement(), DIGEST if has_model else "", folder, asyncio.Event(), lambda _: None)
     life = Incarnation(tmp_path, config, Ledger(None))
 
     def free(free_bytes: int) -> pb.HostHello:
@@ -38,8 +39,8 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
         return joining._hello()
 
     with refused(LimitExceeded, names=("store_free_bytes",)):
-        life.hosts.join(free(model_bytes // 2), DIGEST)
-    life.hosts.join(free(model_bytes), DIGEST)  # for the version that is on its way in
+        life.hosts.join(free(3 * model_bytes // 2), DIGEST)
+    life.hosts.join(free(2 * model_bytes), DIGEST)  # for an evaluation's version, and the one that is on its way in
 
 
 class Refused(_Agent):
