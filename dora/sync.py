@@ -97,6 +97,7 @@ class Trainer(Client[client.Trainer]):
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
+        take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """As in ``dora.Trainer``."""
@@ -107,6 +108,7 @@ class Trainer(Client[client.Trainer]):
             connect_s=connect_s,
             reconnect_s=reconnect_s,
             tokenizer=tokenizer,
+            take_over=take_over,
             max_message_bytes=max_message_bytes,
         )
         super().__init__("trainer", address, trainer)

@@ -69,9 +69,12 @@ class Session:
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
+        take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Does not connect yet.
+
+        ``take_over``: the first attach replaces another living trainer, which is fenced; otherwise it raises Conflict.
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
         after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
@@ -80,6 +83,8 @@ class Session:
         self.connection = Connection(address, token, max_message_bytes)
         self.patience = Patience(reconnect_s)
         self._name = name
+        self._take_over = take_over
+        self._client_id = os.urandom(16)
         self._connect_s = connect_s
         self._tokenizer_folder = tokenizer
         self._tokenizer: ChatTokenizer | None = None
@@ -158,8 +163,9 @@ class Session:
     async def attach(self, groups: int = 0) -> Attachment:
         """Becomes the service's only active trainer. ``groups``: the groups per step; 0 keeps the service's number.
 
-        :meth:`Trainer.steps` calls it if needed; call it before to get the model's folder. Raises InvalidValue if the
-        service refuses ``groups``, Unauthenticated, ServiceUnavailable after ``connect_s``.
+        :meth:`Trainer.steps` calls it if needed; call it before to get the model's folder. Raises Conflict if another
+        trainer lives and ``take_over`` is False, InvalidValue if the service refuses ``groups``, Unauthenticated, and
+        ServiceUnavailable after ``connect_s``.
         """
         if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MAX:
             raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 to keep the service's")
@@ -268,8 +274,14 @@ class Session:
         return len(preamble(ordered)) + sum(tensor.content_bytes for tensor in ordered)
 
     async def _attach(self) -> Attachment:
-        request = pb.AttachRequest(groups_per_step=self._groups_per_step, client_name=self._name)
+        request = pb.AttachRequest(
+            groups_per_step=self._groups_per_step,
+            client_name=self._name,
+            take_over=self._take_over,
+            client_id=self._client_id,
+        )
         reply = await self.connection.call(self.stub.Attach, request, _ATTACH_TIMEOUT_S)
+        self._take_over = False  # a trainer that was replaced does not take over in its turn
         self._attachment = await asyncio.to_thread(attachment_of, reply)
         if self._attachment.max_message_bytes:
             limit_bytes = min(self.connection.max_message_bytes, self._attachment.max_message_bytes)

@@ -7,12 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("groups_per_step", "client_name")
+    __slots__ = ("groups_per_step", "client_name", "take_over", "client_id")
     GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     groups_per_step: int
     client_name: str
-    def __init__(self, groups_per_step: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
+    take_over: bool
+    client_id: bytes
+    def __init__(self, groups_per_step: _Optional[int] = ..., client_name: _Optional[str] = ..., take_over: _Optional[bool] = ..., client_id: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("trainer_epoch", "next_step", "groups_per_step", "window_versions", "model", "store_folder", "store_proof", "store_proof_bytes", "max_message_bytes", "reference_version", "tensors")

@@ -76,7 +76,7 @@ class TrainerServicer:
     """
 
     def Attach(self, request, context):
-        """Becomes the one active trainer. An earlier trainer is fenced: its epoch is refused from now on, and the groups that it
+        """Becomes the one active trainer. A living one is replaced only with take_over. An earlier trainer is fenced: its epoch is refused from now on, and the groups that it
         had received but not committed is delivered again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

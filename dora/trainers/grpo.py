@@ -61,7 +61,14 @@ async def train(
     started_s = time.monotonic()
     writers = make_writers(config.tensorboard, config.wandb, asdict(config.learner))
     reports: list[StepReport] = []
-    async with Trainer(config.address, token=config.token, name="grpo", reconnect_s=config.reconnect_s) as trainer:
+    client = Trainer(
+        config.address,
+        token=config.token,
+        name="grpo",
+        reconnect_s=config.reconnect_s,
+        take_over=config.take_over,
+    )
+    async with client as trainer:
         with ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.threads,)) as thread:
             run = _Run(trainer, config, ranks, thread, make)
             learner = await run.begin()

@@ -15,7 +15,7 @@ from dora.trainers.learner import LearnerConfig
 from dora.trainers.objectives.presets import add_objective, objective_of
 
 _COMMON: Final = (
-    *("address", "model", "groups", "steps", "threads", "dtype", "reference"),
+    *("address", "model", "groups", "steps", "threads", "dtype", "reference", "take_over"),
     *("checkpoints", "checkpoint_every", "tensorboard", "wandb"),
 )  # fields with an option of the same name
 
@@ -34,6 +34,7 @@ class GrpoConfig:
     reference: str = ""  # folder of the reference version's weights; empty: the service's
     checkpoints: str = ""  # folder; empty: checkpoints are neither written nor read
     checkpoint_every: int = 1  # in steps
+    take_over: bool = False  # replace a trainer that lives
     reconnect_s: float = 60.0
     rank_timeout_s: float = 120.0  # how long one of several ranks may take for a micro-batch
     tensorboard: str = ""  # folder for event files; empty: none
@@ -98,6 +99,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip-alarm", type=float, default=defaults.clip_alarm, help="clipped share (%(default)s)")
     parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="event files of the signals")
     parser.add_argument("--wandb", default="", metavar="PROJECT", help="the signals as a run of Weights & Biases")
+    parser.add_argument("--take-over", action="store_true", help="replace a trainer that lives")
     parser.add_argument("--json", action="store_true", help="print one JSON object per step instead of a text line")
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dora.errors import Conflict
+
+CLIENT_ID_MAX: Final = 64  # bytes
 ABSENT_S: Final = 2.0  # a trainer that has held nothing for so long is absent
 
 
@@ -14,14 +17,28 @@ class TrainerPresence:
 
     def __init__(self) -> None:
         self.name = ""
+        self.since = 0.0  # when it attached, since the Unix epoch
+        self._client_id = b""
         self._seen_s = -ABSENT_S
         self._stays: asyncio.Event | None = None  # set to end the trainer's open call
         self._left = False  # its open call has ended
 
-    def attached(self, name: str) -> None:
-        """Notes that another trainer took over."""
+    def check_attach(self, client_id: bytes) -> None:
+        """Raises Conflict if another trainer holds its call open."""
+        if self._stays is None or (client_id and client_id == self._client_id):
+            return
+        allowed = "the only one: end the other first, or attach with take_over=True, which fences it"
+        raise Conflict("trainer", self.name, allowed, why=f"has been attached since {clock_time(self.since)}")
+
+    def taken_over(self) -> str:
+        """Says who replaced an earlier trainer, and when: the end of a sentence."""
+        return f"has ended: trainer {self.name} attached at {clock_time(self.since)}"
+
+    def attached(self, name: str, client_id: bytes = b"") -> None:
+        """Notes that a trainer has attached. It replaces the one before."""
         if self._stays is not None:
             self._stays.set()
+        self.since, self._client_id = time.time(), client_id
         self.name, self._stays, self._left = name, None, False
         self.seen()
 
@@ -56,3 +73,8 @@ class TrainerPresence:
 
     def _heard_lately(self) -> bool:
         return time.monotonic() - self._seen_s < ABSENT_S
+
+
+def clock_time(at: float) -> str:
+    """The local time of day, for people."""
+    return time.strftime("%H:%M:%S", time.localtime(at))

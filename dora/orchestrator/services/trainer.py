@@ -19,6 +19,7 @@ from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.journal import records
 from dora.orchestrator.recording.storage import RUN_FOLDER
+from dora.orchestrator.rollout.presence import CLIENT_ID_MAX
 from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import staleness_groups
 from dora.orchestrator.runtime import Runtime
@@ -81,8 +82,12 @@ class TrainerService(stubs.TrainerServicer):
         name = request.client_name
         if not name.isprintable() or len(name) > CLIENT_NAME_MAX:
             raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MAX} characters")
+        if len(request.client_id) > CLIENT_ID_MAX:
+            raise InvalidValue("client_id", f"{len(request.client_id)} bytes", f"at most {CLIENT_ID_MAX} bytes")
         runtime.config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
+            if not request.take_over:
+                runtime.trainer.check_attach(request.client_id)
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
             if runtime.sessions.stream is not None:
@@ -91,7 +96,7 @@ class TrainerService(stubs.TrainerServicer):
             with runtime.storage.tidying(RUN_FOLDER):
                 await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
         await runtime.journal.settled()
-        runtime.trainer.attached(name or "trainer")
+        runtime.trainer.attached(name or "trainer", request.client_id)
         log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
         return pb.AttachReply(
@@ -277,7 +282,11 @@ class TrainerService(stubs.TrainerServicer):
     def _check_epoch(self, trainer_epoch: int) -> None:
         if not self._epoch:  # the first epoch is 1
             raise Conflict("trainer_epoch", trainer_epoch, "that of an Attach", why="is early: no trainer has attached")
-        check_epoch(trainer_epoch, self._epoch)
+        try:
+            check_epoch(trainer_epoch, self._epoch)
+        except Conflict as error:
+            why = self._runtime.trainer.taken_over()
+            raise Conflict("trainer_epoch", trainer_epoch, str(self._epoch), why=why) from error
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,71 @@
+"""Who may attach while a trainer lives, and what the replaced one hears."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dora.errors import Conflict, InvalidValue
+from dora.rpc import dora_pb2 as pb
+from tests.refusals import refused
+from tests.unit.test_runtime import Shell, shell
+
+__all__ = ["shell"]
+ATTACHED_SINCE = r"has been attached since \d\d:\d\d:\d\d"
+
+
+def attaching(name: str, **options: Any) -> pb.AttachRequest:
+    return pb.AttachRequest(client_name=name, groups_per_step=4, **options)
+
+
+@asynccontextmanager
+async def living(shell: Shell, name: str, **options: Any) -> AsyncIterator[pb.AttachReply]:
+    """A trainer that holds its call open."""
+    reply = await shell.trainer.Attach(attaching(name, **options), None)
+    call = shell.trainer.KeepAlive(pb.KeepAliveRequest(trainer_epoch=reply.trainer_epoch), None)
+    async with aclosing(call):
+        await anext(call)
+        yield reply
+
+
+async def test_a_living_trainer_is_not_replaced_unasked(shell: Shell) -> None:
+    async with living(shell, "first", client_id=b"1") as first:
+        with pytest.raises(Conflict, match=ATTACHED_SINCE):
+            await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
+        assert shell.runtime.trainer.name == "first"
+        assert first.trainer_epoch == shell.state.trainer_epoch
+
+
+async def test_one_that_has_left_is(shell: Shell) -> None:
+    async with living(shell, "first", client_id=b"1") as first:
+        pass
+    reply = await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
+    assert reply.trainer_epoch == first.trainer_epoch + 1
+
+
+async def test_the_same_trainer_may_attach_again(shell: Shell) -> None:
+    """For example because the reply to its first attempt was lost."""
+    async with living(shell, "first", client_id=b"1") as first:
+        reply = await shell.trainer.Attach(attaching("first", client_id=b"1"), None)
+        assert reply.trainer_epoch == first.trainer_epoch + 1
+
+
+async def test_without_an_id_nobody_is_the_same(shell: Shell) -> None:
+    async with living(shell, "first"):
+        with refused(Conflict, field="trainer", value="first"):
+            await shell.trainer.Attach(attaching("first"), None)
+
+
+async def test_the_loser_hears_who_took_over_and_when(shell: Shell) -> None:
+    async with living(shell, "first", client_id=b"1") as first:
+        second = await shell.trainer.Attach(attaching("second", client_id=b"2", take_over=True), None)
+        request = pb.StreamStepRequest(trainer_epoch=first.trainer_epoch, step=0)
+        with pytest.raises(Conflict, match=r"trainer second attached at \d\d:\d\d:\d\d"):
+            await anext(shell.trainer.StreamStep(request, None))
+        assert shell.runtime.trainer.name == "second" and second.trainer_epoch == first.trainer_epoch + 1
+
+
+async def test_an_id_is_bounded(shell: Shell) -> None:
+    with refused(InvalidValue, field="client_id", value="65 bytes"):
+        await shell.trainer.Attach(attaching("first", client_id=bytes(65)), None)
