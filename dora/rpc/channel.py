@@ -17,6 +17,8 @@ WEIGHT_CHUNK_BYTES: Final = 4 << 20
 LOOKAHEAD_BYTES: Final = 1 << 20  # unread bytes of one call: less would slow down uploads over long round trips
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
+HANDSHAKE_S: Final = 5.0  # for a connection's first bytes
+IDLE_S: Final = 15.0  # a connection without a call is closed: it holds a place; a client connects again for its next call
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "Bearer "
 
@@ -56,8 +58,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.max_concurrent_streams", STREAMS_AT_ONCE),
         ("grpc.max_allowed_incoming_connections", connections_most()),
-        ("grpc.server_handshake_timeout_ms", 20_000),
-        ("grpc.max_connection_idle_ms", 600_000),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
