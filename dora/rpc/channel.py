@@ -18,7 +18,7 @@ LOOKAHEAD_BYTES: Final = 1 << 20  # unread bytes of one call: less would slow do
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 HANDSHAKE_S: Final = 5.0  # for a connection's first bytes
-IDLE_S: Final = 15.0  # a connection without a call is closed: it holds a place; a client connects again for its next call
+IDLE_S: Final = 15.0  # of a connection without a call, which holds a place: a client connects again for its next call
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "Bearer "
 
