@@ -347,7 +347,7 @@ async def _until_ready(
         ready = sum(worker.hosts >= 0 for worker in runtime.machine.state.workers.values())
         if ready >= config.workers.count:
             return True
-        reason = launcher.early_death()
+        reason = launcher.early_death() or _unreproduced(runtime)
         if reason is None and loop.time() > ends_s:
             reason = f"{ready} of {config.workers.count} workers answered in {config.workers.start_timeout_s:g} s"
         if reason is not None:
@@ -355,6 +355,22 @@ async def _until_ready(
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)
     return False
+
+
+def _unreproduced(runtime: Runtime) -> str | None:
+    """Returns why the first workers refuse version 0, which no worker has loaded; None: they do not.
+
+    Its weights are the model's own, so no trainer can publish it again.
+    """
+    state = runtime.machine.state
+    if state.window.newest:
+        return None
+    refusals = state.suspects[0].refusals if 0 in state.suspects else {}
+    if 0 not in state.rejected and len(refusals) < min(2, len(state.workers)):
+        return None
+    reasons = {worker_id: refusal.reason for worker_id, refusal in refusals.items()}
+    said = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in reasons.items()) or state.rejected[0].reason
+    return f"no worker reproduces the model as transformers computes it: {said}"
 
 
 def _alone(launcher: OwnLauncher, runtime: Runtime) -> asyncio.Future[None]:

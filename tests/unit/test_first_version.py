@@ -1,13 +1,18 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dora.core.state import Refusal, SuspectVersion
 from dora.data.types import Canary
+from dora.orchestrator.main import _unreproduced
+from dora.orchestrator.runtime import Runtime
 from dora.weights import first_version
 from dora.weights.canary import check_canary, compute_canary
 
@@ -32,3 +37,23 @@ def test_weights_that_transformers_would_make_up_are_named(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert first_version.main([str(folder)]) == first_version.LACKS
     assert "model.norm.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workers", "refused_by", "newest", "ends"),
+    [(1, ["w0"], 0, True), (2, ["w0"], 0, False), (2, ["w0", "w1"], 0, True), (1, [], 0, False), (1, ["w0"], 1, False)],
+)
+def test_a_start_ends_with_the_reason_once_no_worker_can_load_version_0(
+    workers: int, refused_by: list[str], newest: int, ends: bool
+) -> None:
+    """A second worker may load it well. Later versions are their trainer's to publish again."""
+    refusals = {worker_id: Refusal(1, "logprobs differ by 0.5", 0.5) for worker_id in refused_by}
+    state = SimpleNamespace(
+        window=SimpleNamespace(newest=newest),
+        suspects={newest: SuspectVersion(refusals)} if refusals else {},
+        rejected={},
+        workers=dict.fromkeys(f"w{number}" for number in range(workers)),
+    )
+    reason = _unreproduced(cast(Runtime, SimpleNamespace(machine=SimpleNamespace(state=state))))
+    assert (reason is not None) == ends
+    assert not ends or "logprobs differ by 0.5" in str(reason)

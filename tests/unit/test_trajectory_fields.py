@@ -124,7 +124,11 @@ async def test_a_restarted_service_restores_each_field_from_the_log_record_that_
         assert state is not None
         restore_buffer(again, list(state.found.groups), state.found.requests, 0)
     before, after = (list(map(values_of, each.deliver("g0", 5)[0].trajectories)) for each in (book, again))
+    defaults = {each.name: each.default for each in fields(Trajectory)}
     for name, declared in DECLARED.items():
+        if declared.kept is not Kept.NOWHERE:
+            given = [each[name] for each in before]
+            assert any(value != defaults[name] for value in given), f"finished() gives {name} its default: lost unseen"
         assert [each[name] for each in after] == [each[name] for each in before], f"{name}: record {declared.kept}"
 
 
