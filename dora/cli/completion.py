@@ -8,12 +8,14 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 import typer
 
 from dora.cli.token import DEFAULT_ADDRESS, find_token
-from dora.errors import DoraError
+from dora.errors import DoraError, InvalidValue
+from dora.system.secret_file import read_token
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -163,7 +165,12 @@ def _served(context: typer.Context, *kinds: Literal["worker", "host", "pool", "r
     from dora.client import Operator
 
     address = str(context.params.get("address") or os.environ.get("DORA_ADDRESS") or DEFAULT_ADDRESS)
-    token = str(context.params.get("token") or os.environ.get("DORA_TOKEN") or find_token(address))
+    token = os.environ.get("DORA_TOKEN") or find_token(address)
+    if (file := context.params.get("token")) and file != token:  # --token-file
+        try:
+            token = read_token(Path(str(file)))
+        except InvalidValue:
+            return []
 
     async def ask() -> Values:
         async with asyncio.timeout(SERVICE_TIMEOUT_S), Operator(address, token=token) as operator:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dora.cli.exits import say
+from dora.cli.options import token_option
 from dora.cli.token import WHERE, find_token
 from dora.errors import MISSING
 from dora.system.signals import drain_on_signals
@@ -54,7 +55,7 @@ def host(
     ] = 600.0,
     token: Annotated[
         str | None,
-        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="The service's host token, or its owner's."),
+        token_option("File (mode 0600) with the service's host token, or its owner's; default: DORA_TOKEN."),
     ] = None,
 ) -> None:
     """Join this machine to a service: its workers generate with the service's own, until Ctrl-C or `dora drain`.

@@ -1,12 +1,14 @@
 """Options that several commands share, and access to the options that were given."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from dora.cli import completion
 from dora.errors import InvalidValue
+from dora.system.secret_file import read_token
 
 if TYPE_CHECKING:
     from dora.config import WindowSize
@@ -14,13 +16,28 @@ if TYPE_CHECKING:
 AddressOption = Annotated[
     str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service.")
 ]
+
+
+def token_given(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """Returns the token of ``--token-file`` or DORA_TOKEN. A token is no argument: every user can read arguments."""
+    source = context.get_parameter_source(parameter.name or "")
+    if value is None or source is None or source.name != "COMMANDLINE" or context.resilient_parsing:
+        return value
+    return read_token(Path(value))
+
+
+def token_option(meaning: str) -> Any:
+    """Returns the option of a command that needs a token. ``meaning``: which token, and the default."""
+    return typer.Option(
+        "--token-file", metavar="FILE", envvar="DORA_TOKEN", show_envvar=False, callback=token_given, help=meaning
+    )
+
+
 TokenOption = Annotated[
     str | None,
-    typer.Option(
-        "--token",
-        envvar="DORA_TOKEN",
-        show_envvar=True,
-        help="The operator's or owner's token; default: the one stored by your service on this host.",
+    token_option(
+        "File (mode 0600) with the operator's or owner's token; default: DORA_TOKEN, or what your service on this host "
+        "stored."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]

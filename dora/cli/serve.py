@@ -11,10 +11,11 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import say
-from dora.cli.options import WINDOW_METAVAR, SettingsOption, window_size
+from dora.cli.options import WINDOW_METAVAR, SettingsOption, token_option, window_size
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
+from dora.errors import InvalidValue
 from dora.system.log_limit import LogLimit
 from dora.system.signals import drain_on_signals
 
@@ -101,7 +102,7 @@ def serve(
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="The owner's token; default: a new one."),
+        token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -132,6 +133,9 @@ def serve(
             "service.token": token or None,
         }
     )
+    if any(each.partition("=")[0].strip() == "service.token" for each in settings or ()):
+        allowed = "in DORA_TOKEN, --token-file or the configuration file: other users can read arguments"
+        raise InvalidValue("service.token", "an argument", allowed)
     config = load_config(config_file, [*(settings or ()), *short])
     if not dry_run:
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from dora.system.ownership import hold_new, is_abandoned
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
-WHERE = "--token, DORA_TOKEN, or a service that you started on this host"  # sources of a token
+WHERE = "--token-file, DORA_TOKEN, or a service that you started on this host"  # sources of a token
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -47,8 +47,8 @@ def find_token(address: str) -> str:
 def left_token(address: str, token: str) -> Iterator[Path | None]:
     """Stores ``token`` during the block; afterwards removes it, unless another service has replaced it.
 
-    Yields None if it cannot be stored: commands then need DORA_TOKEN or ``--token``. Also removes the tokens of killed
-    services.
+    Yields None if it cannot be stored: commands then need DORA_TOKEN or ``--token-file``. Also removes the tokens of
+    killed services.
     """
     file = token_file(address)
     held = None

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from dora.errors import InvalidValue
+from dora.system.secret_file import read_token
 from dora.trainers.learner import LearnerConfig
 from dora.trainers.objectives.presets import add_objective, objective_of
 
@@ -134,20 +134,6 @@ class _RefuseSecret(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         parser.error("--token shows the secret to every user of this machine; set DORA_TOKEN or use --token-file FILE")
-
-
-def read_token(file: Path) -> str:
-    """Returns the token in ``file``. Raises InvalidValue if other users can read the file, or it cannot be read."""
-    allowed = "a file of mode 0600 that contains the token"
-    try:
-        with file.open(encoding="utf-8") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-            if mode & 0o077:
-                raise InvalidValue("--token-file", f"{file} (mode {mode:04o})", allowed)
-            return opened.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InvalidValue("--token-file", f"{file} ({reason})", allowed) from error
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:

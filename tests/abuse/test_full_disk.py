@@ -22,6 +22,7 @@ from dora.rpc.errors import LimitExceeded, ServiceUnavailable
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing, read_steps
 from tests.abuse.full import Served, has_namespaces, served, with_own_disk
+from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, during, until
 
@@ -56,7 +57,9 @@ async def test_a_record_on_a_full_disk_holds_the_step_up_and_nothing_is_lost(tin
             assert status.storage_faults[0].reason == "No space left on device"
             admitted = status.counters["groups_admitted"]
             shown = await asyncio.to_thread(
-                CliRunner().invoke, app, ["status", "--address", service.address, "--token", service.token]
+                CliRunner().invoke,
+                app,
+                ["status", "--address", service.address, "--token-file", with_token(service.token)],
             )
             assert "record: No space left on device; no group is admitted" in " ".join(shown.stdout.split())
             status = await operator.status()
@@ -149,7 +152,7 @@ async def test_a_run_folder_is_used_again_however_its_service_ended(tiny_dense: 
 
 
 def ask(address: str) -> Any:
-    return CliRunner().invoke(app, ["status", "--address", address, "--token", "secret"])
+    return CliRunner().invoke(app, ["status", "--address", address, "--token-file", with_token("secret")])
 
 
 def test_a_service_that_stands_still_is_told_from_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

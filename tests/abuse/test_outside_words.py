@@ -152,6 +152,6 @@ async def test_a_worker_that_cannot_be_started_is_a_death_and_not_the_services(
 
 @pytest.mark.parametrize("closed", ["0<&- 2>&-", "2>&-"])
 def test_a_command_without_standard_error_ends_by_its_own_exit_code(closed: str) -> None:
-    command = f"exec {sys.executable} -m dora status --address 127.0.0.1:1 --token t {closed}"
+    command = f"DORA_TOKEN=t exec {sys.executable} -m dora status --address 127.0.0.1:1 {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")

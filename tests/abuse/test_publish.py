@@ -34,6 +34,7 @@ from dora.weights.finite import FiniteCheck
 from dora.weights.reference import TensorHeader, read_layout
 from dora.weights.store import WeightStore
 from tests.abuse.generated import hostile
+from tests.private_token import with_token
 from tests.refusals import data_words, refused
 from tests.service import check_promises, configured, running, train, until
 from tests.unit.test_runtime import Shell
@@ -414,7 +415,9 @@ async def test_a_trainer_may_leave_a_loop_and_begin_another(tiny_dense: Path, te
         assert status.newest_version == 4
         for command in (["status", "--json"], ["watch", "--json", "--updates", "1"]):
             result = await asyncio.to_thread(
-                CliRunner().invoke, app, [*command, "--address", handle.address, "--token", handle.token]
+                CliRunner().invoke,
+                app,
+                [*command, "--address", handle.address, "--token-file", with_token(handle.token)],
             )
             tree = json.loads(result.stdout, parse_constant=pytest.fail)
             assert tree["steps"][-1]["metrics"] == {"kl": None, "loss": None} and tree["trainer"] == ""

@@ -25,6 +25,7 @@ from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, until
 from tests.unit.test_runtime import Shell, ended
@@ -89,7 +90,7 @@ def rejected_versions(status: pb.Status) -> list[int]:
 
 def printed(handle: ServiceHandle, command: str) -> str:
     result = CliRunner(env={"COLUMNS": "500"}).invoke(
-        app, [command, "--address", handle.address, "--token", handle.token]
+        app, [command, "--address", handle.address, "--token-file", with_token(handle.token)]
     )
     return " ".join(result.stdout.split())
 

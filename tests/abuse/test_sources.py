@@ -19,6 +19,7 @@ from dora.orchestrator import main
 from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MAX, PromptFeed
 from dora.prompts import PromptSource, resolve_prompts
 from dora.system.log_limit import LogLimit
+from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 
@@ -102,7 +103,7 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
         status = await operator.status()
         assert "the data set's disk is gone" in status.prompts_failed
         assert status.counters["prompt_sources_failed"] == 1 and not status.draining
-        asked = ["status", "--address", handle.address, "--token", handle.token]
+        asked = ["status", "--address", handle.address, "--token-file", with_token(handle.token)]
         shown = await asyncio.to_thread(CliRunner().invoke, app, asked)
         assert "failed: RuntimeError: the data set's disk is gone" in " ".join(shown.stdout.split())
         async with dora.Prompts(handle.address, token=handle.token) as prompts:

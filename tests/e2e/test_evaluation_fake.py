@@ -16,6 +16,7 @@ from dora.client import Evaluation, Operator
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 
@@ -98,7 +99,7 @@ async def test_the_command_writes_what_came_and_counts_it_by_column(tiny_dense: 
     async with running(config_of(tiny_dense, prompts="none")) as handle:
 
         async def dora_eval(*arguments: str) -> Result:
-            where = ("--address", handle.address, "--token", handle.token)
+            where = ("--address", handle.address, "--token-file", with_token(handle.token))
             return await asyncio.to_thread(CliRunner().invoke, app, ["eval", str(file), *arguments, *where])
 
         refused = await dora_eval("--out", str(out))

@@ -10,6 +10,7 @@ from dora.cli.app import app
 from dora.errors import Conflict, NotFound
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import OperatorServicer, PromptsServicer
+from tests.private_token import with_token
 
 TOKEN = "correct-horse"
 
@@ -96,7 +97,7 @@ def dora(*arguments: str) -> Result:
 
 
 def at(address: str, *arguments: str) -> Result:
-    return dora(*arguments, "--address", address, "--token", TOKEN)
+    return dora(*arguments, "--address", address, "--token-file", with_token(TOKEN))
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from dora.cli.app import app
 from dora.config import Config, load_config
 from dora.core.policies import POLICIES
+from tests.private_token import with_token
 from tests.unit.cli.service import TOKEN, free_port
 
 
@@ -83,7 +84,7 @@ def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None
 
 
 def test_workers_and_requests_are_those_of_the_service(address: str) -> None:
-    at = f"--address {address} --token {TOKEN}"
+    at = f"--address {address} --token-file {with_token(TOKEN)}"
     assert completed(f"dora drain {at} ") == ["w0", "w1", "w2"]
     assert completed(f"dora migrate {at} g3.0 --to w") == ["w0", "w1", "w2"]
     assert completed(f"dora migrate {at} ") == ["g3.0"]
@@ -92,7 +93,7 @@ def test_workers_and_requests_are_those_of_the_service(address: str) -> None:
 
 def test_a_service_that_does_not_answer_completes_nothing_and_says_nothing(address: str) -> None:
     assert completed(f"dora drain --address 127.0.0.1:{free_port()} ") == []
-    assert completed(f"dora drain --address {address} --token wrong ") == []
+    assert completed(f"dora drain --address {address} --token-file {with_token('wrong')} ") == []
     assert completed("dora drain --address nowhere ") == []
     began_s = time.monotonic()
     assert completed("dora migrate --address 192.0.2.1:7070 ") == []  # an address that swallows what is sent to it

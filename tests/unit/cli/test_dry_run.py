@@ -16,6 +16,7 @@ from dora.orchestrator import setup
 from dora.orchestrator.main import serve
 from dora.orchestrator.preflight import run_preflight
 from dora.system.ownership import hold
+from tests.private_token import with_token
 from tests.service import configured
 from tests.unit.cli.service import dora
 
@@ -151,7 +152,16 @@ async def test_a_context_that_the_model_has_not_is_refused(here: Path, tiny_dens
 def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path, tiny_dense: Path) -> None:
     (here / "some.jsonl").write_text('{"prompt": "DIGITS"}\n')
     before = files(here)
-    arguments = ("--model", str(tiny_dense), "--prompts", "some.jsonl", "--record", "new/record", "--token", "hush")
+    arguments = (
+        "--model",
+        str(tiny_dense),
+        "--prompts",
+        "some.jsonl",
+        "--record",
+        "new/record",
+        "--token-file",
+        with_token("hush"),
+    )
     settings = ("workers.engine=fake", "service.run_folder=new/run", "service.state=new/state")
     shown = dora(
         "serve", "--dry-run", *arguments, "--listen", "127.0.0.1:0", "--reward", "dora.rewards.tiny:score",

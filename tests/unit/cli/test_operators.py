@@ -11,6 +11,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.view.live import spark_line
 from dora.view.narration import Narrator, news
 from dora.view.numbers import duration, number
+from tests.private_token import with_token
 from tests.unit.cli.service import STATUS, TOKEN, at, dora, free_port
 
 
@@ -84,7 +85,7 @@ def test_what_the_service_refuses_is_4_with_its_own_sentence(address: str) -> No
 
 
 def test_a_wrong_token_and_no_token_are_5(address: str) -> None:
-    wrong = dora("status", "--address", address, "--token", "nonsense")
+    wrong = dora("status", "--address", address, "--token-file", with_token("nonsense"))
     assert wrong.exit_code == ExitCode.UNAUTHENTICATED
     assert "nonsense" not in wrong.stderr
     none = dora("status", "--address", address)

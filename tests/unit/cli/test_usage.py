@@ -20,6 +20,7 @@ from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
 from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 from dora.view.settings import toml_of
 from tests.contract.trainer_service import make_trajectory
+from tests.private_token import with_token
 from tests.refusals import data_words, refused
 from tests.unit.cli.service import dora
 
@@ -244,7 +245,7 @@ def test_a_dry_run_does_not_print_the_secret(
     form: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shown = dora("serve", "--model", "tiny", "--token", "hush-hush", *ANYWHERE, "--dry-run", *form)
+    shown = dora("serve", "--model", "tiny", "--token-file", with_token("hush-hush"), *ANYWHERE, "--dry-run", *form)
     assert shown.exit_code == ExitCode.OK, shown.stderr
     assert "hush-hush" not in shown.output
     assert load_config(None, ["service.token=hush-hush"]).service.token == "hush-hush"
@@ -333,7 +334,7 @@ def test_serve_says_how_to_attach_and_drains_on_sigterm(tmp_path: Path, tiny_den
         assert service.stdout is not None
         document = "".join(iter(service.stdout.readline, "}\n")) + "}"
         handle = json.loads(document)
-        status = dora("status", "--address", handle["address"], "--token", handle["token"], "--json")
+        status = dora("status", "--address", handle["address"], "--token-file", with_token(handle["token"]), "--json")
         file = tmp_path / "dora" / f"{handle['address'].rpartition(':')[2]}.token"
         left = file.read_text().strip()
         service.send_signal(signal.SIGTERM)
@@ -358,3 +359,20 @@ def test_a_short_h_is_the_help_everywhere(arguments: tuple[str, ...]) -> None:
 
 def test_the_version_is_an_option_too() -> None:
     assert dora("--version").stdout == dora("version").stdout
+
+
+@pytest.mark.parametrize(
+    "given", [("--token", "hush-hush"), ("--token=hush-hush",), ("--set", "service.token=hush-hush")]
+)
+def test_a_token_is_no_argument(given: tuple[str, ...]) -> None:
+    """Other users can read arguments, so it is refused there, without being repeated."""
+    result = dora("serve", "--model", "tiny", *ANYWHERE, *given, "--dry-run")
+    assert result.exit_code == ExitCode.USAGE and "hush-hush" not in result.output
+
+
+def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("hush-hush\n")
+    file.chmod(0o644)
+    result = dora("status", "--address", "127.0.0.1:1", "--token-file", str(file))
+    assert result.exit_code == ExitCode.USAGE and "0644" in result.output and "hush-hush" not in result.output
