@@ -441,6 +441,12 @@ class Config(Section):
 
     model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
     record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
+    record_weights: str = Field(
+        "all",
+        pattern=r"^(all|none|every [1-9]\d{0,8})$",
+        description="versions whose weights the record keeps: all, none, or every N; version 0 and the last two are "
+        "always kept",
+    )
     cache: str = Field("", description="folder for prepared models; empty: the user's cache folder")
     prompts: PromptsConfig = PromptsConfig()
     window: WindowConfig = WindowConfig()

@@ -74,6 +74,13 @@ def serve(
         ),
     ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for trajectories and versions.")] = None,
+    record_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|none|'every N'",
+            help="Versions whose weights the record keeps besides the first and the last two (record_weights).",
+        ),
+    ] = None,
     state: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
@@ -124,6 +131,7 @@ def serve(
             "prompts": prompts,
             "reward.function": reward,
             "record": record,
+            "record_weights": record_weights,
             "service.state": state,
             "workers.device": device,
             "workers.gpus_for_trainer": gpus_for_trainer,

@@ -26,9 +26,13 @@ def verify(
         float | None,
         typer.Option(help="Tolerance of a logprob; default: 0.001 in fp32, 0.2 in bf16, 0.1 in int8."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Recompute only this many trajectories; every line is still checked.")
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Recompute only N trajectories, evenly over the versions; every line is still checked."
+        ),
     ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
     window: Annotated[
         int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1, regardless of the run record.")
     ] = None,
@@ -38,7 +42,7 @@ def verify(
     from dora.verify import verify as verify_record
 
     with progress_bar(stderr(), "verifying", lines_s=LINES_S) as tell:
-        report = verify_record(folder, atol=atol, limit=limit, window_versions=window, progress=tell)
+        report = verify_record(folder, atol=atol, sample=sample, seed=seed, window_versions=window, progress=tell)
     print_result({"ok": report.ok, **asdict(report)}, _table(folder, report), as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.FAILED)
@@ -49,8 +53,11 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
     table = Facts(Text.assemble(f"{folder}: ", verdict))
     table.add_row("steps committed", f"{report.steps:,}")
     table.add_row("trajectories", f"{report.trajectories:,}")
-    table.add_row("tokens recomputed", f"{report.tokens:,}")
+    table.add_row("recomputed", f"{report.tokens:,} tokens of {report.recomputed:,} trajectories")
     table.add_row("versions", _versions(report.versions))
+    if report.without_weights:
+        left_out = f"{_versions(report.versions_without_weights)} ({report.without_weights:,} trajectories)"
+        table.add_row("not recomputable", f"{left_out}: the service was told not to keep these weights")
     table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
     table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
     if report.router_ties:

@@ -5,7 +5,8 @@
     DIR/steps.jsonl            one committed step a line (keys: CommittedStep), each step once.
                                Lines between them name versions that were withdrawn and republished
     DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json if the engines
-                               have quantised it: {"quantisation": "int8"}
+                               have quantised it: {"quantisation": "int8"}. Unless the step's ``weights`` is "all", a
+                               version's folder may be deleted after two later commits
 
 A step's line is written last, so everything that it names is on disk. Synchronous and for one thread at a time; the
 shell calls it in a thread. A failed write or fsync raises OSError, leaves nothing half written, and may be repeated.
@@ -16,7 +17,8 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -33,6 +35,9 @@ VERSIONS_FOLDER: Final = "versions"
 ROLLOUT_FILE: Final = "rollout.json"
 WITHDRAWN: Final = "withdrawn_version"  # the only key of a line: no worker could load this version
 REPUBLISHED: Final = "republished_version"  # the only key of a line: the version was republished
+ALL_WEIGHTS: Final = "all"
+NO_WEIGHTS: Final = "none"
+EVERY: Final = "every "  # then a number
 _OWN_PREFIX: Final = "dora-"  # prefix of the store's own files, which are not copied
 # Begin of a trajectory's line: a start reads only the ids of a file of gigabytes.
 _FIRST_ID: Final = re.compile(rb'\{"trajectory_id": "([^"\\]+)", ')
@@ -62,6 +67,14 @@ class CommittedStep:
     committed_at: float  # seconds since the Unix epoch
     staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
     waited_s: float | None = None  # the trainer's wait for groups; None: unknown
+    weights: str = ALL_WEIGHTS  # the service's ``record_weights``; the recorder fills it in
+
+
+def keeps_weights(weights: str, version: int) -> bool:
+    """Whether the setting ``record_weights`` keeps this version for good. Raises ValueError for an unknown setting."""
+    if version == 0 or weights == ALL_WEIGHTS:
+        return True
+    return weights != NO_WEIGHTS and version % int(weights.removeprefix(EVERY)) == 0
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
@@ -72,13 +85,15 @@ def unwritable(folder: Path, error: OSError) -> InvalidValue:
 class Recorder:
     """Appends to a record, or continues one of an earlier process, even after a torn line."""
 
-    def __init__(self, folder: Path, quantisation: str = "") -> None:
-        """``quantisation``: of the sampling engines; empty: none.
+    def __init__(self, folder: Path, quantisation: str = "", weights: str = ALL_WEIGHTS) -> None:
+        """``quantisation``: of the sampling engines; empty: none. ``weights``: the setting ``record_weights``.
 
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
         self.folder = folder
         self._quantisation = quantisation
+        self._weights = weights
+        self._passing: set[int] = set()  # versions whose weights are deleted after two later commits
         self._versions = folder / VERSIONS_FOLDER
         try:
             self._versions.mkdir(parents=True, exist_ok=True)
@@ -151,7 +166,8 @@ class Recorder:
         self.keep_version(step.version, folder, identity)
         self._trajectories.sync()
         self._cancelled.sync()
-        self._append_step(step)
+        self._append_step(replace(step, weights=self._weights))
+        self._delete_passing(step.version - 1)
 
     def _append_step(self, step: CommittedStep) -> None:
         """Appends the step's line. A commit may be repeated: its line takes the place of an earlier one, which was not
@@ -170,6 +186,7 @@ class Recorder:
     def _took(self, step: CommittedStep, line: bytes) -> None:
         self.committed[step.step], self._counts[step.step] = step.committed_at, sum(step.groups.values())
         self.last, self._last_lines = step, [line]
+        (self._passing.discard if keeps_weights(step.weights, step.version) else self._passing.add)(step.version)
 
     def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
         """Copies a version's Hugging Face folder; a file on the same disk is hard-linked.
@@ -203,6 +220,24 @@ class Recorder:
         self._doubted.discard(version)
         self._kept[version] = identity
         return kept
+
+    def keeps(self, version: int) -> bool:
+        """Whether this service's setting keeps the version's weights for good."""
+        return keeps_weights(self._weights, version)
+
+    def _delete_passing(self, before: int) -> None:
+        """Deletes weights that are not kept for good. The last two versions stay, as the last may be withdrawn.
+
+        A failure is no fault of the commit: the next one tries again.
+        """
+        for version in sorted(each for each in self._passing if each < before):
+            kept, gone = self._versions / str(version), self._versions / f".{version}"
+            with suppress(OSError):
+                if kept.is_dir():
+                    os.rename(kept, gone)  # readers see the whole folder or none
+                if gone.is_dir():
+                    shutil.rmtree(gone)
+                self._passing.discard(version)
 
     def drop_version(self, version: int) -> None:
         """Removes a version that no worker could load, and writes its line: nothing was sampled under it."""

@@ -293,7 +293,7 @@ async def recorder_of(
             check_owner(folder, "record")
             _hold_record(config, opened)
             folder = folder if carries_on else _new_record(config)
-            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
+            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
             opened.callback(recorder.close)
         if bound is not None:
             recorder = await bound(recorder)
@@ -304,7 +304,8 @@ async def recorder_of(
         with writable("record", folder):
             if not carries_on:
                 await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that failed early has stored its model
-            for version in store.versions():
+            versions = store.versions()
+            for version in (each for each in versions if recorder.keeps(each) or each == max(versions)):
                 await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
         stack.push(opened.pop_all())
     return recorder

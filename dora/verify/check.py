@@ -1,8 +1,9 @@
 """Reads a run record, checks its lines and recomputes its logprobs."""
 
 import json
+import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,7 +13,7 @@ import numpy as np
 from dora.data.run_record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Float64Array, Trajectory
 from dora.errors import InvalidValue
-from dora.verify.committed import missing, whole_lines
+from dora.verify.committed import missing, whole_lines, without_weights
 from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files
 
@@ -22,6 +23,7 @@ ATOL_BF16: Final = 0.2
 ATOL_INT8: Final = 0.1  # measured: 0.05; rounding differences near a half change the integer
 Progress = Callable[[float, str], None]  # called with the share done, 0 to 1, and its description
 
+READ_LINES: Final = 1000  # between two reports of progress while the record is read
 VIOLATIONS_MAX: Final = 1000  # sentences stored; the rest are counted
 
 
@@ -40,6 +42,11 @@ class VerifyReport:
     violations_total: Annotated[int, "violations in all"]
     steps: Annotated[int, "committed steps in the record"] = 0
     logprob_mismatches: Annotated[int, "trajectories with a logprob that their version does not reproduce"] = 0
+    recomputed: Annotated[int, "trajectories whose logprobs were recomputed"] = 0
+    versions_without_weights: Annotated[
+        tuple[int, ...], "versions that sampled trajectories, and whose weights the record was not to keep"
+    ] = ()
+    without_weights: Annotated[int, "trajectories of these versions"] = 0
 
     @property
     def ok(self) -> bool:
@@ -50,7 +57,8 @@ def verify(
     folder: Path,
     *,
     atol: float | None = None,
-    limit: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
     window_versions: int | None = None,
     progress: Progress = lambda share, how_far: None,
 ) -> VerifyReport:
@@ -59,23 +67,32 @@ def verify(
     ``atol`` is the largest accepted absolute difference of a logprob; by default 0.001 for fp32 weights and 0.2 for
     bf16. If the engines quantised a version, the model is quantised in the same way, and the default is 0.1. In a
     mixture of experts, if two experts are tied within rounding (dora/models/routers.py), the logprob of either choice
-    is accepted. ``limit`` recomputes the logprobs of only this many trajectories, spread evenly over the record; all
-    lines are checked. ``progress`` is called after each trajectory. Raises InvalidValue if ``folder`` is not a run
-    record.
+    is accepted. ``sample`` recomputes the logprobs of only this many trajectories, drawn by ``seed`` evenly over the
+    versions; all lines are checked. A version whose weights the service was not asked to keep is no violation; its
+    logprobs are not recomputed. ``progress`` is called while the record is read, and after each trajectory. Raises
+    InvalidValue if ``folder`` is not a run record.
     """
-    if limit is not None and limit < 1:
-        raise InvalidValue("limit", limit, "1 or more")
-    trajectories = read_trajectories(folder / TRAJECTORIES_FILE)
+    if sample is not None and sample < 1:
+        raise InvalidValue("sample", sample, "1 or more")
+    trajectories = read_trajectories(folder / TRAJECTORIES_FILE, progress)
     sentences = _Sentences()
     steps, lacking = missing(folder, trajectories)
+    left_out = without_weights(folder)
     for sentence in (*violations(trajectories, window_versions), *lacking):
         sentences.add(sentence)
     by_version: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in _spread(trajectories, limit):
+    for trajectory in trajectories:
         if trajectory.length_tokens:
             by_version[trajectory.behaviour_version].append(trajectory)
+    sampling = tuple(sorted(by_version))
+    without = {version: len(by_version.pop(version)) for version in sampling if version in left_out}
+    if sample is not None:
+        by_version = drawn(by_version, sample, seed)
     differences, router_ties, mismatches = [np.zeros(0)], 0, 0
     pace = _Pace([trajectory for members in by_version.values() for trajectory in members], progress)
+    from dora.verify.recompute import Models  # loads torch
+
+    models = Models()
     loosest = atol if atol is not None else ATOL_FP32
     for version, members in sorted(by_version.items()):
         weights = folder / VERSIONS_FOLDER / str(version)
@@ -86,7 +103,7 @@ def verify(
         quantisation = quantisation_of(weights)
         accepted = atol if atol is not None else _tolerance(weights, quantisation)
         loosest = max(loosest, accepted)
-        for trajectory, apart, ties in _differences(weights, quantisation, members, accepted, sentences):
+        for trajectory, apart, ties in _differences(models.load(weights, quantisation), members, accepted, sentences):
             pace.passed([trajectory])
             differences.append(apart)
             router_ties += ties
@@ -95,7 +112,7 @@ def verify(
     return VerifyReport(
         trajectories=len(trajectories),
         tokens=len(found),
-        versions=tuple(sorted(by_version)),
+        versions=sampling,
         max_abs_diff=float(found.max(initial=0.0)),
         mean_abs_diff=float(found.mean()) if len(found) else 0.0,
         router_ties=router_ties,
@@ -104,12 +121,31 @@ def verify(
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
         steps=steps,
+        recomputed=len(differences) - 1,
+        versions_without_weights=tuple(without),
+        without_weights=sum(without.values()),
     )
 
 
-def read_trajectories(file: Path) -> list[Trajectory]:
+def read_trajectories(file: Path, progress: Progress = lambda share, how_far: None) -> list[Trajectory]:
     """The record's lines. Raises InvalidValue for a missing file, or the first line that is not a trajectory."""
-    return [_parse(line, number) for number, line in enumerate(whole_lines(file), start=1)]
+    found = []
+    for number, line in enumerate(whole_lines(file), start=1):
+        found.append(_parse(line, number))
+        if number % READ_LINES == 0:
+            progress(0.0, f"{number:,} trajectories read")
+    return found
+
+
+def drawn(by_version: Mapping[int, Sequence[Trajectory]], count: int, seed: int) -> dict[int, list[Trajectory]]:
+    """``count`` trajectories, drawn by ``seed``: of each version as many as of the others, or one more, or all."""
+    draw = random.Random(seed)
+    orders = {version: draw.sample(members, len(members)) for version, members in sorted(by_version.items())}
+    ranked = [(place, draw.random(), version) for version, order in orders.items() for place in range(len(order))]
+    found: dict[int, list[Trajectory]] = defaultdict(list)
+    for place, _, version in sorted(ranked)[:count]:
+        found[version].append(orders[version][place])
+    return found
 
 
 class _Pace:
@@ -152,12 +188,6 @@ def _parse(line: bytes, number: int) -> Trajectory:
     return Trajectory.from_json_dict(record)
 
 
-def _spread(trajectories: Sequence[Trajectory], limit: int | None) -> Sequence[Trajectory]:
-    if limit is None or limit >= len(trajectories):
-        return trajectories
-    return [trajectories[index * len(trajectories) // limit] for index in range(limit)]
-
-
 def quantisation_of(weights: Path) -> str:
     """The engines' quantisation of a recorded version; empty: none. Raises InvalidValue for an unknown one."""
     file = weights / ROLLOUT_FILE
@@ -181,13 +211,12 @@ def _tolerance(weights: Path, quantisation: str) -> float:
 
 
 def _differences(
-    weights: Path, quantisation: str, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
+    module: Any, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Trajectory, Float64Array, int]]:
     """Each trajectory with its differences by token, and the number of tied expert choices that were reversed."""
-    from dora.verify.recompute import difference, load_model, recomputed_logprobs  # loads torch
+    from dora.verify.recompute import difference, recomputed_logprobs  # loads torch
     from dora.verify.ties import with_choices_turned
 
-    module = load_model(weights, quantisation)
     for trajectory, logprobs in recomputed_logprobs(module, trajectories):
         apart, ties = difference(trajectory, logprobs), 0
         if apart.max() > atol and (found := with_choices_turned(module, trajectory, atol)) is not None:

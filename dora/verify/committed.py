@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
-from dora.data.run_record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
+from dora.data.run_record import (
+    ALL_WEIGHTS,
+    CANCELLED_FILE,
+    REPUBLISHED,
+    STEPS_FILE,
+    VERSIONS_FOLDER,
+    WITHDRAWN,
+    CommittedStep,
+    keeps_weights,
+)
 from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
 
@@ -29,6 +38,12 @@ def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iter
     return len(steps), violations(folder, trajectories, steps, withdrawn)
 
 
+def without_weights(folder: Path) -> set[int]:
+    """The versions whose weights are not there, and that the service was not asked to keep."""
+    file = folder / STEPS_FILE
+    return _left_out(read_steps(file)[0]) - set(_versions_in(folder)) if file.is_file() else set()
+
+
 def read_steps(file: Path) -> tuple[Steps, set[int]]:
     """The committed steps, and the versions withdrawn at the end. A step that was written again has its last line.
     Raises InvalidValue for an invalid line.
@@ -45,7 +60,14 @@ def read_steps(file: Path) -> tuple[Steps, set[int]]:
                 withdrawn.discard(int(record[REPUBLISHED]))
                 continue
             groups = {str(group): int(count) for group, count in record["groups"].items()}
-            step = CommittedStep(int(record["step"]), int(record["version"]), groups, float(record["committed_at"]))
+            step = CommittedStep(
+                int(record["step"]),
+                int(record["version"]),
+                groups,
+                float(record["committed_at"]),
+                weights=str(record.get("weights", ALL_WEIGHTS)),
+            )
+            keeps_weights(step.weights, step.version)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidValue(f"{file.name} line {number}", line[:80], "a committed step") from error
         steps[step.step] = step
@@ -127,15 +149,21 @@ def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]
     """Checks that each committed step's version is recorded, unless workers rejected it, and that no other version is.
     An interrupted commit is an exception.
     """
-    kept = set(_versions_in(folder))
+    kept, left_out = set(_versions_in(folder)), _left_out(steps)
     for step in sorted(steps):
-        if step + 1 not in kept | withdrawn:
+        if step + 1 not in kept | withdrawn | left_out:
             yield f"version {step + 1}, which step {step} published, is not in the record."
     following = max(steps, default=-1) + 1
     for version in sorted(kept - {0} - withdrawn):
         broken_off = version - 1 == following and following in trained
         if version - 1 not in steps and not broken_off:
             yield f"version {version} is in the record, and step {version - 1}, which published it, is not."
+
+
+def _left_out(steps: Steps) -> set[int]:
+    """The versions whose weights the record need not have. The last one's are always kept."""
+    last = max(steps, default=-1)
+    return {step + 1 for step, each in steps.items() if step != last and not keeps_weights(each.weights, step + 1)}
 
 
 def _versions_in(folder: Path) -> list[int]:

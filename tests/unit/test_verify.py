@@ -20,7 +20,9 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.verify import verify
+from dora.verify import VerifyReport, verify
+from dora.verify.check import drawn
+from dora.verify.recompute import Models, load_model
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 
@@ -87,7 +89,7 @@ def test_a_sound_record_passes(record: Path, trajectories: list[Trajectory]) -> 
     assert (report.trajectories, report.versions, report.atol) == (6, (0, 1), 1e-3)
     assert report.tokens == sum(each.length_tokens for each in trajectories)
     assert 0 < report.max_abs_diff < 5e-5 and 0 < report.mean_abs_diff <= report.max_abs_diff
-    assert verify(record, limit=2).tokens < report.tokens
+    assert verify(record, sample=2).tokens < report.tokens
 
 
 def test_progress_goes_by_tokens_and_ends_at_one(record: Path, trajectories: list[Trajectory]) -> None:
@@ -99,8 +101,8 @@ def test_progress_goes_by_tokens_and_ends_at_one(record: Path, trajectories: lis
     assert shares[0] == pytest.approx(16 / 66)  # the longest of its version comes first
     told.clear()
     shutil.rmtree(record / "versions" / "1")
-    verify(record, limit=4, progress=lambda share, how_far: told.append((share, how_far)))
-    assert told[-1] == (1.0, "4 of 4 trajectories")
+    verify(record, sample=3, progress=lambda share, how_far: told.append((share, how_far)))
+    assert told[-1] == (1.0, "3 of 3 trajectories")
 
 
 def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +186,119 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trajectories.jsonl").write_text("{\n")
     with refused(InvalidValue, field="trajectories.jsonl line 1"):
         verify(tmp_path)
-    with refused(InvalidValue, field="limit", value=0):
-        verify(tmp_path, limit=0)
+    with refused(InvalidValue, field="sample", value=0):
+        verify(tmp_path, sample=0)
+
+
+def test_a_sample_is_even_over_versions_and_follows_its_seed(record: Path, trajectories: list[Trajectory]) -> None:
+    by_version = {version: [each for each in trajectories if each.behaviour_version == version] for version in (0, 1)}
+    by_version[7] = by_version[0][:1]
+    for count in range(1, 9):
+        found = drawn(by_version, count, seed=3)
+        sizes = {version: len(found.get(version, ())) for version in by_version}
+        assert sum(sizes.values()) == min(count, 7)
+        assert max(sizes.values()) - min(sizes[0], sizes[1]) <= 1, sizes
+        assert found == drawn(by_version, count, seed=3)
+    seeds = {tuple(drawn(by_version, 1, seed)) for seed in range(20)}
+    assert seeds == {(0,), (1,), (7,)}
+    report = verify(record, sample=2)
+    assert (report.trajectories, report.recomputed, report.versions) == (6, 2, (0, 1))
+
+
+def test_every_line_is_checked_whatever_the_sample(record: Path) -> None:
+    rewrite(record, lambda lines: lines[5].update(staleness=4))
+    assert verify(record, sample=1).violations_total == 1
+
+
+def commits(folder: Path, models: list[Path], weights: str, versions: range) -> None:
+    with Recorder(folder, weights=weights) as recorder:
+        recorder.keep_version(0, models[0])
+        for version in versions:
+            recorder.commit(CommittedStep(version - 1, version, {}, 1.0), models[version % 2])
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(each.name) for each in (folder / "versions").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("weights", "remaining"),
+    [("all", range(10)), ("none", [0, 8, 9]), ("every 1", range(10)), ("every 3", [0, 3, 6, 8, 9])],
+)
+def test_a_record_keeps_the_weights_that_were_asked_for_and_is_sound(
+    tmp_path: Path, models: list[Path], trajectories: list[Trajectory], weights: str, remaining: list[int]
+) -> None:
+    commits(tmp_path, models, weights, range(1, 10))
+    assert kept(tmp_path) == list(remaining)
+    with Recorder(tmp_path) as recorder:
+        recorder.append(
+            replace(each, trained_step=9, staleness=9 - each.behaviour_version, group_id=f"s9-{each.group_id}")
+            for each in trajectories
+        )
+    report = verify(tmp_path)
+    is_lacking = 1 not in remaining
+    assert report.ok, report.violations
+    assert report.versions_without_weights == ((1,) if is_lacking else ())
+    assert (report.without_weights, report.recomputed) == ((3, 3) if is_lacking else (0, 6))
+    assert report.versions == (0, 1)
+
+
+def test_only_weights_that_were_not_to_be_kept_may_be_missing(tmp_path: Path, models: list[Path]) -> None:
+    commits(tmp_path, models, "all", range(1, 4))
+    commits(tmp_path, models, "none", range(4, 8))
+    assert kept(tmp_path) == [0, 1, 2, 3, 6, 7], "a later setting deletes nothing that an earlier one kept"
+    commits(tmp_path, models, "all", range(8, 10))
+    assert kept(tmp_path) == [0, 1, 2, 3, 8, 9]
+    assert verify_empty(tmp_path).ok
+    shutil.rmtree(tmp_path / "versions" / "9")
+    shutil.rmtree(tmp_path / "versions" / "2")
+    assert [sentence.split(",")[0] for sentence in verify_empty(tmp_path).violations] == ["version 2", "version 9"]
+
+
+def verify_empty(folder: Path) -> VerifyReport:
+    (folder / "trajectories.jsonl").touch()
+    return verify(folder)
+
+
+def test_the_last_version_is_kept_whatever_the_setting(tmp_path: Path, models: list[Path]) -> None:
+    commits(tmp_path, models, "none", range(1, 4))
+    shutil.rmtree(tmp_path / "versions" / "3")
+    assert verify_empty(tmp_path).violations == ("version 3, which step 2 published, is not in the record.",)
+
+
+def test_a_version_after_a_withdrawn_one_leaves_the_one_before(tmp_path: Path, models: list[Path]) -> None:
+    commits(tmp_path, models, "none", range(1, 4))
+    with Recorder(tmp_path, weights="none") as recorder:
+        recorder.drop_version(3)
+        assert kept(tmp_path) == [0, 2]
+        recorder.republish(3, models[0], b"new")
+        recorder.commit(CommittedStep(3, 4, {}, 1.0), models[1])
+    assert kept(tmp_path) == [0, 3, 4] and verify_empty(tmp_path).ok
+
+
+def test_the_command_says_what_it_could_not_recompute(
+    tmp_path: Path, models: list[Path], trajectories: list[Trajectory]
+) -> None:
+    commits(tmp_path, models, "none", range(1, 5))
+    with Recorder(tmp_path) as recorder:
+        recorder.append(replace(each, trained_step=4, staleness=4 - each.behaviour_version) for each in trajectories)
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path), "--sample", "2"])
+    assert shown.exit_code == 0, shown.stdout
+    assert re.search(r"not recomputable\W+v1 \(3 trajectories\)", shown.stdout)
+    assert re.search(r"recomputed\W+\d+ tokens of 2 trajectories", shown.stdout)
+
+
+def test_versions_are_loaded_into_one_module_and_give_what_a_new_one_gives(
+    models: list[Path], tmp_path: Path, trajectories: list[Trajectory]
+) -> None:
+    tied = [make_tiny("dense", tmp_path / f"dense{seed}", seed) for seed in (0, 1)]
+    for folders in (models, tied):
+        one = Models()
+        for folder in (*folders, *folders):
+            expected = load_model(folder).state_dict()
+            found = one.load(folder).state_dict()
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+    before = one.load(tied[0])
+    assert one.load(tied[1]) is before
+    assert one.load(models[0]) is not before

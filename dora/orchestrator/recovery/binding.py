@@ -66,7 +66,7 @@ async def bind(
             recorder.close()
             aside = await asyncio.to_thread(set_aside, folder, surplus, before)
             log.warning("the record's content from step %d on was moved to %s", surplus, aside)
-            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
+            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
     state.remember(content=dict(content), record=_name_of(folder) if recorder is not None else "")
     if recorder is not None:
         known = run_of(folder)
