@@ -25,14 +25,17 @@ TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--li
 Model = Annotated[
     str,
     typer.Option(
-        autocompletion=completion.planned_models, help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash."
+        metavar="NAME|DIR|CONFIG.JSON",
+        autocompletion=completion.planned_models,
+        help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b, longcat-flash, or any model's folder or config.json.",
     ),
 ]
 HardwareName = Annotated[
     str,
     typer.Option(
         autocompletion=completion.hardware,
-        help="Accelerator: h800, h20 or npu-60gb. With two datacentres: the accelerator for training.",
+        help="Accelerator: h800, h20, npu-60gb, a100-80gb, h100, h200, b200 or mi300x. With two datacentres: the "
+        "accelerator for training.",
     ),
 ]
 Gpus = Annotated[int, typer.Option(min=0, help="Number of accelerators in one datacentre.")]
@@ -108,8 +111,8 @@ def plan(
     the faster stage releases accelerators until the stages differ least. With a window of 1, where the stages overlap
     only while a step is streamed, it chooses the split with the shortest step.
     """
+    from dora.planning.architecture import planned_model
     from dora.planning.hardware import find_hardware
-    from dora.planning.models import find_model
     from dora.planning.plan import Question, default_training, make_plan
     from dora.view.plan import plan_table, plan_tree
 
@@ -117,7 +120,7 @@ def plan(
     if generation_s is not None or training_s is not None:
         _adjust(generation_s, training_s, engines, as_json)
         return
-    spec = find_model(model)
+    spec = planned_model(model)
     workload = _workload(lengths, mean_tokens, cap_tokens, groups, group_size, prompt_tokens)
     question = Question(
         model=spec,

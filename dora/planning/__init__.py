@@ -1,5 +1,5 @@
 """Capacity planning: how many accelerators generate and how many train, and the parallel configuration of each.
 
-Pure functions of numbers, without a clock or files. ``engine.py`` is the simulated engine: the planner drains one to
-compute how long a batch takes, and each worker of the simulator has one.
+Pure functions of numbers, without a clock or files; only ``architecture.py`` reads a model's configuration. The
+planner drains a simulated engine (``dora/sim_engine/``) to compute how long a batch takes.
 """

@@ -94,7 +94,7 @@ def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
     its logits.
     """
     if pipeline == 1:
-        return (Stage(model.layers, embeddings=2, in_flight=1, logits=True),)
+        return (Stage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True),)
     logits = model.embedding_parameters / (model.layer_active_parameters * model.block_layers)
 
     def weight(last: int) -> float:
@@ -124,7 +124,7 @@ def layer_activation_bytes(model: ModelSpec) -> float:
     and attention output; gate, up and their product. Each expert that the token is sent to adds its input, these three,
     and its output.
     """
-    experts = model.experts_per_token * (2 * model.hidden_dim + 3 * model.expert_dim) / model.block_layers
+    experts = model.layer_experts * (2 * model.hidden_dim + 3 * model.expert_dim)
     return VALUE_BYTES * (4 * model.hidden_dim + model.attention_dim + 3 * model.ffn_dim + experts)
 
 
@@ -149,5 +149,5 @@ def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
 def stage_parameters(model: ModelSpec, stage: Stage) -> tuple[float, float]:
     """Parameters of a stage: those divided by tensor parallelism, and those of the experts."""
     share = stage.layers / model.layers
-    layers = model.parameters - model.expert_parameters - 2 * model.embedding_parameters
+    layers = model.parameters - model.expert_parameters - model.embeddings * model.embedding_parameters
     return share * layers + stage.embeddings * model.embedding_parameters, share * model.expert_parameters

@@ -14,8 +14,7 @@ class ModelSpec:
     """One architecture: layers of attention and a gated feed-forward network, experts in its place or beside it.
 
     Grouped-query attention: ``kv_heads`` of ``head_dim``. Latent attention stores ``latent_dim`` values of a token and
-    computes keys of ``head_dim`` and values of ``value_dim`` for each of its heads. Input and output embeddings are not
-    tied.
+    computes keys of ``head_dim`` and values of ``value_dim`` for each of its heads.
     """
 
     name: str
@@ -27,13 +26,15 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    ffn_dim: int = 0  # of the dense feed-forward network beside each attention; 0: none
+    ffn_dim: int = 0  # of the dense feed-forward network beside each attention, the mean over layers; 0: none
     value_dim: int = 0  # 0: as ``head_dim``
     latent_dim: int = 0  # values per layer that latent attention stores of one token
     experts: int = 0  # that a token can choose from in one block; 0: a dense model
-    experts_per_token: int = 0  # chosen by a token, on average
+    experts_per_token: float = 0  # chosen by a token in one block, on average
     expert_dim: int = 0
     block_layers: int = 1  # attention layers in a block, which a pipeline does not split
+    dense_blocks: int = 0  # blocks of a mixture that have no experts
+    tied: bool = False  # whether the output embedding is the input embedding
 
     @property
     def weights_bytes(self) -> float:
@@ -74,16 +75,26 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding; the output embedding has as many."""
+        """Parameters of the input embedding; an output embedding of its own has as many."""
         return self.vocabulary * self.hidden_dim
 
     @property
+    def embeddings(self) -> int:
+        """The embeddings of input and output: one if they are tied, else two."""
+        return 1 if self.tied else 2
+
+    @property
     def layer_active_parameters(self) -> float:
-        return (self.active_parameters - 2 * self.embedding_parameters) / self.layers
+        return (self.active_parameters - self.embeddings * self.embedding_parameters) / self.layers
 
     @property
     def expert_parameters(self) -> int:
-        return self.blocks * self.experts * 3 * self.hidden_dim * self.expert_dim
+        return (self.blocks - self.dense_blocks) * self.experts * 3 * self.hidden_dim * self.expert_dim
+
+    @property
+    def layer_experts(self) -> float:
+        """Experts that a token chooses, per attention layer: the mean over all of them."""
+        return self.experts_per_token * (self.blocks - self.dense_blocks) / self.layers
 
 
 # Layers and heads are from StreamRL's table 2, except for the 7B model: its published configuration has 4 KV heads, the
@@ -138,5 +149,5 @@ def find_model(name: str) -> ModelSpec:
     """The model of that name, ignoring case. Raises InvalidValue with the nearest name."""
     found = MODELS.get(name.lower())
     if found is None:
-        raise InvalidValue("--model", name, one_of(name, MODELS))
+        raise InvalidValue("--model", name, f"{one_of(name, MODELS)}, or a model's folder or config.json")
     return found

@@ -84,7 +84,7 @@ def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, e
     fullest, again = parts[0], int(replica.recompute)
     if even:
         fullest = replace(fullest, layers=model.layers / replica.pipeline)
-        whole = Stage(model.layers, embeddings=2, in_flight=1, logits=True)
+        whole = Stage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True)
         forward_flop = min(forward_flop, _forward_flop(model, batch, whole) / replica.pipeline)
     token_flop = forward_flop * (PASSES + again)
     ranks = replica.tensor * replica.context
@@ -124,7 +124,7 @@ def _layer_send_s(model: ModelSpec, hardware: Hardware, replica: Replica) -> flo
     tensor_bytes = exchanges * gathered * hidden_bytes * (1 - 1 / tensor) / context
     kv_bytes = VALUE_BYTES * model.kv_heads * (model.head_dim + (model.value_dim or model.head_dim))
     context_bytes = (exchanges + 1) * kv_bytes / tensor * (1 - 1 / context)
-    sent = 2 * model.experts_per_token / model.block_layers
+    sent = 2 * model.layer_experts
     expert_bytes = exchanges * sent * hidden_bytes * (1 - 1 / expert) / (tensor * context)
     return (
         tensor_bytes / _bandwidth(hardware, tensor)
