@@ -414,6 +414,9 @@ class PromptsConfig(Section):
     other_columns: Literal["refuse", "ignore", "verifier"] = Field(
         "refuse", description="columns that are no field of a prompt; verifier: the reward function gets them"
     )
+    verifier_kb: int = Field(
+        1024, ge=1, le=8192, description="largest `verifier` of a prompt, with its `answer`, as JSON, in KiB"
+    )
     epochs: int = Field(1, ge=0, le=1 << 20, description="how often a file or dataset is gone through; 0: without end")
     shuffle: bool = Field(False, description="each epoch in an order of its own, which follows from shuffle_seed")
     shuffle_seed: int = Field(0, ge=0, lt=1 << 63, description="same seed, same orders")

@@ -31,7 +31,8 @@ class InvalidValue(DoraError):
     """A refusal: what was given (``field``, ``value``), the reason (``why``), and what is allowed (``allowed``).
 
     ``why`` follows the value in the message. By default it is the class's ``REFUSED``; a Conflict always gives its own.
-    ``allowed`` ends the sentence "it must be ...", or asks. The message reads, for example:
+    ``allowed`` ends the sentence "it must be ...", or asks. ``said`` replaces the message if those parts make no
+    sentence. The message reads, for example:
 
         slots = 0 is not valid: it must be at least 1
         request = 'g0.0' is in a handoff already: it must be a request that is running and in no handoff
@@ -40,14 +41,14 @@ class InvalidValue(DoraError):
 
     REFUSED: ClassVar = "is not valid"
 
-    def __init__(self, field: str, value: object, allowed: str, why: str = "") -> None:
+    def __init__(self, field: str, value: object, allowed: str, why: str = "", said: str = "") -> None:
         self.field = field
         self.value = value
         self.allowed = allowed
         self.why = why or ("is missing" if value is MISSING else self.REFUSED)
         given = field if value is MISSING else f"{field} = {_shown(value)}"
         must = "" if allowed.startswith(ASKED) else "it must be "
-        super().__init__(f"{given} {self.why}: {must}{allowed}")
+        super().__init__(said or f"{given} {self.why}: {must}{allowed}")
 
     def within(self, place: str) -> Self:
         """Returns the refusal with its field located in ``place``, for example a line of a file."""

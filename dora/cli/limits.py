@@ -9,7 +9,6 @@ from dora.data.limits import (
     ID_CHARACTERS_MAX,
     SAMPLING_BYTES_MAX,
     TEXT_BYTES_MAX,
-    VERIFIER_BYTES_MAX,
     WINDOW_REQUESTS_MAX,
 )
 from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
@@ -70,11 +69,8 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "prompts of a file or dataset", f"{PROMPTS_MAX:,}", REFUSED
     yield "a line of a JSONL file; a JSON cell of a table", _sizes(LINE_BYTES_MAX, CELL_BYTES_MAX), REFUSED
     yield "queued prompts", f"`service.prompts_queued_max`; {_size(QUEUED_BYTES_MAX)}", REFUSED
-    yield (
-        "a prompt's text; its `verifier`; its `sampling`",
-        _sizes(TEXT_BYTES_MAX, VERIFIER_BYTES_MAX, SAMPLING_BYTES_MAX),
-        REFUSED,
-    )
+    yield "a prompt's text; its `sampling`", _sizes(TEXT_BYTES_MAX, SAMPLING_BYTES_MAX), REFUSED
+    yield "a prompt's `verifier` with its `answer`", "`prompts.verifier_kb`", REFUSED
     yield "the name of a prompt or task", f"{ID_CHARACTERS_MAX} characters", REFUSED
     yield "consecutive invalid prompts of a source", f"{REFUSED_MAX:,}", "the source fails"
     yield "evaluations; responses per evaluation", f"{EVALUATIONS_MAX}; {RESPONSES_MAX:,}", REFUSED

@@ -17,7 +17,6 @@ TOKENS_MAX: Final = 1 << 30
 PROMPT_TOKENS_MAX: Final = 2048
 ID_CHARACTERS_MAX: Final = 256  # of the name of a prompt or of a task
 TEXT_BYTES_MAX: Final = 4 << 20  # of a prompt's text or chat
-VERIFIER_BYTES_MAX: Final = 1 << 20  # a prompt's data for the reward function
 SAMPLING_BYTES_MAX: Final = 16 << 10  # of a prompt's sampling parameters
 STOPS_MAX: Final = 16  # stop strings of a request
 STOP_CHARACTERS_MAX: Final = 128  # of one of them

@@ -35,7 +35,21 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
             allowed = _known(model, path)
         else:
             allowed = _allowed(model, path, value)
-        raise InvalidValue(".".join((section, *path) if section else path) or WHOLE, value, allowed) from error
+        typed, value = _typed(path, value)
+        if typed != path and first["type"] != "extra_forbidden":
+            allowed = f"left out: {'.'.join(path)} is {allowed}"
+        why = ""
+        if first["type"] == "extra_forbidden" and isinstance(value, Mapping):
+            value, why = MISSING, "is not a section"
+        raise InvalidValue(".".join((section, *typed) if section else typed) or WHOLE, value, allowed, why) from error
+
+
+def _typed(path: tuple[str, ...], value: Any) -> tuple[tuple[str, ...], Any]:
+    """The dotted name and the value as someone wrote them: ``windw.size`` and 3, of ``{"size": 3}`` at ``windw``."""
+    while isinstance(value, Mapping) and len(value) == 1 and path:
+        ((name, value),) = value.items()
+        path = (*path, str(name))
+    return path, value
 
 
 def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:

@@ -79,6 +79,8 @@ class _Measured:
         once = {id(parameter): name for name, parameter in reversed(parts)}  # some decoders hold the head too
         self.sizes = {name: tuple(parameter.shape) for name, parameter in parts if once[id(parameter)] == name}
         self.vocabulary = int(before.weight.shape[0])
+        if not self.vocabulary:
+            raise place.invalid("a configuration with a vocabulary")
         self.hidden_dim = place.count(config, "hidden_size")
         self.layers = place.count(config, "num_hidden_layers", LAYERS_MAX)
         self.heads = place.count(config, "num_attention_heads")
@@ -128,17 +130,13 @@ class _Measured:
         of_all = {found[1] for each in self.sizes if (found := _NUMBER.search(each))}
         if other or with_attention != of_all:
             said = ", ".join(other) or "layers without attention"
-            raise self.place.invalid(
-                f"the configuration of a model whose layers all have attention with keys and values, not {said}"
-            )
+            raise self.place.invalid(f"the configuration of a model with attention in each layer, not {said}")
         keys = [size[0] for each, size in self.sizes.items() if each.endswith("k_proj.weight")]
         if keys and not getattr(self.config, "kv_lora_rank", None):
             per_layer = self._kv_heads() * self._head_dim()
             if any(size != per_layer for size in keys):
-                found = f"{min(keys):,} to {max(keys):,} values"
-                raise self.place.invalid(
-                    f"the configuration of a model whose layers have keys of one size, {per_layer:,} values, not {found}"
-                )
+                sizes = f"{per_layer:,} values, not {min(keys):,} to {max(keys):,}"
+                raise self.place.invalid(f"the configuration of a model whose layers all have keys of {sizes}")
 
     def _head_dim(self) -> int:
         if getattr(self.config, "kv_lora_rank", None):
@@ -200,6 +198,7 @@ def _configs(tree: Mapping[str, Any], place: _Place) -> tuple[Any, Any]:
         kind = _kind_of_architecture(tree.get("architectures")) or kind
     if kind not in CONFIG_MAPPING:
         raise place.invalid(f"the configuration of a model that the installed transformers has, not of {kind:.80}")
+    _check_layers(tree, place)  # before transformers writes lists with an entry for each
     own = {name: value for name, value in tree.items() if name not in ("model_type", "auto_map")}
     try:
         whole = CONFIG_MAPPING[kind].from_dict(own)
@@ -211,11 +210,19 @@ def _configs(tree: Mapping[str, Any], place: _Place) -> tuple[Any, Any]:
         known = {*names, *(config.attribute_map.get(name, name) for name in names)}
         if not isinstance(given, Mapping) or not known & given.keys():
             raise place.invalid(f"a configuration with {names[0]}")
-    place.count(config, "num_hidden_layers", LAYERS_MAX)
     if config is not whole and "tie_word_embeddings" in tree:
         config.tie_word_embeddings = bool(tree["tie_word_embeddings"])
     config.allow_global_per_layer_attribute_access = True  # the sizes of the layers are compared below
     return whole, config
+
+
+def _check_layers(tree: Mapping[str, Any], place: _Place) -> None:
+    """Raises InvalidValue for an impossible number of layers, of the text model or another part."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, place)
+        elif "layer" in name and type(value) is int and value > LAYERS_MAX:
+            raise place.invalid(f"a configuration whose {name:.80} is at most {LAYERS_MAX:,}, not {value:,}")
 
 
 def _kind_of_architecture(architectures: Any) -> str:
@@ -240,9 +247,7 @@ def _module(whole: Any, config: Any, place: _Place) -> Any:
                 return AutoModelForCausalLM.from_config(config)
             return AutoModelForImageTextToText.from_config(whole)
     except Exception as error:  # each architecture checks its own fields, by exceptions of many kinds
-        raise place.invalid(
-            f"the configuration of a language model that transformers builds ({_told(error)})"
-        ) from error
+        raise place.invalid(f"the configuration of a language model of transformers ({_told(error)})") from error
 
 
 def _name_of(file: Path) -> str:

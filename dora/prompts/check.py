@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from dora.data.limits import ID_CHARACTERS_MAX, PRIORITY_MAX, VERIFIER_BYTES_MAX
+from dora.data.limits import ID_CHARACTERS_MAX, PRIORITY_MAX
 from dora.data.strict_json import check_text, read_json
 from dora.errors import InvalidValue
 
@@ -52,10 +52,14 @@ def check_priority(priority: Any, field: str) -> None:
         raise InvalidValue(field, priority, f"a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}")
 
 
-def check_verifier(verifier_json: Any, place: str) -> None:
-    """Raises InvalidValue unless it is a JSON object, which reward functions require."""
+def check_verifier(verifier_json: Any, place: str, kb_most: int) -> None:
+    """Raises InvalidValue unless it is a JSON object, which reward functions require, of at most ``kb_most`` KiB."""
+    field = f"{place}: verifier_json"
     if not isinstance(verifier_json, str):
-        raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text that contains a JSON object")
-    verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MAX)
+        raise InvalidValue(field, verifier_json, "a text that contains a JSON object")
+    if len(verifier_json) > kb_most << 10:
+        allowed = f"at most {kb_most << 10:,} (prompts.verifier_kb = {kb_most:,})"
+        raise InvalidValue(f"{field}: characters", len(verifier_json), allowed)
+    verifier = {} if verifier_json == "{}" else read_json(verifier_json, field, kb_most << 10)
     if not isinstance(verifier, dict):
-        raise InvalidValue(f"{place}: verifier_json", json.dumps(verifier)[:80], "a JSON object")
+        raise InvalidValue(field, json.dumps(verifier)[:80], "a JSON object")

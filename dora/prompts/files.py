@@ -42,7 +42,7 @@ def file_source(
     for file in files:
         for place, row in _rows(file, columns):
             number = len(store) + 1 if path.is_dir() else place.number
-            prompt = prompt_of_row(row, place, config.other_columns, tokenizer, path.stem, number)
+            prompt = prompt_of_row(row, place, config.other_columns, tokenizer, path.stem, number, config.verifier_kb)
             check_length(prompt, limit_tokens)
             try:
                 prompt = check(prompt)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dora.config import ColumnsConfig
+from dora.config import ColumnsConfig, PromptsConfig
 from dora.data.limits import GROUP_SIZE_MAX, TEXT_BYTES_MAX
 from dora.data.sampling import checked_overrides
 from dora.data.types import Prompt
@@ -33,6 +33,7 @@ FIELDS: Final = tuple(ColumnsConfig.model_fields)
 OWN_NAMES: Final = {**{name: (name,) for name in FIELDS}, "prompt": ("prompt", "text")} | {
     "prompt_token_ids": ("prompt_token_ids", "token_ids")
 }
+VERIFIER_KB: Final[int] = PromptsConfig().verifier_kb
 OtherColumns = Literal["refuse", "ignore", "verifier"]
 
 
@@ -82,11 +83,18 @@ class RowLocation:
 
 
 def prompt_of_row(
-    row: Mapping[str, Any], place: RowLocation, others: OtherColumns, tokenizer: ChatTokenizer, source: str, number: int
+    row: Mapping[str, Any],
+    place: RowLocation,
+    others: OtherColumns,
+    tokenizer: ChatTokenizer,
+    source: str,
+    number: int,
+    verifier_kb: int = VERIFIER_KB,
 ) -> Prompt:
-    """``number``: the row's number in its source, used as the id of a prompt without one.
+    """Converts a row. Raises InvalidValue, with the file, row and column of the first invalid value.
 
-    Raises InvalidValue, with the file, row and column of the first invalid value.
+    ``number``: the row's number in its source, used as the id of a prompt without one. ``verifier_kb``: the limit of its
+    verifier, ``prompts.verifier_kb``.
     """
     record = {name: row[column] for name, column in place.columns.items() if column in row}
     further = {name: value for name, value in row.items() if name not in place.columns.values()}
@@ -107,7 +115,7 @@ def prompt_of_row(
     priority = _field(record, "priority", int, 0, place)
     check_name(prompt_id, place.of("prompt_id"))
     check_name(task_id, place.of("task_id"))
-    check_verifier(verifier_json, f"{place.path}:{place.number}")
+    check_verifier(verifier_json, f"{place.path}:{place.number}", verifier_kb)
     check_priority(priority, place.of("priority"))
     return Prompt(
         prompt_id=prompt_id,

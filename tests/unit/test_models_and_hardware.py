@@ -31,6 +31,25 @@ def test_kv_and_weights_follow_from_the_architecture() -> None:
     assert MODELS["qwen2.5-32b"].weights_bytes == pytest.approx(CLUSTER.weights_bytes, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "tflops", "memory_gb", "bandwidth_gb_per_s"),
+    [
+        ("a100-80gb", 312, 80, 2039),
+        ("h100", 989.4, 80, 3350),
+        ("h200", 989.4, 141, 4800),
+        ("b200", 2250, 180, 7700),
+        ("mi300x", 1307.4, 192, 5300),
+    ],
+)
+def test_an_accelerator_has_the_figures_of_its_data_sheet(
+    name: str, tflops: float, memory_gb: float, bandwidth_gb_per_s: float
+) -> None:
+    part = find_hardware(name.upper())
+    assert part.flops == pytest.approx(tflops * 1e12)
+    assert part.memory_bytes == pytest.approx(memory_gb * 1e9)
+    assert part.bandwidth_bytes_per_s == pytest.approx(bandwidth_gb_per_s * 1e9)
+
+
 def test_the_roofline_meets_its_calibration() -> None:
     cost = coefficients(MODELS["qwen2.5-32b"], HARDWARE["h800"], 4)
     for field in ("kv_token_s", "weights_s", "request_s", "step_s", "prefill_token_s"):

@@ -50,7 +50,7 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
         ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, window"),
         (
             "cost.step_s=3",
-            "cost = {'step_s': 3} is not valid: did you mean balance.cost or cluster.cost? One of name",
+            "cost.step_s = 3 is not valid: did you mean balance.cost or cluster.cost? One of name",
         ),
         ("step_s=3", "did you mean balance.cost.step_s or cluster.cost.step_s or trainer.step_s? One of name"),
         ("zebra=3", "zebra = 3 is not valid: it must be one of name, window"),
@@ -72,6 +72,12 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
             "balance.cost.kv_token_s=0",
             "balance.cost.weights_s is missing: it must be a number from 0 to 10000",
         ),
+        ("windw.size=3", "windw.size = 3 is not valid: did you mean window? One of model"),
+        ("windw.size.most=3", "windw.size.most = 3 is not valid: did you mean window? One of model"),
+        ("windw={}", "windw is not a section: did you mean window? One of model"),
+        ("windw={size = 3, min = 1}", "windw is not a section: did you mean window? One of model"),
+        ("window.size.most=3", "size.most = 3 is not valid: it must be left out: window.size is a whole number from 1"),
+        ("prompts.columns.promt.x=3", "prompts.columns.promt.x = 3 is not valid: did you mean prompt?"),
         ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not valid: did you mean kv_token_s? One of"),
     ],
 )
@@ -87,6 +93,17 @@ def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
 def test_what_is_no_mapping_at_all_is_refused_too() -> None:
     with refused(InvalidValue, field="configuration", names=("1",)):
         validated([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [Config, Scenario])
+def test_a_misspelt_name_is_shown_as_it_was_typed(model: type[BaseModel]) -> None:
+    for path in places(model):
+        for misspelt in range(len(path)):
+            typed = (*path[:misspelt], f"{path[misspelt]}z", *path[misspelt + 1 :])
+            if any(part.isdecimal() for part in typed):
+                continue  # an element of a list
+            said = refusal(model, f"{'.'.join(typed)}=3")
+            assert said.startswith(f"{'.'.join(typed)} = 3 is not valid: "), said
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:

@@ -78,7 +78,7 @@ class PromptCheck:
         if prompt.task_id != "":
             check_name(prompt.task_id, f"{position}: task_id")
         check_size(prompt.text, f"{position}: text", TEXT_BYTES_MAX)
-        check_verifier(prompt.verifier_json, position)
+        check_verifier(prompt.verifier_json, position, self._config.prompts.verifier_kb)
         check_priority(prompt.priority, f"{position}: priority")
         group_size = prompt.group_size or self._config.rollout.group_size
         if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MAX:

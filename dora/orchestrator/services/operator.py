@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from dora.core import events as on
-from dora.errors import Conflict, InvalidValue, one_of
+from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled
@@ -18,6 +18,7 @@ from dora.rpc.interceptor import Counter
 
 WATCH_PERIOD_MIN_MS = 50
 WATCHES_MAX = 32  # open at once
+NO_STATE = "This service has no state folder, so there is nothing to checkpoint. Start it with `--state DIR`."
 
 
 class PromptService(stubs.PromptsServicer):
@@ -108,8 +109,7 @@ class OperatorService(stubs.OperatorServicer):
     async def Checkpoint(self, request: pb.CheckpointRequest, context: ServicerContext) -> pb.CheckpointReply:
         runtime = self._runtime
         if runtime.journal.log is None:
-            allowed = "a service started with --state DIR"
-            raise Conflict("checkpoint", "of a service without a state folder", allowed, why="keeps nothing")
+            raise Conflict("checkpoint", MISSING, "of a service started with --state DIR", said=NO_STATE)
         size, state = await runtime.journal.log.checkpoint(), runtime.machine.state
         return pb.CheckpointReply(
             folder=runtime.config.service.state,

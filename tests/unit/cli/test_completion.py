@@ -58,7 +58,7 @@ def completed_in_bash(*words: str) -> list[str]:
         ("dora replay log --only StepC", ["StepCommitted"]),
         ("dora replay log --only LoadVersion,StepC", ["LoadVersion,StepCommitted"]),
         ("dora plan --model qwen2.5-3", ["qwen2.5-32b"]),
-        ("dora plan --hardware h", ["h800", "h20"]),
+        ("dora plan --hardware h", ["h800", "h20", "h100", "h200"]),
         ("dora serve --prompts rea", ["reasoning-gym:"]),
         ("dora serve --reward dora.rewards.t", ["dora.rewards.tiny:score"]),
         ("dora serve --kv-tier l", ["lmcache"]),
