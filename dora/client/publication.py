@@ -32,7 +32,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.rpc.errors import LimitExceeded
 from dora.weights.canary import compute_canary
-from dora.weights.files import SUFFIX, WeightFile, check_file_name, header_of, published_header
+from dora.weights.files import WeightFile, check_file_name, header_of, published_header
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
 
 if TYPE_CHECKING:
@@ -129,9 +129,8 @@ def weight_paths(weights: object) -> tuple[Path, ...]:
     """The safetensors files of a file, a folder, or several files. Raises InvalidValue if there are none."""
     if isinstance(weights, str | Path):
         path = Path(weights)
-        if not path.exists():
-            kind = "file" if path.suffix == SUFFIX else "folder"
-            raise InvalidValue("weights", str(path), f"a safetensors file or a folder of them (no such {kind})")
+        if not path.exists() and not path.suffix[1:].isalpha():  # .safetensors or .pt is a file's name
+            raise InvalidValue("weights", str(path), "a safetensors file or a folder of them (no such folder)")
         try:
             paths = tuple(path / name for name in weight_files(path)) if path.is_dir() else (path,)
         except InvalidValue as error:  # of the folder, which is no model's here

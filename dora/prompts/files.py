@@ -43,8 +43,8 @@ def file_source(
         for place, row in _rows(file, columns):
             number = len(store) + 1 if path.is_dir() else place.number
             prompt = prompt_of_row(row, place, config.other_columns, tokenizer, path.stem, number, config.verifier_kb)
-            check_length(prompt, limit_tokens)
             try:
+                check_length(prompt, limit_tokens)
                 prompt = check(prompt)
             except InvalidValue as error:
                 raise error.within(f"{place.path}:{place.number}") from error

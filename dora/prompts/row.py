@@ -93,8 +93,8 @@ def prompt_of_row(
 ) -> Prompt:
     """Converts a row. Raises InvalidValue, with the file, row and column of the first invalid value.
 
-    ``number``: the row's number in its source, used as the id of a prompt without one. ``verifier_kb``: the limit of its
-    verifier, ``prompts.verifier_kb``.
+    ``number``: the row's number in its source, used as the id of a prompt without one. ``verifier_kb``: the limit of
+    its verifier, ``prompts.verifier_kb``.
     """
     record = {name: row[column] for name, column in place.columns.items() if column in row}
     further = {name: value for name, value in row.items() if name not in place.columns.values()}

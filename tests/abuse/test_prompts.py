@@ -15,7 +15,7 @@ from dora.config import validated
 from dora.data.sampling import DOMAINS, PARAMETERS, check_sampling
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt
-from dora.errors import InvalidValue
+from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompt_ledger import QUEUED_BYTES_MAX
@@ -268,3 +268,24 @@ async def test_a_service_refuses_what_is_wrong_and_takes_texts_chats_and_mapping
         assert (await prompts.submit(good)).accepted == len(good)  # type: ignore[arg-type]
         async with Operator(handle.address, handle.token) as operator:
             assert (await operator.status()).prompts_queued == len(good)
+
+
+async def test_a_checkpoint_without_a_state_folder_says_what_to_do(tiny_dense: Path, tmp_path: Path) -> None:
+    async with running(tiny_dense, tmp_path) as handle, Operator(handle.address, handle.token) as operator:
+        with pytest.raises(Conflict) as caught:
+            await operator.checkpoint()
+    said = "This service has no state folder, so there is nothing to checkpoint. Start it with `--state DIR`."
+    assert (caught.value.field, str(caught.value)) == ("checkpoint", said)
+
+
+@pytest.mark.parametrize("kib", [1, 1024])
+def test_a_submitted_verifier_has_the_limit_of_a_rows(kib: int) -> None:
+    check = PromptCheck(validated({"prompts": {"source": "none", "verifier_kb": kib}}), vocab_size=64)
+    for more in (0, 1):
+        text = json.dumps({"a": "x" * ((kib << 10) - len('{"a": ""}') + more)})
+        message = pb.Prompt(prompt_id="p", token_ids=IDS, verifier_json=text)
+        if not more:
+            assert check.from_wire(message).verifier_json == text
+            continue
+        with refused(InvalidValue, field="prompt p: verifier_json: characters", names=(kib << 10, "verifier_kb")):
+            check.from_wire(message)

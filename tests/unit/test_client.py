@@ -77,6 +77,19 @@ def test_files_and_folders_are_placed_as_they_are(tmp_path: Path) -> None:
         weight_paths(tmp_path / "weights.pt")
 
 
+@pytest.mark.parametrize("name", ["gone", "gone/0", "model.safetensors/0", "v1.0", "step-3", ".hidden", "gone/"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_that_is_not_there_is_called_that(name: str, kind: type[str | Path], tmp_path: Path) -> None:
+    with refused(InvalidValue, field="weights", value=str(tmp_path / name), names=("no such folder",)):
+        place_weights(kind(f"{tmp_path}/{name}"), EXPECTED, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_named_as_weights(tmp_path: Path) -> None:
+    with refused(InvalidValue, field="weights", value=str(tmp_path), names=("a folder with safetensors files",)):
+        place_weights(tmp_path, EXPECTED, tmp_path / "out")
+
+
 def test_a_module_without_a_config_cannot_make_a_canary() -> None:
     with refused(InvalidValue, field="weights", value="Linear", names=("config.vocab_size",)):
         canary_of(torch.nn.Linear(2, 2), ())

@@ -8,6 +8,7 @@ import pytest
 import reasoning_gym
 from transformers import AutoTokenizer
 
+from dora.config import PromptsConfig
 from dora.errors import Conflict, InvalidValue
 from dora.models.tiny_vocabulary import CLASSES
 from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
@@ -186,6 +187,48 @@ def test_a_malformed_line_is_named(
     with pytest.raises(InvalidValue, match=reason) as caught:
         resolve_prompts(str(file), tokenizer)
     assert caught.value.field == f"{file}:2: {field}"
+
+
+OVER = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"prompt": "a", "verifier": {"proof": OVER}}, ("verifier_json: characters", 1 << 20, "prompts.verifier_kb")),
+        ({"prompt": "a", "answer": OVER}, ("verifier_json: characters", 1 << 20, "prompts.verifier_kb")),
+        ({"prompt": "a", "answer": [7] * (1 << 19)}, ("verifier_json: characters", "prompts.verifier_kb")),
+        ({"prompt": "a", "unit": OVER}, ("verifier_json: characters", 1 << 20, "prompts.verifier_kb")),
+        ({"prompt": OVER * 5}, ("prompt: characters", 4 << 20)),
+        ({"prompt": OVER * 8}, ("line: bytes", 8 << 20)),
+        ({"prompt": "a", "prompt_id": "x" * 257}, ("prompt_id", 256)),
+        ({"prompt": "a", "task_id": "x" * 257}, ("task_id", 256)),
+        ({"prompt": "a", "priority": 1001}, ("priority", 1000)),
+        ({"prompt": "a", "group_size": 4097}, ("group_size", 4096)),
+        ({"prompt": "a", "sampling": {"stop": ["x"] * 17}}, ("sampling.stop", 16)),
+        ({"prompt": "a" * 9}, ("length in tokens", 8)),
+    ],
+)
+def test_a_row_over_a_limit_is_named_with_its_line(
+    row: Any, names: tuple[object, ...], tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    file = write(tmp_path, {"prompt": "a"}, row, {"prompt": "b"})
+    config = PromptsConfig(source=str(file), other_columns="verifier")
+    with refused(InvalidValue, names=(f"{file}:2: ", *names)):
+        resolve_prompts(config, tokenizer, limit_tokens=8)
+
+
+@pytest.mark.parametrize("kib", [1, 1024, 2048])
+def test_the_limit_of_a_verifier_is_a_setting(kib: int, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    fitting = (kib << 10) - len(json.dumps({"answer": ""}))
+    for characters, fits in ((fitting, True), (fitting + 1, False)):
+        file = write(tmp_path, {"prompt": "a", "answer": "x" * characters})
+        config = PromptsConfig(source=str(file), verifier_kb=kib)
+        if fits:
+            assert len(next(iter(resolve_prompts(config, tokenizer))).verifier_json) == kib << 10
+            continue
+        with refused(InvalidValue, field=f"{file}:1: verifier_json: characters", names=(kib << 10,)):
+            resolve_prompts(config, tokenizer)
 
 
 def test_a_duplicate_prompt_id_is_a_conflict(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
