@@ -15,6 +15,7 @@ from typing import Any, Final
 from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
 from dora.planning.models import MODELS, ModelSpec, find_model
+from dora.system.files import path_of
 
 FIELD: Final = "--model"
 CONFIG: Final = "config.json"
@@ -29,7 +30,7 @@ _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 
 def planned_model(name: str) -> ModelSpec:
     """The model of that name, of that folder, or of that ``config.json``. Raises InvalidValue if there is none."""
-    path = Path(name)
+    path = path_of(name, FIELD)
     if name.lower() in MODELS or not (os.sep in name or path.suffix == ".json" or path.exists()):
         return find_model(name)
     return model_of_config(path / CONFIG if path.is_dir() else path)

@@ -270,8 +270,9 @@ async def test_a_service_refuses_what_is_wrong_and_takes_texts_chats_and_mapping
             assert (await operator.status()).prompts_queued == len(good)
 
 
-async def test_a_checkpoint_without_a_state_folder_says_what_to_do(tiny_dense: Path, tmp_path: Path) -> None:
-    async with running(tiny_dense, tmp_path) as handle, Operator(handle.address, handle.token) as operator:
+async def test_a_checkpoint_without_a_state_folder_says_what_to_do(tiny: Path, tmp_path: Path) -> None:
+    config = configured(tiny, workers__engine="fake", workers__count=1, cache=str(tmp_path))
+    async with running(config) as handle, Operator(handle.address, handle.token) as operator:
         with pytest.raises(Conflict) as caught:
             await operator.checkpoint()
     said = "This service has no state folder, so there is nothing to checkpoint. Start it with `--state DIR`."

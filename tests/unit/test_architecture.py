@@ -208,6 +208,12 @@ def test_a_folder_without_a_configuration_and_a_path_to_nothing_are_refused(tmp_
             planned_model(str(name))
 
 
+@pytest.mark.parametrize("name", ["x" * 5000 + "/config.json", "a\0b/config.json", "~nobody-of-that-name/config.json"])
+def test_a_path_that_cannot_be_is_refused(name: str) -> None:
+    with refused(InvalidValue, field="--model"):
+        planned_model(name)
+
+
 def test_a_name_is_looked_up_first() -> None:
     assert planned_model("Qwen2.5-32B") is MODELS["qwen2.5-32b"]
     with refused(InvalidValue, field="--model", names=("did you mean qwen2.5-32b?", "or a model's folder")):

@@ -94,6 +94,30 @@ def test_the_trainers_accelerators_are_named_with_measured_times_too() -> None:
         assert ("training on h800" in result.stdout) == (hardware == "h800")
 
 
+@pytest.mark.parametrize("hardware", ["a100-80gb", "h100", "h200", "b200", "mi300x"])
+def test_it_plans_any_configuration_on_each_accelerator(hardware: str, tmp_path: Path) -> None:
+    """Tied and with grouped queries (Qwen2.5-1.5B), and a mixture with latent attention and shared experts."""
+    dense = {"model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
+    dense |= {"num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151_936, "tie_word_embeddings": True}
+    mixture = {"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16}
+    mixture |= {"num_key_value_heads": 16, "intermediate_size": 10_944, "moe_intermediate_size": 1408}
+    mixture |= {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
+    mixture |= {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    mixture |= {"v_head_dim": 128, "vocab_size": 102_400, "tie_word_embeddings": False}
+    for tree, name, billions, kv_bytes in (
+        (dense, "a-folder-with-quite-a-long-name-of-the-kind-that-models-have", 1.54, 28 * 2 * 2 * 128 * 2),
+        (mixture, "lite", 15.7, 27 * 576 * 2),
+    ):
+        file = tmp_path / name / "config.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps(tree))
+        found = json.loads(run("--gpus", "64", "--model", str(file.parent), "--hardware", hardware, "--json").stdout)
+        assert (found["model"], found["kv_token_bytes"]) == (name, kv_bytes)
+        assert found["weights_bytes"] / 2e9 == pytest.approx(billions, rel=0.01)
+        table = run("--gpus", "64", "--model", str(file), "--hardware", hardware.upper()).stdout
+        assert name in table and max(map(len, table.splitlines())) <= 100
+
+
 def test_a_link_that_takes_longer_than_a_step_is_what_the_step_waits_for() -> None:
     table = run("--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "0.08").stdout
     assert "bounds the step from below" in " ".join(table.split())
