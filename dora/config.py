@@ -407,7 +407,8 @@ class PromptsConfig(Section):
     source: str = Field(
         "reasoning-gym:chain_sum",
         min_length=1,
-        description="reasoning-gym:TASK,..., counting, tiny, a .jsonl or .parquet file, a dataset's folder, or none",
+        description="reasoning-gym:TASK,..., counting, tiny, tiny-tail, a .jsonl or .parquet file, a dataset's folder, "
+        "or none",
     )
     split: str = Field("", description="of a dataset with several, such as train; empty: it has one")
     columns: ColumnsConfig = ColumnsConfig()

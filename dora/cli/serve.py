@@ -64,7 +64,7 @@ def serve(
         str | None,
         typer.Option(
             autocompletion=lambda: completion.PROMPTS,
-            help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, or none.",
+            help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, tiny-tail, or none.",
         ),
     ] = None,
     reward: Annotated[

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
+from typing import Annotated, Final, TypedDict
 
 from dora.demo.audit import Audit, Row, Trained, audit, mean_reward, quarters, step_summaries
+from dora.demo.series import Shares
+
+NO_SHARES: Final = Shares()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class DemoReport(TypedDict):
     groups_duplicated: Annotated[int, "groups trained on or delivered twice: must be 0"]
     staleness_max: Annotated[int, "largest staleness: must be at most window - 1"]
     versions_live_max: Annotated[int, "largest number of versions in the window at once"]
+    two_versions_share: Annotated[
+        float | None, "share of the samples up to the last commit in which engines generated for two or more versions"
+    ]
+    engines_idle_share: Annotated[float | None, "share of engines without a request, over the same samples"]
     c1_violations: Annotated[int, "trajectories that mixed versions: must be 0"]
     migrations_kv: Annotated[int, "requests moved with their KV cache"]
     migrations_reprefill: Annotated[int, "requests resumed elsewhere by computing their KV again"]
@@ -92,7 +99,12 @@ class DemoSeconds:
 
 
 def build_report(
-    record_rows: Sequence[Row], counters: Mapping[str, float], trained: Trained, seconds: DemoSeconds, run: DemoRun
+    record_rows: Sequence[Row],
+    counters: Mapping[str, float],
+    trained: Trained,
+    seconds: DemoSeconds,
+    run: DemoRun,
+    shares: Shares = NO_SHARES,
 ) -> DemoReport:
     """Returns the content of ``report.json``.
 
@@ -119,6 +131,8 @@ def build_report(
         "groups_duplicated": len(found.groups_duplicated),
         "staleness_max": found.staleness_max,
         "versions_live_max": int(counters.get("versions_live_max", 0)),
+        "two_versions_share": _rounded(shares.two_versions),
+        "engines_idle_share": _rounded(shares.idle),
         "c1_violations": len(found.c1_violations),
         "migrations_kv": int(counters.get("migrations_kv", 0)),
         "migrations_reprefill": int(counters.get("migrations_reprefill", 0)),
@@ -151,6 +165,10 @@ def build_report(
     }
     report["failures"] = _failures(report, run)
     return report
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:

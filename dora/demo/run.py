@@ -1,7 +1,7 @@
 """Runs the demo: the service in this process, the trainer as a child, both watched; then the audit.
 
-serve() ─▶ ready ─▶ trainer process ──── a JSON line per step ───▶ trained
-              └───▶ WatchStatus ─▶ screen, series.jsonl
+serve() ─▶ listening ─▶ trainer process ─── a JSON line per step ───▶ trained
+              └─▶ ready ─▶ WatchStatus and ListTrajectories ─▶ screen, series.jsonl
 trainer ends ─▶ counters are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png
 """
 
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,13 @@ from dora.client import Operator
 from dora.config import Config
 from dora.demo.audit import read_record, step_summaries
 from dora.demo.folder import OutFolder
+from dora.demo.moves import MoveWatch
 from dora.demo.options import DemoOptions, service_config
 from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
 from dora.demo.screen import Screen
-from dora.demo.series import read_series, sample_json, sample_of
-from dora.demo.timeline import draw_timeline
-from dora.demo.trainer_process import TrainerProcess
+from dora.demo.series import read_series, sample_json, sample_of, shares
+from dora.demo.timeline import TrainerSpan, draw_timeline
+from dora.demo.trainer_process import CommittedStep, TrainerProcess
 from dora.errors import DoraError
 from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
@@ -57,12 +58,13 @@ class Watched:
     trained: dict[int, list[str]]
     model_s: float  # event loop time when the model was prepared
     ready_s: float  # event loop time when all workers were ready
-    committed_s: list[float]  # event loop time of each commit
+    committed: list[CommittedStep]
     trainer_failure: str  # empty: it succeeded
     workers_killed: int  # on request
 
 
-Use = Callable[[ServiceHandle], Coroutine[Any, Any, Watched]]
+Ready = asyncio.Future[ServiceHandle]  # set when all workers are ready
+Use = Callable[[ServiceHandle, Ready], Coroutine[Any, Any, Watched]]
 
 
 async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
@@ -76,7 +78,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     folder.clear()
     with _logging_to(folder.service_log):
         watched = await _with_service(
-            config, screen, lambda handle: _watched_run(handle, options, config, folder, screen)
+            config, screen, lambda handle, ready: _watched_run(handle, ready, options, config, folder, screen)
         )
     rows = read_record(folder.trajectories)
     run = DemoRun(
@@ -92,23 +94,27 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         workers_killed=watched.workers_killed,
     )
     seconds = _seconds(started_s, watched, clock())
-    report = build_report(rows, dict(watched.books.status.counters), watched.trained, seconds, run)
+    samples = read_series(folder.series)
+    counters = dict(watched.books.status.counters)
+    report = build_report(rows, counters, watched.trained, seconds, run, shares(samples))
     if watched.trainer_failure:
         report["failures"].append(watched.trainer_failure)
     folder.report.write_text(json.dumps(report, indent=2) + "\n")
     name = Path(run.model).name  # the last part of a path, because the title has one line
     title = f"dora demo: {name}, {report['steps']} steps, window {run.window}, {run.workers} workers"
     steps = step_summaries(rows, watched.trained)
-    await asyncio.to_thread(draw_timeline, read_series(folder.series), steps, title, run.window, folder.timeline)
+    trained = trainer_spans(watched.committed, watched.ready_s)
+    await asyncio.to_thread(draw_timeline, samples, steps, trained, title, run.window, folder.timeline)
     return report
 
 
 def _seconds(started_s: float, watched: Watched, ended_s: float) -> DemoSeconds:
-    commits_s = watched.committed_s or [watched.ready_s]
+    commits_s = [step.committed_s for step in watched.committed] or [watched.ready_s]
+    ready_s = min(watched.ready_s, commits_s[0])  # a step may be committed while a slow worker starts
     return DemoSeconds(
         model=watched.model_s - started_s,
-        start=watched.ready_s - watched.model_s,
-        first_step=commits_s[0] - watched.ready_s,
+        start=ready_s - watched.model_s,
+        first_step=commits_s[0] - ready_s,
         later_steps=commits_s[-1] - commits_s[0],
         end=ended_s - commits_s[-1],
     )
@@ -132,18 +138,21 @@ def _logging_to(file: Path) -> Iterator[None]:
 
 
 async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
-    """Serves while ``use(handle)`` runs, then drains. If either fails, the other ends."""
+    """Serves while ``use(handle, ready)`` runs, then drains. If either fails, the other ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    ready: asyncio.Future[ServiceHandle] = loop.create_future()
-    service = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop, progress=screen.line))
+    listening: Ready = loop.create_future()
+    ready: Ready = loop.create_future()
+    service = asyncio.create_task(
+        serve(config, ready=ready.set_result, stop=stop, progress=screen.line, listening=listening.set_result)
+    )
     using: asyncio.Task[Watched] | None = None
-    either: list[asyncio.Future[Any]] = [ready, service]
+    either: list[asyncio.Future[Any]] = [listening, service]
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            await service  # raises the error that ended it before it was ready
-        using = asyncio.create_task(use(ready.result()))
+        if not listening.done():
+            await service  # raises the error that ended it before it was listening
+        using = asyncio.create_task(use(listening.result(), ready))
         await asyncio.wait({using, service}, return_when=asyncio.FIRST_COMPLETED)
         if not using.done():
             await service
@@ -159,11 +168,13 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
 
 
 async def _watched_run(
-    handle: ServiceHandle, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
+    handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
 ) -> Watched:
-    """Trains and watches until the trainer ends, then reads the service's counters."""
+    """Trains and watches until the trainer ends, then reads the service's counters.
+
+    The trainer starts beside the workers, so that full engines don't wait for its imports.
+    """
     screen.line(f"serving on {handle.address}; starting the trainer")
-    ready_s = asyncio.get_running_loop().time()
     arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
@@ -177,17 +188,34 @@ async def _watched_run(
         TrainerProcess(arguments, handle.token, threads, folder.trainer_log, folder.trained) as trainer,
     ):
         strike = Strike(options.kill_worker_after_s, screen)
-        watching = asyncio.create_task(_watch(operator, strike, folder, screen))
+        training = asyncio.create_task(trainer.run())
+        watching: asyncio.Task[None] | None = None
         try:
-            code = await trainer.run()
+            await ready
+            ready_s = asyncio.get_running_loop().time()
+            screen.line("all workers are ready")
+            watching = asyncio.create_task(_watch(operator, strike, folder, screen))
+            code = await training
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in (training, watching):
+                if task is not None:
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await task
         books = await _read_books(operator)
     screen.show(books.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed_s, failure, strike.workers_killed)
+    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed, failure, strike.workers_killed)
+
+
+def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[TrainerSpan]:
+    """The timeline's trainer row, in seconds since the service was ready."""
+    spans: list[TrainerSpan] = []
+    for step in committed:
+        end_s = step.committed_s - ready_s
+        begin_s = spans[-1].end_s if spans else end_s - step.took_s
+        spans.append(TrainerSpan(step.step, begin_s, end_s, step.took_s - step.waited_s))
+    return spans
 
 
 class Strike:
@@ -221,10 +249,12 @@ async def _watch(operator: Operator, strike: Strike, folder: OutFolder, screen: 
     """Writes the series and shows every status until cancelled."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
+    moves = MoveWatch()
     with folder.series.open("w") as series:
         async for status in operator.watch(WATCH_PERIOD_MS):
             now_s = clock() - started_s
-            series.write(sample_json(sample_of(status, now_s)) + "\n")
+            held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)
+            series.write(sample_json(sample_of(status, now_s, moves.seen(held.trajectories, now_s))) + "\n")
             series.flush()
             screen.show(status)
             strike.look(status, now_s)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dora.demo.moves import Move
 from dora.rpc.dora_pb2 import Status
 
 
@@ -32,9 +33,18 @@ class Sample:
     reward: float | None  # mean of the latest committed step
     workers: tuple[WorkerSample, ...]
     counters: dict[str, float]
+    moves: tuple[Move, ...] = ()  # that ended since the previous sample
 
 
-def sample_of(status: Status, t_s: float) -> Sample:
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the samples from the start to the last commit; None without samples."""
+
+    two_versions: float | None = None  # samples in which engines generate for two or more versions
+    idle: float | None = None  # engines that run no request, over all samples
+
+
+def sample_of(status: Status, t_s: float, moves: tuple[Move, ...] = ()) -> Sample:
     """Reduces a status to the plotted values."""
     workers = tuple(
         WorkerSample(w.worker_id, w.state, w.version, w.target_version, w.running, w.waiting) for w in status.workers
@@ -48,6 +58,7 @@ def sample_of(status: Status, t_s: float) -> Sample:
         reward=status.steps[-1].mean_reward if status.steps else None,
         workers=workers,
         counters=dict(status.counters),
+        moves=moves,
     )
 
 
@@ -59,6 +70,16 @@ def sample_json(sample: Sample) -> str:
 def read_series(path: Path) -> list[Sample]:
     """Reads the samples of a ``series.jsonl``, in order."""
     return [_parsed(line) for line in path.read_text().splitlines()]
+
+
+def shares(samples: Sequence[Sample]) -> Shares:
+    """How the engines were used while steps were left to train. After the last commit the service only drains."""
+    training = [sample for sample in samples if sample.step < samples[-1].step] or samples
+    engines = [worker for sample in training for worker in sample.workers]
+    if not engines:
+        return Shares()
+    several = sum(len({worker.version for worker in sample.workers if worker.running}) > 1 for sample in training)
+    return Shares(several / len(training), sum(not worker.running for worker in engines) / len(engines))
 
 
 def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float, int, str]]:
@@ -79,4 +100,5 @@ def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float
 
 def _parsed(line: str) -> Sample:
     tree = json.loads(line)
-    return Sample(**{**tree, "workers": tuple(WorkerSample(**row) for row in tree["workers"])})
+    workers = tuple(WorkerSample(**row) for row in tree["workers"])
+    return Sample(**{**tree, "workers": workers, "moves": tuple(Move(**row) for row in tree.get("moves", ()))})

@@ -52,6 +52,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "staleness", f"at most {report['staleness_max']} (allowed: {report['window'] - 1})"
     yield "versions", f"{report['versions_live_max']} live at once, {report['steps']} published"
+    if report["two_versions_share"] is not None:
+        yield (
+            "engines",
+            f"generated for two versions at once in {report['two_versions_share']:.0%} of the samples, "
+            f"{report['engines_idle_share']:.0%} idle",
+        )
     yield "moves", _moves(report)
     if report["workers_killed"]:
         yield "kills", f"{report['workers_killed']} worker was killed, as asked; {report['workers_lost']} lost"

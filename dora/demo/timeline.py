@@ -1,7 +1,9 @@
 """Draws ``timeline.png``: reward and staleness by step, workers and requests over time. Loads Matplotlib on use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,12 +14,56 @@ from dora.demo.series import Sample, stretches
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN = "#2563eb", "#d97706", "#0f9d76"
 TITLE_WORKERS = (
-    "Workers, coloured by the policy version they host (hatched: joining, loading or lost; dotted: a commit)"
+    "Workers by policy version (hatched: joining, loading or lost), arcs: requests that moved, dotted: a commit\n"
+    "Trainer: steps by the version they publish, filled height: share of the time in which it computed"
 )
+ARCS_MAX = 80  # more would hide the versions
 SETTLED_STATES = ("ready", "vacating", "draining")  # the others are hatched: joining, loading, lost
 
 
-def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title: str, window: int, path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class TrainerSpan:
+    """One step of the trainer, in seconds since the service was ready."""
+
+    step: int
+    begin_s: float  # the previous commit
+    end_s: float  # its own commit
+    busy_s: float  # the part of it in which the trainer did not wait
+
+    @property
+    def busy_share(self) -> float:
+        length_s = self.end_s - self.begin_s
+        return min(1.0, max(0.0, self.busy_s / length_s)) if length_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """Moved requests from the row that they left to the row that they came to; rows count from the top."""
+
+    begin: tuple[float, int]  # second, row
+    end: tuple[float, int]
+    version: int
+    requests: int
+
+
+def arcs_of(samples: Sequence[Sample], rows: Mapping[str, int]) -> list[Arc]:
+    """The arcs of all moves between the workers of ``rows``; the largest ``ARCS_MAX``, in order of time."""
+    moves = [move for sample in samples for move in sample.moves if move.source in rows and move.target in rows]
+    kept = sorted(moves, key=lambda move: -move.requests)[:ARCS_MAX]
+    return [
+        Arc((move.left_s, rows[move.source]), (move.came_s, rows[move.target]), move.version, move.requests)
+        for move in sorted(kept, key=lambda move: (move.came_s, move.left_s, move.source, move.target))
+    ]
+
+
+def draw_timeline(
+    samples: Sequence[Sample],
+    steps: Sequence[StepSummary],
+    trained: Sequence[TrainerSpan],
+    title: str,
+    window: int,
+    path: Path,
+) -> None:
     """Writes the four panels to ``path``. With an empty series, its panels stay empty."""
     import matplotlib
 
@@ -31,12 +77,12 @@ def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title
     with pyplot.rc_context(style):
         figure, grid = pyplot.subplot_mosaic(
             [["reward", "staleness"], ["workers", "workers"], ["requests", "requests"]],
-            figsize=(13, 9.5), height_ratios=[1.15, 0.9, 1.0], layout="constrained",
+            figsize=(13, 10.5), height_ratios=[1.1, 1.3, 0.9], layout="constrained",
         )  # fmt: skip
         figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
         _draw_reward(grid["reward"], steps)
         _draw_staleness(grid["staleness"], steps, window)
-        _draw_workers(grid["workers"], samples)
+        _draw_workers(grid["workers"], samples, trained)
         _draw_requests(grid["requests"], samples)
         grid["requests"].sharex(grid["workers"])
         if len(samples) > 1:
@@ -77,7 +123,7 @@ def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> Non
     axes.legend(frameon=False, loc="upper left", ncols=3)
 
 
-def _draw_workers(axes: Any, samples: Sequence[Sample]) -> None:
+def _draw_workers(axes: Any, samples: Sequence[Sample], trained: Sequence[TrainerSpan]) -> None:
     _panel(axes, TITLE_WORKERS, "", "")
     axes.grid(axis="y", visible=False)
     workers = sorted({row.worker for sample in samples for row in sample.workers})
@@ -85,8 +131,11 @@ def _draw_workers(axes: Any, samples: Sequence[Sample]) -> None:
     for row, worker in enumerate(workers):
         for start_s, stop_s, version, state in stretches(samples, worker):
             _draw_stretch(axes, row, (start_s, stop_s), version, state, end_s)
-    axes.set_yticks(range(len(workers)), workers)
-    axes.set_ylim(len(workers) - 0.45, -0.55)
+    for arc in arcs_of(samples, {worker: row for row, worker in enumerate(workers)}):
+        _draw_arc(axes, arc)
+    _draw_trainer(axes, len(workers), trained, end_s)
+    axes.set_yticks(range(len(workers) + 1), [*workers, "trainer"])
+    axes.set_ylim(len(workers) + 0.55, -0.75)
     _mark_commits(axes, samples)
 
 
@@ -100,6 +149,38 @@ def _draw_stretch(axes: Any, row: int, span_s: tuple[float, float], version: int
     if settled and width_s > end_s / 40:
         middle_s = span_s[0] + width_s / 2
         axes.text(middle_s, row, f"v{version}", ha="center", va="center", color="white", fontsize=9, fontweight="bold")
+
+
+def _draw_arc(axes: Any, arc: Arc) -> None:
+    """Between two rows the arc leans to the right; a return to the same row passes above it."""
+    begin, end = ((at_s, row + _edge(arc, row)) for at_s, row in (arc.begin, arc.end))
+    bend = -0.35 if arc.begin[1] == arc.end[1] else 0.18
+    style = {
+        "arrowstyle": "-|>,head_width=0.16,head_length=0.34", "connectionstyle": f"arc3,rad={bend}", "color": INK,
+        "alpha": 0.75, "shrinkA": 0.0, "shrinkB": 0.0, "linewidth": 0.5 + 0.3 * sqrt(arc.requests),
+    }  # fmt: skip
+    axes.annotate("", end, begin, arrowprops=style, zorder=4, annotation_clip=True)
+
+
+def _edge(arc: Arc, row: int) -> float:
+    """The edge of a row's bar that faces the other row, relative to its middle; the upper one for the same row."""
+    other = arc.end[1] if row == arc.begin[1] else arc.begin[1]
+    return 0.2 if other > row else -0.2 if other < row else -0.34
+
+
+def _draw_trainer(axes: Any, row: int, trained: Sequence[TrainerSpan], end_s: float) -> None:
+    """The filled height is the share of a step in which the trainer computes. Its colour: the version it publishes."""
+    for span in trained:
+        begin_s = max(0.0, span.begin_s)
+        width_s = max(span.end_s - begin_s, end_s / 1000)
+        colour = _version_colour(span.step + 1)
+        axes.broken_barh([(begin_s, width_s)], (row - 0.34, 0.68), facecolor=colour, alpha=0.25, linewidth=0.0)
+        height = 0.68 * span.busy_share
+        axes.broken_barh(
+            [(begin_s, width_s)], (row + 0.34 - height, height), facecolor=colour, edgecolor="white", linewidth=0.6
+        )
+        if width_s > end_s / 50:
+            axes.text(begin_s + width_s / 2, row, f"{span.step}", ha="center", va="center", color=INK, fontsize=8)
 
 
 def _draw_requests(axes: Any, samples: Sequence[Sample]) -> None:

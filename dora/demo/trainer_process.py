@@ -5,11 +5,22 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 LINE_BYTES_MAX = 16 << 20  # a step's line names every group of the step
 STOP_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """One committed step, as the trainer reports it."""
+
+    step: int
+    committed_s: float  # event loop time
+    took_s: float  # since the trainer turned to it
+    waited_s: float  # the part of it that the trainer waited for groups
 
 
 class TrainerProcess:
@@ -25,7 +36,7 @@ class TrainerProcess:
         self._trained_file = trained_file
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
-        self.committed_s: list[float] = []  # event loop time of each commit
+        self.committed: list[CommittedStep] = []
 
     async def run(self) -> int:
         """Reads the trainer's output until it ends; returns its exit code."""
@@ -43,7 +54,8 @@ class TrainerProcess:
             async for line in process.stdout:
                 step = json.loads(line)
                 # A step trained twice must show, so it extends the list instead of replacing it.
-                self.committed_s.append(asyncio.get_running_loop().time())
+                now_s = asyncio.get_running_loop().time()
+                self.committed.append(CommittedStep(step["step"], now_s, step["seconds"], step["waited_s"]))
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
                 trained_file.write(line)
                 trained_file.flush()

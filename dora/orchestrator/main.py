@@ -90,8 +90,10 @@ async def serve(
     ready: Callable[[ServiceHandle], None],
     stop: asyncio.Event,
     progress: Callable[[str], None],
+    listening: Callable[[ServiceHandle], None] = lambda handle: None,
 ) -> int:
-    """Runs a service until ``stop`` is set, then drains it. Calls ``ready`` once all workers answer.
+    """Runs a service until ``stop`` is set, then drains it. Calls ``listening`` once clients can connect, while the
+    workers start, and ``ready`` once all workers answer.
 
     While draining, the service admits nothing. An attached trainer gets the admitted groups and has
     ``service.drain_timeout_s`` to commit them; then the workers end. Returns 0. Raises InvalidValue for a bad
@@ -124,6 +126,7 @@ async def serve(
         runtime = await start.build()
         if not await _opened(start.open(runtime, launcher), stop, runtime.failed):
             return 0
+        listening(start.handle)
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
         progress(f"starting {config.workers.count} workers")
@@ -234,7 +237,13 @@ class _Start:
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
         seed = config.rollout.seed
         source = await asyncio.to_thread(
-            resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=self.progress
+            resolve_prompts,
+            config.prompts,
+            tokenizer,
+            seed,
+            check=check.well_formed,
+            progress=self.progress,
+            longest_tokens=config.rollout.max_tokens,
         )
         recorder = await self._recorder(store, source.reward)
         verifier = await stack.enter_async_context(verifying(config, source, model))

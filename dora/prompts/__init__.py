@@ -9,7 +9,7 @@ from dora.prompts.counting import counting_source
 from dora.prompts.files import file_source, is_file_source
 from dora.prompts.reasoning_gym import parse_mix, reasoning_gym_source
 from dora.prompts.source import Position, PromptSource
-from dora.prompts.tiny import tiny_source
+from dora.prompts.tiny import TAIL_MAX, tiny_source, tiny_tail_source
 from dora.prompts.tokenizer import ChatTokenizer
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "reasoning_gym_source",
     "resolve_prompts",
     "tiny_source",
+    "tiny_tail_source",
 ]
 
 _REASONING_GYM = "reasoning-gym:"
@@ -34,15 +35,17 @@ def resolve_prompts(
     limit_tokens: int | None = None,
     check: Callable[[Prompt], Prompt] = lambda prompt: prompt,
     progress: Callable[[str], None] = lambda line: None,
+    longest_tokens: int = TAIL_MAX,
 ) -> PromptSource:
     """Returns the source that ``config`` (if a text, its ``source``) names.
 
-    That is ``counting``, ``tiny``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's folder, or ``none``.
+    That is ``counting``, ``tiny``, ``tiny-tail``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's folder, or
+    ``none``.
 
     ``none`` has no prompts of its own: only those submitted over gRPC are sampled. Prompts of more than
     ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they are drawn. Each prompt of a
     file is passed to ``check``, whose errors get the row's location. ``progress`` receives the progress of reading a
-    file.
+    file. ``longest_tokens``: of the responses that ``tiny-tail`` asks for.
     """
     if isinstance(config, str):
         config = PromptsConfig(source=config)
@@ -51,6 +54,8 @@ def resolve_prompts(
         source = PromptSource("none", "", lambda index: None)
     elif spec == "tiny":
         source = tiny_source(tokenizer, seed, limit_tokens)
+    elif spec == "tiny-tail":
+        source = tiny_tail_source(tokenizer, seed, limit_tokens, longest_tokens)
     elif spec == "counting":
         source = counting_source(tokenizer, seed, limit_tokens)
     elif spec.startswith(_REASONING_GYM):
@@ -58,7 +63,7 @@ def resolve_prompts(
     elif is_file_source(spec):
         return file_source(config, tokenizer, limit_tokens, check, progress)
     else:
-        names = "counting, tiny, reasoning-gym:TASK[:WEIGHT],..."
+        names = "counting, tiny, tiny-tail, reasoning-gym:TASK[:WEIGHT],..."
         raise InvalidValue("--prompts", spec, f"{names}, a .jsonl or .parquet file, a dataset's folder, or none")
     _check_has_effect(config)
     return source

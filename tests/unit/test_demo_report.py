@@ -14,12 +14,15 @@ from dora.config import Config
 from dora.data.types import Segment
 from dora.demo.audit import audit, read_record, step_summaries
 from dora.demo.folder import OutFolder
+from dora.demo.moves import Move, MoveWatch
 from dora.demo.options import DemoOptions, service_config
 from dora.demo.presets import PRESETS
 from dora.demo.report import DemoRun, DemoSeconds, build_report
-from dora.demo.series import Sample, WorkerSample, read_series, sample_json, sample_of, stretches
+from dora.demo.run import trainer_spans
+from dora.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
 from dora.demo.summary import print_summary
-from dora.demo.timeline import draw_timeline
+from dora.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline
+from dora.demo.trainer_process import CommittedStep
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from tests.contract.trainer_service import make_trajectory
@@ -28,6 +31,7 @@ from tests.refusals import refused
 STEPS, GROUPS, GROUP_SIZE, WINDOW = 3, 2, 2, 2
 REPORT_KEYS = {
     *("steps", "groups_admitted", "groups_trained", "groups_lost", "groups_duplicated"),
+    *("two_versions_share", "engines_idle_share"),
     *("staleness_max", "versions_live_max", "c1_violations", "migrations_kv", "migrations_reprefill"),
     *("tokens_reprefilled", "blackout_ms_p50", "mean_reward_by_step", "reward_first", "reward_last", "tokens_per_s"),
     *("seconds_model", "seconds_start", "seconds_first_step", "seconds_later_steps", "seconds_end", "seconds_total"),
@@ -297,12 +301,117 @@ def test_stretches_join_samples_alike_and_leave_no_gap() -> None:
     assert stretches(samples(), "w9") == []
 
 
+def engines(step: int, *rows: tuple[int, int]) -> Sample:
+    """A sample of engines that host a version and run requests."""
+    workers = tuple(
+        WorkerSample(f"w{number}", "ready" if version >= 0 else "loading", version, version, running, 0)
+        for number, (version, running) in enumerate(rows)
+    )
+    return Sample(float(step), step, sum(running for _, running in rows), 0, 0, None, workers, {})
+
+
+@pytest.mark.parametrize(
+    ("seen", "two_versions", "idle"),
+    [
+        ([], None, None),
+        ([engines(0)], None, None),
+        ([engines(0, (0, 4), (0, 4))], 0.0, 0.0),
+        ([engines(0, (0, 4), (1, 4)), engines(0, (0, 4), (0, 4)), engines(1, (1, 4), (1, 0))], 0.5, 0.0),
+        ([engines(0, (0, 4), (1, 0)), engines(1, (1, 0), (1, 0))], 0.0, 0.5),  # a version that only loads is no second
+        ([engines(0, (-1, 0), (1, 4)), engines(0, (0, 1), (1, 1)), engines(1, (1, 9))], 0.5, 0.25),
+        ([engines(3, (2, 1), (1, 1), (3, 1)), engines(3, (3, 1), (3, 1), (3, 0))], 0.5, 1 / 6),  # no step committed
+    ],
+)
+def test_shares_are_of_the_samples_up_to_the_last_commit(
+    seen: list[Sample], two_versions: float | None, idle: float | None
+) -> None:
+    assert shares(seen) == Shares(two_versions, idle)
+
+
+def test_report_and_summary_say_the_shares() -> None:
+    rows, counters, trained = healthy()
+    report = build_report(rows, counters, trained, SECONDS, RUN, Shares(0.612345, 0.04))
+    assert (report["two_versions_share"], report["engines_idle_share"]) == (0.6123, 0.04)
+    assert "two versions at once in 61% of the samples, 4% idle" in words_of(report)
+    without = build_report(rows, counters, trained, SECONDS, RUN)
+    assert (without["two_versions_share"], without["engines_idle_share"]) == (None, None)
+    assert "two versions at once" not in words_of(without)
+
+
+# --------------------------------------------------------------------------------------- the moves and the trainer
+
+
+def row(number: int, state: str, worker: str = "", version: int = 0) -> pb.TrajectoryStatus:
+    return pb.TrajectoryStatus(trajectory_id=f"g0.{number}", state=state, worker=worker, version=version)
+
+
+def test_moves_are_found_between_lists_of_trajectories() -> None:
+    watch = MoveWatch()
+    assert watch.seen([row(0, "running", "w0"), row(1, "running", "w0"), row(2, "waiting")], 0.0) == ()
+    direct = [row(0, "running", "w1"), row(1, "running", "w1"), row(2, "running", "w0")]
+    assert watch.seen(direct, 0.25) == (Move(0.0, 0.25, "w0", "w1", 0, 2),)
+    away = [row(0, "parked", "pool-0"), row(1, "moving", "w1"), row(2, "running", "w0")]
+    assert watch.seen(away, 0.5) == ()
+    assert watch.seen([row(0, "waiting"), row(1, "running", "w0"), row(2, "finished")], 0.75) == (
+        Move(0.25, 0.75, "w1", "w0", 0, 1),
+    )
+    assert watch.seen([row(0, "running", "w1"), row(1, "running", "w0")], 1.0) == (Move(0.25, 1.0, "w1", "w1", 0, 1),)
+    assert watch.seen([], 1.25) == ()
+    assert watch.seen([row(0, "running", "w0")], 1.5) == ()  # it is forgotten once its group has ended
+
+
+def moving() -> list[Sample]:
+    """Two workers, and moves in both directions and back to the same worker."""
+    moves = (Move(0.5, 1.0, "w1", "w0", 3, 2), Move(0.0, 1.0, "w0", "w1", 3, 8)), (Move(1.0, 2.0, "w1", "w1", 3, 1),)
+    return [replace(engines(step, (step, 4), (step, 4)), moves=moves[step - 1] if step else ()) for step in range(3)]
+
+
+def test_arcs_join_the_rows_of_the_moves() -> None:
+    rows = {"w0": 0, "w1": 1}
+    assert arcs_of(moving(), rows) == [
+        Arc((0.0, 0), (1.0, 1), 3, 8),
+        Arc((0.5, 1), (1.0, 0), 3, 2),
+        Arc((1.0, 1), (2.0, 1), 3, 1),
+    ]
+    assert arcs_of(moving(), {"w1": 0}) == [Arc((1.0, 0), (2.0, 0), 3, 1)]  # a worker without a row has no arc
+    assert arcs_of([], rows) == []
+
+
+def test_of_too_many_arcs_the_largest_are_drawn() -> None:
+    moves = tuple(Move(0.0, float(at), "w0", "w1", 0, 1 + at % 7) for at in range(3 * ARCS_MAX))
+    arcs = arcs_of([replace(engines(0, (0, 1), (0, 1)), moves=moves)], {"w0": 0, "w1": 1})
+    assert len(arcs) == ARCS_MAX
+    assert sum(arc.requests for arc in arcs) == sum(sorted(move.requests for move in moves)[-ARCS_MAX:])
+    assert arcs == sorted(arcs, key=lambda arc: arc.end)
+
+
+def test_moves_survive_the_series_and_older_series_have_none(tmp_path: Path) -> None:
+    file = tmp_path / "series.jsonl"
+    lines = [sample_json(sample) for sample in moving()]
+    file.write_text("\n".join(lines) + "\n")
+    assert read_series(file) == moving()
+    older = json.loads(lines[1])
+    del older["moves"]
+    file.write_text(json.dumps(older) + "\n")
+    assert read_series(file) == [replace(moving()[1], moves=())]
+
+
+def test_the_trainers_row_has_a_span_for_each_step() -> None:
+    steps = [CommittedStep(0, 11.0, 3.0, 2.0), CommittedStep(1, 13.0, 1.0, 0.5), CommittedStep(2, 13.0, 0.0, 0.0)]
+    spans = trainer_spans(steps, 10.0)
+    assert spans == [TrainerSpan(0, -2.0, 1.0, 1.0), TrainerSpan(1, 1.0, 3.0, 0.5), TrainerSpan(2, 3.0, 3.0, 0.0)]
+    assert [span.busy_share for span in spans] == [pytest.approx(1 / 3), 0.25, 1.0]
+    assert trainer_spans([], 10.0) == []
+
+
 @pytest.mark.parametrize("empty", [False, True])
 def test_the_timeline_is_drawn_even_of_nothing(tmp_path: Path, empty: bool) -> None:
     rows, _, trained = healthy()
     file = tmp_path / "timeline.png"
     steps = step_summaries(rows, trained)
-    draw_timeline([] if empty else samples(), [] if empty else steps, "a run", WINDOW, file)
+    seen = [] if empty else moving()
+    spans = [] if empty else [TrainerSpan(0, -1.0, 1.0, 0.5), TrainerSpan(1, 1.0, 1.0, 0.0)]
+    draw_timeline(seen, [] if empty else steps, spans, "a run", WINDOW, file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -336,7 +445,7 @@ def configured(**changes: Any) -> Config:
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_preset_fits_its_workers(model: str) -> None:
     config = configured(model=model)
-    assert config.window.size == 2
+    assert config.window.size == PRESETS[model].window
     assert config.rollout.max_tokens < config.workers.max_model_len_tokens
     assert config.workers.kv_tokens >= config.workers.max_model_len_tokens
 

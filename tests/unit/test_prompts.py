@@ -59,7 +59,7 @@ def test_a_chat_template_may_be_missing_wrong_or_refuse(tiny_dense: Path, tmp_pa
         ChatTokenizer(tmp_path).render(CHAT)
 
 
-@pytest.mark.parametrize("spec", ["counting", "tiny", "reasoning-gym:chain_sum:2,leg_counting:1"])
+@pytest.mark.parametrize("spec", ["counting", "tiny", "tiny-tail", "reasoning-gym:chain_sum:2,leg_counting:1"])
 def test_endless_sources_are_functions_of_seed_and_index(spec: str, tokenizer: ChatTokenizer) -> None:
     prompts = list(islice(resolve_prompts(spec, tokenizer, seed=3), 1100))
     again = resolve_prompts(spec, tokenizer, seed=3)
@@ -69,6 +69,20 @@ def test_endless_sources_are_functions_of_seed_and_index(spec: str, tokenizer: C
     other = list(islice(resolve_prompts(spec, tokenizer, seed=4), 1100))
     assert [prompt.text for prompt in other] != [prompt.text for prompt in prompts]
     assert not {prompt.prompt_id for prompt in other} & {prompt.prompt_id for prompt in prompts}
+
+
+def test_tiny_tail_asks_for_a_long_tail_of_lengths(tokenizer: ChatTokenizer) -> None:
+    tail, plain = (list(islice(resolve_prompts(spec, tokenizer), 1000)) for spec in ("tiny-tail", "tiny"))
+    assert [prompt.text for prompt in tail] == [prompt.text for prompt in plain]
+    assert all(prompt.sampling == {} for prompt in plain)
+    assert all(prompt.sampling["ignore_eos"] for prompt in tail)
+    lengths = sorted(int(str(prompt.sampling["max_tokens"])) for prompt in tail)
+    assert (lengths[0], lengths[-1]) == (12, 400)
+    assert lengths[-10] > 6 * lengths[500]
+    capped = islice(resolve_prompts("tiny-tail", tokenizer, longest_tokens=50), 1000)
+    assert [prompt.sampling["max_tokens"] for prompt in capped] == [
+        min(int(str(prompt.sampling["max_tokens"])), 50) for prompt in tail
+    ]
 
 
 def test_tiny_prompts_name_a_class_and_carry_its_characters(tokenizer: ChatTokenizer) -> None:
