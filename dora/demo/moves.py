@@ -1,13 +1,13 @@
 """The moves of requests between workers, as two consecutive looks at the open trajectories show them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from dora.rpc.dora_pb2 import TrajectoryStatus
 
-ON_A_WORKER: Final = "running"
+UNFINISHED: Final = ("waiting", "running", "moving")  # states in which a worker may hold a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Move:
     A request that was parked in between may come back to the worker that it left.
     """
 
-    left_s: float  # last sample in which they ran on ``source``
-    came_s: float  # first sample in which they ran on ``target``
+    left_s: float  # last sample in which ``source`` held them
+    came_s: float  # first sample in which ``target`` held them
     source: str
     target: str
     version: int
@@ -38,13 +38,17 @@ class MoveWatch:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}  # of open trajectories only
 
-    def seen(self, rows: Iterable[TrajectoryStatus], now_s: float) -> tuple[Move, ...]:
-        """The moves that ended since the previous list, in a fixed order. ``rows``: all open trajectories."""
+    def seen(self, rows: Iterable[TrajectoryStatus], workers: Container[str], now_s: float) -> tuple[Move, ...]:
+        """The moves that ended since the previous list, in a fixed order.
+
+        ``rows``: all open trajectories. ``workers``: names; other holders are pools. A request that both began and
+        moved, or moved and ended, between two lists is not found.
+        """
         present: dict[str, _Seen] = {}
         moves: Counter[tuple[float, str, str, int]] = Counter()
         for row in rows:
             last = self._seen.get(row.trajectory_id)
-            if row.state != ON_A_WORKER or not row.worker:
+            if row.state not in UNFINISHED or row.worker not in workers:
                 if last is not None:
                     present[row.trajectory_id] = _Seen(last.worker, last.at_s, is_away=True)
                 continue

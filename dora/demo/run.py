@@ -254,7 +254,9 @@ async def _watch(operator: Operator, strike: Strike, folder: OutFolder, screen: 
         async for status in operator.watch(WATCH_PERIOD_MS):
             now_s = clock() - started_s
             held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)
-            series.write(sample_json(sample_of(status, now_s, moves.seen(held.trajectories, now_s))) + "\n")
+            workers = {worker.worker_id for worker in status.workers}
+            moved = moves.seen(held.trajectories, workers, now_s)
+            series.write(sample_json(sample_of(status, now_s, moved)) + "\n")
             series.flush()
             screen.show(status)
             strike.look(status, now_s)

@@ -14,8 +14,8 @@ from dora.demo.series import Sample, stretches
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN = "#2563eb", "#d97706", "#0f9d76"
 TITLE_WORKERS = (
-    "Workers by policy version (hatched: joining, loading or lost), arcs: requests that moved, dotted: a commit\n"
-    "Trainer: steps by the version they publish, filled height: share of the time in which it computed"
+    "Workers by policy version (hatched: joining, loading or lost; dotted: a commit; arcs: {seen} of {all} moved "
+    "requests)\nTrainer: steps by the version they publish, filled height: share of the time in which it computed"
 )
 ARCS_MAX = 80  # more would hide the versions
 SETTLED_STATES = ("ready", "vacating", "draining")  # the others are hatched: joining, loading, lost
@@ -54,6 +54,14 @@ def arcs_of(samples: Sequence[Sample], rows: Mapping[str, int]) -> list[Arc]:
         Arc((move.left_s, rows[move.source]), (move.came_s, rows[move.target]), move.version, move.requests)
         for move in sorted(kept, key=lambda move: (move.came_s, move.left_s, move.source, move.target))
     ]
+
+
+def moved_requests(samples: Sequence[Sample]) -> tuple[int, int]:
+    """The moves that samples have, and those that the service counted: a quick one may fall between two samples."""
+    counters = samples[-1].counters if samples else {}
+    counted = sum(counters.get(name, 0.0) for name in ("migrations_kv", "migrations_reprefill", "requests_resumed"))
+    seen = sum(move.requests for sample in samples for move in sample.moves)
+    return seen, max(seen, int(counted))
 
 
 def draw_timeline(
@@ -124,7 +132,8 @@ def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> Non
 
 
 def _draw_workers(axes: Any, samples: Sequence[Sample], trained: Sequence[TrainerSpan]) -> None:
-    _panel(axes, TITLE_WORKERS, "", "")
+    seen, counted = moved_requests(samples)
+    _panel(axes, TITLE_WORKERS.format(seen=seen, all=counted), "", "")
     axes.grid(axis="y", visible=False)
     workers = sorted({row.worker for sample in samples for row in sample.workers})
     end_s = samples[-1].t_s if samples else 1.0

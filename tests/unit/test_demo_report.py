@@ -21,7 +21,7 @@ from dora.demo.report import DemoRun, DemoSeconds, build_report
 from dora.demo.run import trainer_spans
 from dora.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
 from dora.demo.summary import print_summary
-from dora.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline
+from dora.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline, moved_requests
 from dora.demo.trainer_process import CommittedStep
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
@@ -347,17 +347,20 @@ def row(number: int, state: str, worker: str = "", version: int = 0) -> pb.Traje
 
 def test_moves_are_found_between_lists_of_trajectories() -> None:
     watch = MoveWatch()
-    assert watch.seen([row(0, "running", "w0"), row(1, "running", "w0"), row(2, "waiting")], 0.0) == ()
+
+    def seen(at_s: float, *rows: pb.TrajectoryStatus) -> tuple[Move, ...]:
+        return watch.seen(rows, {"w0", "w1"}, at_s)
+
+    assert seen(0.0, row(0, "running", "w0"), row(1, "moving", "w0"), row(2, "waiting")) == ()
     direct = [row(0, "running", "w1"), row(1, "running", "w1"), row(2, "running", "w0")]
-    assert watch.seen(direct, 0.25) == (Move(0.0, 0.25, "w0", "w1", 0, 2),)
-    away = [row(0, "parked", "pool-0"), row(1, "moving", "w1"), row(2, "running", "w0")]
-    assert watch.seen(away, 0.5) == ()
-    assert watch.seen([row(0, "waiting"), row(1, "running", "w0"), row(2, "finished")], 0.75) == (
-        Move(0.25, 0.75, "w1", "w0", 0, 1),
-    )
-    assert watch.seen([row(0, "running", "w1"), row(1, "running", "w0")], 1.0) == (Move(0.25, 1.0, "w1", "w1", 0, 1),)
-    assert watch.seen([], 1.25) == ()
-    assert watch.seen([row(0, "running", "w0")], 1.5) == ()  # it is forgotten once its group has ended
+    assert seen(0.25, *direct) == (Move(0.0, 0.25, "w0", "w1", 0, 2),)
+    away = [row(0, "parked", "pool-0"), row(1, "moving", "pool-0"), row(2, "running", "w0")]
+    assert seen(0.5, *away) == ()
+    back = [row(0, "waiting"), row(1, "running", "w0"), row(2, "finished")]
+    assert seen(0.75, *back) == (Move(0.25, 0.75, "w1", "w0", 0, 1),)
+    assert seen(1.0, row(0, "running", "w1"), row(1, "running", "w0")) == (Move(0.25, 1.0, "w1", "w1", 0, 1),)
+    assert seen(1.25) == ()
+    assert seen(1.5, row(0, "running", "w0")) == ()  # it is forgotten once its group has ended
 
 
 def moving() -> list[Sample]:
@@ -375,6 +378,9 @@ def test_arcs_join_the_rows_of_the_moves() -> None:
     ]
     assert arcs_of(moving(), {"w1": 0}) == [Arc((1.0, 0), (2.0, 0), 3, 1)]  # a worker without a row has no arc
     assert arcs_of([], rows) == []
+    assert moved_requests([]) == (0, 0)
+    counted = {"migrations_kv": 4.0, "migrations_reprefill": 1.0, "requests_resumed": 8.0, "requests_parked": 9.0}
+    assert moved_requests([*moving(), replace(moving()[-1], moves=(), counters=counted)]) == (11, 13)
 
 
 def test_of_too_many_arcs_the_largest_are_drawn() -> None:
