@@ -375,7 +375,7 @@ def _unreproduced(runtime: Runtime) -> str | None:
     if state.window.newest:
         return None
     refusals = state.suspects[0].refusals if 0 in state.suspects else {}
-    if 0 not in state.rejected and len(refusals) < min(2, len(state.workers)):
+    if 0 not in state.rejected and (not refusals or len(refusals) < min(2, len(state.workers))):
         return None
     reasons = {worker_id: refusal.reason for worker_id, refusal in refusals.items()}
     said = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in reasons.items()) or state.rejected[0].reason

@@ -41,7 +41,10 @@ def test_weights_that_transformers_would_make_up_are_named(
 
 @pytest.mark.parametrize(
     ("workers", "refused_by", "newest", "ends"),
-    [(1, ["w0"], 0, True), (2, ["w0"], 0, False), (2, ["w0", "w1"], 0, True), (1, [], 0, False), (1, ["w0"], 1, False)],
+    [
+        *[(1, ["w0"], 0, True), (2, ["w0"], 0, False), (2, ["w0", "w1"], 0, True), (1, ["w0"], 1, False)],
+        *[(count, [], 0, False) for count in range(3)],  # at first no worker has joined
+    ],
 )
 def test_a_start_ends_with_the_reason_once_no_worker_can_load_version_0(
     workers: int, refused_by: list[str], newest: int, ends: bool
