@@ -5,6 +5,7 @@ so a ledger always describes a prefix of the log. Tokens and verdicts are only i
 """
 
 import errno
+import json
 import os
 import sqlite3
 from collections.abc import Iterable
@@ -99,6 +100,34 @@ class LiveGroup:
     taken: int  # the place in the order in which steps have taken groups
 
 
+def source_of(config: str) -> str:
+    """Returns the settings on which the prompt at a position depends, as one text. ``config``: as JSON.
+
+    A start with others begins its source at the first prompt.
+    """
+    prompts = json.loads(config).get("prompts", "")
+    if isinstance(prompts, str):  # an older DORA's
+        prompts = {"source": prompts}
+    shuffled = prompts.get("shuffle_seed", 0) if prompts.get("shuffle") else None
+    return json.dumps([prompts.get("source"), prompts.get("split", ""), shuffled])
+
+
+def admitted_again(group: LiveGroup) -> records.Admitted:
+    """Returns the record of a group whose prompt has changed: the last record of a group holds."""
+    return records.Admitted(
+        group.number,
+        group.group_id,
+        records.prompt_values(group.prompt),
+        group.version,
+        group.deadline,
+        group.window_versions,
+        group.at,
+        list(group.rows),
+        group.position,
+        group.arrival,
+    )
+
+
 class Ledger:
     """Used by one thread. Raises sqlite3.Error if it cannot be read or written."""
 
@@ -190,6 +219,10 @@ class Ledger:
                 self.values["place"] += 1
 
     def _begun(self, record: records.Begun) -> None:
+        before = self.values["config"]
+        if before and record.config and source_of(before) != source_of(record.config):
+            self.values["place"] = 0
+            self._positions = set()
         self.values |= {"life": record.incarnation, "config": record.config}
 
     def _submitted(self, record: records.Submitted) -> None:
@@ -217,6 +250,7 @@ class Ledger:
 
     def _admitted(self, record: records.Admitted) -> None:
         size = len(record.rows)
+        known = self._database.execute("SELECT 1 FROM groups WHERE number = ?", (record.number,)).fetchone()
         row = (record.number, record.group_id, size, OPEN, 0, records.encoded(record))
         self._database.execute(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET fact = excluded.fact", row
@@ -224,9 +258,9 @@ class Ledger:
         values = self.values
         values["next_number"] = max(values["next_number"], record.number + size)
         values["groups_named"] = max(values["groups_named"], int(record.group_id.removeprefix("g")) + 1)
-        if record.position >= 0:
+        if record.position >= 0 and not known:  # a repeated record may be of a group of an earlier source
             self._pass(record.position)
-        else:
+        elif record.position < 0:
             self._database.execute("DELETE FROM queued WHERE arrival = ?", (record.arrival,))
 
     def _leased(self, record: records.Leased) -> None:

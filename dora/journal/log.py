@@ -26,7 +26,7 @@ from typing import Any, Final
 from dora.journal import frames
 from dora.journal.compaction import Compaction
 from dora.journal.ledger import Ledger, disk_fault
-from dora.journal.records import Event, LogRecord, Tokens, Verdict, encoded
+from dora.journal.records import Admitted, Event, LogRecord, Tokens, Verdict, encoded
 from dora.system.files import sync_folder
 
 log = logging.getLogger("dora.journal")
@@ -337,7 +337,7 @@ class Log:
         """
         if self._logged:
             self._apply()
-        moved = self._ledger.asked(self._compaction.unasked) or self._compaction.next_part()
+        moved = self._ledger.asked(self._compaction.unasked) or self._latest(self._compaction.next_part())
         if not moved:
             self._compaction.remove()
             return
@@ -349,6 +349,14 @@ class Log:
             self._void()
             self._compaction.give_up()
             raise
+
+    def _latest(self, moved: list[LogRecord]) -> list[LogRecord]:
+        """Returns the records, with each group's as the ledger has it: a later record of a group replaces earlier
+        ones. Never empty.
+        """
+        numbers = [record.number for record in moved if isinstance(record, Admitted)]
+        others = [record for record in moved if not isinstance(record, Admitted)]
+        return [*self._ledger.asked(numbers), *others] or moved
 
     def _begin_segment(self) -> None:
         """Starts a new segment with the present state as its first record. Raises OSError."""

@@ -227,7 +227,8 @@ class _Start:
         """Builds everything around the core. Nothing is connected yet."""
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
-        store = await asyncio.to_thread(store_of, self.run_folder, model, config)
+        kept = 0 if state is None else len(state.found.ledger.versions())
+        store = await asyncio.to_thread(store_of, self.run_folder, model, config, kept)
         if state is None or state.found.is_new:
             canary = await first_canary(config, model, self.progress)
             if canary is not None:

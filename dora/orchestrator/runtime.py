@@ -186,8 +186,9 @@ class Runtime:
         number = max([self.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
         leased = resume.restore_buffer(self.buffer, groups, found.requests, number)
         resume.restore_prompts(self.feed.ledger, found, groups)
-        restored = resume.restored(self.buffer, found, groups, self.config.window.least, time.time(), self.incarnation)
+        restored = resume.restored(self.buffer, found, groups, self.config.window, time.time(), self.incarnation)
         self.buffer.window_versions = restored.window_versions
+        self.hosts.kept_versions = newest - restored.retired + 1
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
         log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
         self.reattachment = Reattachment(expected)

@@ -183,14 +183,14 @@ def writable(field: str, folder: Path) -> Iterator[None]:
         raise InvalidValue(field, str(folder), f"a folder with room to write in ({error.strerror})") from error
 
 
-def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
+def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> WeightStore:
     """Makes the weight store with version 0, and the folder for snapshots beside it. The store keeps the reference
-    version, unless that is 0, the model itself.
+    version, unless that is 0, the model itself. ``kept``: versions of an earlier incarnation.
     """
     with writable(RUN_FOLDER, run_folder):
         (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
         store = WeightStore(run_folder / WEIGHTS_FOLDER, model, config.rollout.reference_version or None)
-    store.bound_bytes = bound_of(store.reference, weight_versions(config))
+    store.bound_bytes = bound_of(store.reference, weight_versions(config, kept))
     room = os.statvfs(run_folder)
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes < store.bound_bytes:
@@ -203,12 +203,13 @@ def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
     return store
 
 
-def weight_versions(config: Config) -> int:
+def weight_versions(config: Config, kept: int = 0) -> int:
     """The number of versions that a host's weight store may hold: the window's, the next one, those that
-    evaluations pin, and the reference.
+    evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
     """
-    kept = 1 if config.rollout.reference_version else 0
-    return config.service.weight_versions or config.window.most + 1 + config.evaluation_versions + kept
+    reference = 1 if config.rollout.reference_version else 0
+    versions = max(config.window.most, kept) + 1 + config.evaluation_versions
+    return config.service.weight_versions or versions + reference
 
 
 @contextlib.contextmanager

@@ -250,9 +250,9 @@ class Service:
         tokens = [record for record in self.log.told[:count] if isinstance(record, records.Tokens)]
         verdicts = [record for record in self.log.told[:count] if isinstance(record, records.Verdict)]
         requests = Content(groups).of(tokens, verdicts)
-        least, now_s = self._world.config.window.least, self._world.now_s
+        window, now_s = self._world.config.window, self._world.now_s
         incarnation = ledger.values["life"] + 1
-        restored = recovery_state.restored(ledger, groups, requests, self._offered, least, now_s, incarnation)
+        restored = recovery_state.restored(ledger, groups, requests, self._offered, window, now_s, incarnation)
         number = ledger.values["next_number"]
         ledger.close()
         return Kept(groups, requests, restored, number)

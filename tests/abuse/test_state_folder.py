@@ -97,12 +97,10 @@ async def test_a_later_start_has_address_and_token_of_before_unless_it_names_oth
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"window": {"size": 3}}, r"window\.size = 3 has changed: it must be 2, as"),
         ({"rollout": {"seed": 7}}, r"rollout\.seed = 7 has changed: it must be 0, as"),
-        (
-            {"prompts": {"source": "tiny"}},
-            r"prompts\.source = 'tiny' has changed: it must be 'reasoning-gym",
-        ),
+        ({"rollout": {"temperature": 0.5}}, r"rollout\.temperature = 0.5 has changed: it must be 1.0, as"),
+        ({"rollout": {"reference_version": 3}}, r"rollout\.reference_version = 3 has changed: it must be 0, as"),
+        ({"selection": {"redundant_fraction": 0.1}}, r"selection\.redundant_fraction = 0.1 has changed"),
         ({"workers": {"dtype": "bfloat16"}}, r"workers\.dtype = 'bfloat16' has changed"),
         ({"workers": {"quantisation": "int8"}}, r"workers\.quantisation = 'int8' has changed"),
         ({"reward": {"function": "json:loads"}}, r"reward\.function = 'json:loads' has changed"),
@@ -115,6 +113,8 @@ async def test_settings_that_matter_must_not_change(tmp_path: Path, sections: di
     with refused(InvalidValue, names=data_words(words)):
         found(tmp_path, **sections)
     found(tmp_path, workers={"count": 7, "slots": 3}, balance={"policy": "dora"}, record="elsewhere")
+    found(tmp_path, window={"size": 3, "groups_per_step": 5}, prompts="tiny")
+    found(tmp_path, rollout={"group_size": 2, "max_tokens": 9}, workers={"max_model_len_tokens": 64})
 
 
 async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:

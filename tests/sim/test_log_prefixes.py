@@ -29,8 +29,8 @@ def beginnings(world: UnreliableWorld) -> Iterator[tuple[records.LogRecord, on.R
         elif ledger.values["life"] >= 0 and count > len(told) - LAST:
             groups = ledger.groups()
             requests = Content(groups).of(tokens, verdicts)
-            offered, size = world.service._offered, world.config.window.least
-            yield record, recovery_state.restored(ledger, groups, requests, offered, size, world.now_s, 1)
+            offered, window = world.service._offered, world.config.window
+            yield record, recovery_state.restored(ledger, groups, requests, offered, window, world.now_s, 1)
 
 
 @pytest.mark.parametrize("seed", [4, 7])

@@ -137,11 +137,14 @@ class AdaptiveSize:
         }
 
     def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the state from ``learnt``. The caller restores ``size``."""
+        """Restores the state from ``learnt``. The caller restores ``size``. A trial ends if its size before is not
+        allowed by this configuration.
+        """
         self._steps, self._settles, self._seen = values["counts"]
         if values["trial"] is not None:
             before, *pace = values["trial"]
-            self._trial = _Trial(before, Pace(*pace))
+            is_allowed = self._config.least <= before <= self._config.most
+            self._trial = _Trial(before, Pace(*pace)) if is_allowed else None
         self._rest_until = {size: until for size, until, _ in values["rests"]}
         self._rest_steps = {size: steps for size, _, steps in values["rests"]}
         times, clips, samples = values["seen"]

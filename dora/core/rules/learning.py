@@ -25,6 +25,12 @@ def learnt(state: State) -> str:
     return json.dumps(parts, separators=(",", ":"))
 
 
+def without_window(text: str) -> str:
+    """Returns the text without the trials of window sizes, which are of a size that is not in force."""
+    parts = json.loads(text) if text else {}
+    return json.dumps({name: part for name, part in parts.items() if name != "adaptive"}) if parts else ""
+
+
 def learn_again(state: State, text: str) -> None:
     """Restores estimates; a text of another version is ignored."""
     parts = json.loads(text)

@@ -78,6 +78,7 @@ class Hosts:
         self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
         self._opened = asyncio.Event()
         self.folder: Path = Path("/")
+        self.kept_versions = 0  # of an earlier incarnation, whose window may have been wider
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
@@ -126,6 +127,11 @@ class Hosts:
         """May be called without ``open_relay``."""
         self._distributor.close()
 
+    @property
+    def _versions_most(self) -> int:
+        """The versions that a host may have to hold: the window's, one that arrives, and those of evaluations."""
+        return max(self._config.window.most, self.kept_versions) + 1 + self._config.evaluation_versions
+
     def check(self, hello: pb.HostHello, digest: str) -> None:
         """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""
         name = check_host_name(hello.name)
@@ -141,7 +147,7 @@ class Hosts:
             raise Conflict("name", name, f"one of at most {HOSTS_MAX} hosts", why="is one too many")
         if self._orphaned(hello):
             return  # its versions are in that room already
-        models = self._config.window.most + 1 + self._config.evaluation_versions + (not hello.model_digest)
+        models = self._versions_most + (not hello.model_digest)
         needed_bytes = models * self._store.reference.content_bytes
         free_bytes = hello.capacity.store_free_bytes
         if free_bytes < needed_bytes:
@@ -219,7 +225,7 @@ class Hosts:
             settings_json=settings,
             model_digest=digest,
             pool_token=pool_token,
-            versions_most=config.window.most + 1 + config.evaluation_versions,
+            versions_most=self._versions_most,
             relay_secret=self._distributor.secret,
             goes_on=session.goes_on,
             orphan_timeout_s=orphan_timeout_s,

@@ -18,6 +18,7 @@ from dora.config import Config
 from dora.data.record_run import RecordRun, run_of, set_aside, write_run
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.errors import InvalidValue
+from dora.journal.ledger import source_of
 from dora.orchestrator.recovery.state_folder import SETTING, StateFolder
 from dora.prompts.files import is_file_source, prompt_files
 
@@ -54,20 +55,24 @@ async def bind(
     """
     newest = state.found.ledger.values["newest"]
     folder = Path(config.record)
+    source = source_of(config.model_dump_json(include={"prompts"}))
     if not state.found.is_new:
-        contradictions = [*changed(config, state.identity.content, content)]
+        before = state.identity.content
+        if (state.identity.source or source_of(state.found.ledger.values["config"])) != source:
+            before = {name: digest for name, digest in before.items() if name != "prompts"}
+        contradictions = [*changed(config, before, content)]
         surplus = None
         if recorder is not None:
             surplus = first_surplus(state, recorder)
             contradictions += of_record(config, state, recorder, surplus)
         _check(config, state, contradictions, newest)
         if recorder is not None and surplus is not None:
-            before = recorder.committed.get(surplus - 1, 0.0)
+            trained_at = recorder.committed.get(surplus - 1, 0.0)
             recorder.close()
-            aside = await asyncio.to_thread(set_aside, folder, surplus, before)
+            aside = await asyncio.to_thread(set_aside, folder, surplus, trained_at)
             log.warning("the record's content from step %d on was moved to %s", surplus, aside)
             recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
-    state.remember(content=dict(content), record=_name_of(folder) if recorder is not None else "")
+    state.remember(content=dict(content), source=source, record=_name_of(folder) if recorder is not None else "")
     if recorder is not None:
         known = run_of(folder)
         if state.found.is_new or known is None or known.run != state.identity.run:

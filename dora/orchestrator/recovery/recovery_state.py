@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
+from dora.config import WindowConfig
 from dora.core import events as on
 from dora.core.commands import RejectVersion
+from dora.core.rules import learning
 from dora.data.types import Prompt
 from dora.journal.content import Requests
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
@@ -17,32 +20,59 @@ GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more 
 UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as in the core
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the window stands at a start, with the settings of that start."""
+
+    step: int
+    left: int  # groups that this step still takes; below 0: it has taken more than the new size
+    groups_per_step: int
+    size: int
+    left_behind: int
+    is_resized: bool  # the size in force is not the one before the start
+
+
+def standing(values: Mapping[str, Any], taken: int, window: WindowConfig) -> Standing:
+    """``values``: of the ledger. ``taken``: groups that the open step has.
+
+    A configured number of groups per step replaces the one before, also for the open step. The size in force becomes
+    the nearest that ``window`` allows, for groups admitted from now on (invariants.md, C3).
+    """
+    newest, groups = values["newest"], window.groups_per_step or values["groups_per_step"]
+    before = values["window_size"] or window.least
+    size = min(max(before, window.least), window.most)
+    is_filled = taken == groups > 0 or values["short_step"] == newest
+    step, left_behind = newest + is_filled, values["left_behind"]
+    if size != before:
+        left_behind = max(left_behind, step - before + 1)
+    return Standing(step, groups if is_filled else groups - taken, groups, size, left_behind, size != before)
+
+
 def restored(
     ledger: Ledger,
     groups: Sequence[LiveGroup],
     requests: Requests,
     offer: Callable[[Prompt], on.OfferedPrompt],
-    window_least: int,
+    window: WindowConfig,
     now: float,
     incarnation: int,
 ) -> on.Restored:
-    """Returns the core's first event, without reattached workers. ``offer`` converts a prompt for the core.
+    """Returns the core's first event, without reattached workers. ``offer`` converts a prompt for the core,
+    ``window`` is this start's.
 
     ``now``: in seconds, on the journal's clock. ``incarnation``: the one that begins.
     """
     values = ledger.values
-    newest, groups_per_step = values["newest"], values["groups_per_step"]
-    window_versions, short_step = values["window_size"] or window_least, values["short_step"]
     taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
-    filled = len(taken) == groups_per_step > 0 or short_step == newest
+    stands = standing(values, len(taken), window)
     stages = np.where(requests.ends > 0, FINISHED, UNFINISHED).astype(np.uint8)
     stages[list(requests.verdicts)] = SCORED
     return on.Restored(
-        newest=newest,
-        step=newest + filled,
-        left=groups_per_step if filled else groups_per_step - len(taken),
-        groups_per_step=groups_per_step,
-        window_versions=window_versions,
+        newest=values["newest"],
+        step=stands.step,
+        left=stands.left,
+        groups_per_step=stands.groups_per_step,
+        window_versions=stands.size,
         retired=values["retired"],
         trainer_epoch=values["trainer_epoch"],
         groups_named=_next_name(values["groups_named"], incarnation),
@@ -60,13 +90,13 @@ def restored(
         ),
         leased=tuple(group.group_id for group in taken),
         finished=_finished(groups, requests),
-        left_behind=values["left_behind"],
-        short_step=short_step,
+        left_behind=stands.left_behind,
+        short_step=values["short_step"],
         rejected=tuple(
             RejectVersion(each.version, tuple(each.worker_ids), each.reason, each.canary_difference)
             for each in ledger.rejected()
         ),
-        learnt=values["learnt"],
+        learnt=learning.without_window(values["learnt"]) if stands.is_resized else values["learnt"],
         counters=_counters(values["counters"], len(groups), len(taken)),
     )
 

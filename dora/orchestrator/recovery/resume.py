@@ -6,15 +6,17 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from dora.config import WindowConfig, upgraded, validated
 from dora.core import events as on
 from dora.data.run_record import CancelledGroup
 from dora.data.trajectory import TrajectoryGroup
 from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.finding import Found
-from dora.journal.ledger import OPEN, LiveGroup
+from dora.journal.ledger import OPEN, LiveGroup, admitted_again
 from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state
+from dora.orchestrator.recovery.changed_settings import pinned, settings_before
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
@@ -28,6 +30,8 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
     Groups that lost tokens are generated again.
     """
     values, groups = found.ledger.values, list(found.groups)
+    if not found.is_new:
+        groups = _pinned(journal, found, config)
     journal.note(records.Begun(incarnation, time.time(), time.monotonic(), config))
     number, first = values["next_number"], 0
     damaged = set(found.requests.damaged)
@@ -41,6 +45,18 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
             number += size
         first += size
     return groups
+
+
+def _pinned(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
+    """Returns the groups with the sampling of their admission in their prompts, and logs those in which it was not.
+
+    That precedes the new configuration in the log, so no prefix of the log lacks it.
+    """
+    now = validated(upgraded(json.loads(config)))
+    changed = {group.number: group for group in pinned(found.groups, settings_before(found), now)}
+    for group in changed.values():
+        journal.note(admitted_again(group))
+    return [changed.get(group.number, group) for group in found.groups]
 
 
 def _begin_anew(requests: Requests, positions: range) -> None:
@@ -79,11 +95,11 @@ def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup])
 
 
 def restored(
-    buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window_least: int, now: float, incarnation: int
+    buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window: WindowConfig, now: float, incarnation: int
 ) -> on.Restored:
     """Returns the core's first event. ``now``: seconds since the Unix epoch. ``incarnation``: the one that begins."""
     return recovery_state.restored(
-        found.ledger, groups, found.requests, partial(offer, buffer), window_least, now, incarnation
+        found.ledger, groups, found.requests, partial(offer, buffer), window, now, incarnation
     )
 
 

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dora.config import Config, upgraded, validated, value_at
+from dora.config import Config, validated
 from dora.errors import MISSING, InvalidValue
 from dora.journal.finding import Found, find
 from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
+from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
 from dora.system.files import sync_folder, try_folder
 from dora.system.ownership import hold, is_held, owner_of
 from dora.system.private import check_owner, private_folder
@@ -30,19 +31,6 @@ LOCK_FILE: Final = "dora.lock"
 SERVICE_FILE: Final = "service.json"
 LIVING_FILE: Final = "processes.json"
 VERSIONS_FOLDER: Final = "versions"
-# Settings that must not change between incarnations: another value would break a promise or mean another run.
-FIXED: Final = (
-    "model",
-    "prompts",
-    "rollout",
-    "window",
-    "reward.function",
-    "selection",
-    "workers.dtype",
-    "workers.quantisation",
-    "workers.router_replay",
-    "workers.max_model_len_tokens",
-)
 
 
 _KV_SECRET: Final = re.compile("[0-9a-f]{64}")
@@ -59,10 +47,11 @@ class Identity:
     place: str = ""  # of the state folder: a copy is at another one
     record: str = ""  # the folder of the last incarnation's record
     content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
+    source: str = ""  # the prompts that one of them is of (source_of); empty: those of the last configuration
 
     def __post_init__(self) -> None:
         """Raises ValueError for a file that no service wrote."""
-        texts = (self.address, self.token, self.kv_secret, self.run, self.place, self.record)
+        texts = (self.address, self.token, self.kv_secret, self.run, self.place, self.record, self.source)
         if not (all(isinstance(text, str) for text in texts) and isinstance(self.content, dict)):
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
@@ -81,15 +70,9 @@ class StateFolder:
     place: str = ""  # of its lock file: a copy of the folder has another one
 
     def check_settings(self, config: Config) -> None:
-        """Raises InvalidValue for the first fixed setting that has changed."""
-        if self.found.is_new:
-            return
-        before = validated(upgraded(json.loads(self.found.ledger.values["config"]))).model_dump()
-        now = config.model_dump()
-        for name in FIXED:
-            for setting, old, new in _different(name, value_at(before, name), value_at(now, name)):
-                allowed = f"{old!r}, with which {self.folder} was begun; begin in a new folder to change it"
-                raise InvalidValue(setting, new, allowed, why="has changed")
+        """Raises InvalidValue for the first setting whose change the run does not allow."""
+        if not self.found.is_new:
+            check_changes(settings_before(self.found), config, self.found, str(self.folder))
 
     def check_versions(self) -> None:
         """Raises InvalidValue if the weights of a version that may be needed are missing."""
@@ -209,15 +192,6 @@ def _identity(folder: Path) -> Identity:
         raise InvalidValue(
             str(file), MISSING, f"as a service leaves it ({error}); remove it for a new token"
         ) from error
-
-
-def _different(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The settings of this name, or in the section of this name, that differ."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(old.keys() | new.keys()):
-            yield from _different(f"{name}.{key}", old.get(key), new.get(key))
-    elif old != new:
-        yield name, old, new
 
 
 def _unusable(folder: Path, error: OSError) -> InvalidValue:

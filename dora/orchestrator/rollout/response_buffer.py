@@ -53,6 +53,11 @@ class ResponseBuffer:
     def get(self, request_id: str) -> ResponseState | None:
         return self._entries.get(request_id)
 
+    @property
+    def widest_window(self) -> int:
+        """The largest window in which a group was admitted; 0 without groups."""
+        return max((entries[0].window_versions for entries in self._groups.values()), default=0)
+
     def groups(self) -> Iterator[tuple[str, tuple[ResponseState, ...]]]:
         return iter(self._groups.items())
 

@@ -103,7 +103,7 @@ class TrainerService(stubs.TrainerServicer):
             trainer_epoch=self._epoch,
             next_step=window.newest,
             groups_per_step=window.groups_per_step,
-            window_versions=runtime.config.window.most,
+            window_versions=max(runtime.config.window.most, runtime.buffer.widest_window),
             model=str(self._model),
             store_folder=str(runtime.store.root),
             store_proof=str(runtime.store.proof),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dora.config import WindowConfig
 from dora.core import events as on
 from dora.journal import records
 from dora.journal.content import Content
@@ -13,7 +14,9 @@ HEARD = 4 * 4096  # groups that workers have heard of, and the disk has not
 
 def begun(ledger: Ledger, incarnation: int) -> on.Restored:
     """Life ``life`` begins with what there is."""
-    restored = recovery_state.restored(ledger, [], Content([]).of([], []), lambda prompt: None, 1, 0.0, incarnation)  # type: ignore[arg-type, return-value]
+    restored = recovery_state.restored(
+        ledger, [], Content([]).of([], []), lambda prompt: None, WindowConfig(), 0.0, incarnation
+    )  # type: ignore[arg-type, return-value]
     ledger.apply([records.Begun(incarnation, 0.0, 0.0, "")], 0)
     return restored
 
