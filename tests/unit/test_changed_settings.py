@@ -185,6 +185,8 @@ async def test_a_length_of_admission_outlives_compaction_and_a_lost_ledger(
     folder, sizes = tmp_path / "state", replace(SMALL, segment_bytes=3000)
     _, log = opened(folder, sizes)
     told = Incarnation(log.append, Known())
+    for _ in range(4):  # which do not live on
+        told.step()
     kept = told.admit()
     log.append(records.Leased(kept, 1000))
     told.known.steps[kept] = 1000
@@ -192,8 +194,11 @@ async def test_a_length_of_admission_outlives_compaction_and_a_lost_ledger(
     await log.close()
     there, log = opened(folder, sizes)
     again = pinned(there.groups, configured(rollout={"max_tokens": 77}), configured())
-    assert [group.number for group in again] == [kept]
-    log.append(admitted_again(again[0]))
+    assert kept in {group.number for group in again}
+    for group in again:
+        log.append(admitted_again(group))
+    await log.close()
+    _, log = opened(folder, sizes)
     told = Incarnation(log.append, told.known)
     await with_slow_groups(log, told)
     await log.checkpoint()
