@@ -338,6 +338,10 @@ class ServiceConfig(Section):
     token: str = Field("", description="the owner's; the roles' follow from it; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
+    begin_from: str = Field(
+        "",
+        description="STATE@VERSION: a new run, whose version 0 is this version of the state folder STATE; empty: model",
+    )
     carry_on_from: int = Field(
         -1,
         ge=-1,

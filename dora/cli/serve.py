@@ -85,6 +85,14 @@ def serve(
         str | None,
         typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
     ] = None,
+    begin_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="STATE@VERSION",
+            help="Begin a new run with this version of another state folder (service.begin_from).",
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device)."),
@@ -133,6 +141,7 @@ def serve(
             "record": record,
             "record_weights": record_weights,
             "service.state": state,
+            "service.begin_from": begin_from,
             "workers.device": device,
             "workers.gpus_for_trainer": gpus_for_trainer,
             "service.carry_on_from": carry_on_from,
@@ -225,7 +234,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
                 token=handle.token,
                 ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
                 roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
-                model=config.model,
+                model=config.service.begin_from or config.model,
                 window=config.window.size,
                 workers=config.workers.count,
                 groups=config.window.groups_per_step or 16,

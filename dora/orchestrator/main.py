@@ -29,6 +29,7 @@ from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
+from dora.orchestrator.recovery.begin_from import begun_from
 from dora.orchestrator.recovery.binding import bind, content_of
 from dora.orchestrator.recovery.resume import ran_on
 from dora.orchestrator.recovery.state_folder import LIVING_FILE, StateFolder, state_folder_of
@@ -108,6 +109,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         umask = stack.enter_context(private_files())
         state = stack.enter_context(state_folder_of(config, Sizes(compacts=not config.service.keep_events)))
+        config = await asyncio.to_thread(begun_from, config, state)
         if state is not None:
             config = state.carried_on(config)
             tokens = await asyncio.to_thread(Tokens, config.service.token)

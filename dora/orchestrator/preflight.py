@@ -16,6 +16,7 @@ from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.hosts.tier_server import check_tier
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
+from dora.orchestrator.recovery.begin_from import check_from
 from dora.orchestrator.recovery.state_folder import check_state
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.scoring import filtering, verifying
@@ -49,6 +50,7 @@ async def run_preflight(config: Config, said: Said) -> None:
     placement.check(workers.count, workers.ranks)
     said("workers", f"{workers.count}, engine {workers.engine}, on {_devices(placement)}")
     said("KV tier", await check_tier(config))
+    config = await asyncio.to_thread(check_from, config)
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
         await asyncio.to_thread(_check_cache, config)

@@ -101,9 +101,8 @@ def attached(state: State, event: on.TrainerAttached) -> None:
     another = event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step)
     if another and (window.newest or state.config.window.groups_per_step):
         how = "configured" if state.config.window.groups_per_step else "set by the trained steps"
-        raise Conflict(
-            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why=f"differs from the value {how}"
-        )
+        allowed = f"{window.groups_per_step}; to change it, start the service with window.groups_per_step"
+        raise Conflict("groups_per_step", event.groups_per_step, allowed, why=f"differs from the value {how}")
     if another:
         _resize(state, event.groups_per_step)
     elif not window.groups_per_step:

@@ -47,11 +47,13 @@ class Identity:
     place: str = ""  # of the state folder: a copy is at another one
     record: str = ""  # the folder of the last incarnation's record
     content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
+    begun_from: str = ""  # STATE@VERSION of the run whose weights are version 0; empty: the model's (begin_from.py)
     source: str = ""  # the prompts that one of them is of (source_of); empty: those of the last configuration
 
     def __post_init__(self) -> None:
         """Raises ValueError for a file that no service wrote."""
-        texts = (self.address, self.token, self.kv_secret, self.run, self.place, self.record, self.source)
+        named = (self.address, self.token, self.kv_secret, self.run, self.place)
+        texts = (*named, self.record, self.begun_from, self.source)
         if not (all(isinstance(text, str) for text in texts) and isinstance(self.content, dict)):
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
@@ -145,7 +147,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         raise _in_use(folder)
     try:
         try:
-            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER)
+            identity, versions = identity_in(folder), KeptVersions(folder / VERSIONS_FOLDER)
             state = StateFolder(folder, find(folder, sizes), versions, identity, held.place)
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -179,7 +181,8 @@ def _check_keeps(config: Config) -> None:
         raise InvalidValue(SETTING, "", "a folder, because service.keep_events is set")
 
 
-def _identity(folder: Path) -> Identity:
+def identity_in(folder: Path) -> Identity:
+    """The identity that the folder's service has; a new one if there is none. Raises InvalidValue."""
     file = folder / SERVICE_FILE
     if not file.exists():
         return Identity()
