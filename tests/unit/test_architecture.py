@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dora.cli.model_architecture import planned_model
 from dora.errors import InvalidValue
-from dora.planning.architecture import planned_model
 from dora.planning.layout import Stage, stage_parameters, stages
 from dora.planning.models import MODELS, ModelSpec
 from tests.refusals import refused
