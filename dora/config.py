@@ -442,6 +442,14 @@ class RewardConfig(Section):
     environment: tuple[VariableName, ...] = Field(
         (), description="variables of the surroundings that functions get too, such as OPENAI_API_KEY"
     )
+    memory_mb: int = Field(
+        4096, ge=256, le=1 << 24, description="of a function's process, which is replaced if a call leaves 75% used"
+    )
+    open_files: int = Field(
+        1024, ge=64, le=1 << 20, description="of a function's process, which is replaced if a call leaves 75% open"
+    )
+    processes: int = Field(256, ge=1, le=1 << 16, description="that a function may have started and left behind")
+    calls_max: int = Field(0, ge=0, description="calls after which a function's process is replaced; 0: no limit")
 
 
 class Config(Section):

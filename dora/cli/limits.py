@@ -26,7 +26,6 @@ from dora.prompts.jsonl import LINE_BYTES_MAX
 from dora.prompts.store import PROMPTS_MAX
 from dora.prompts.tables import CELL_BYTES_MAX
 from dora.rewards.pool import LOG_BYTES
-from dora.rewards.supervisor import PROCESSES_MAX
 from dora.rewards.verdict import COMPONENTS_MAX, LOG_MAX_BYTES
 from dora.rpc.channel import CONNECTIONS_MAX, HANDSHAKE_S, IDLE_S
 from dora.rpc.interceptor import (
@@ -81,7 +80,11 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "responses waiting for a verdict", "`reward.queued_max`", WAITS
     yield "components of a verdict", f"{COMPONENTS_MAX}", "the verdict fails"
     yield "the log of a verdict; the output of a reward process", _sizes(LOG_MAX_BYTES, LOG_BYTES), "cut"
-    yield "processes left behind by a reward function", f"{PROCESSES_MAX}", "its process is replaced"
+    yield (
+        "memory, open files of a reward process; processes that it leaves; calls",
+        "`reward.memory_mb`, `reward.open_files`; `reward.processes`; `reward.calls_max`",
+        "its process is replaced",
+    )
     yield "log records not yet on disk", _size(BEHIND_BYTES), "nothing is admitted"
 
 

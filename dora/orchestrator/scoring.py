@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from dora.config import Config
+from dora.config import Config, RewardConfig
 from dora.errors import InvalidValue
 from dora.prompts import PromptSource
 from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter, RewardRunner
+from dora.rewards.limits import UserLimits
 
 
 @contextlib.asynccontextmanager
@@ -25,6 +26,7 @@ async def verifying(config: Config, source: PromptSource, model: Path | None) ->
         timeout_s=reward.timeout_s,
         queue_max=reward.queued_max,
         environment=reward.environment,
+        limits=_limits(reward),
     )
     try:
         yield runner
@@ -41,9 +43,17 @@ async def filtering(config: Config) -> AsyncIterator[GroupFilter | None]:
         return
     reward = config.reward
     runner = await FilterRunner.start(
-        name, timeout_s=reward.timeout_s, queue_max=reward.queued_max, environment=reward.environment
+        name,
+        timeout_s=reward.timeout_s,
+        queue_max=reward.queued_max,
+        environment=reward.environment,
+        limits=_limits(reward),
     )
     try:
         yield runner
     finally:
         await runner.close()
+
+
+def _limits(reward: RewardConfig) -> UserLimits:
+    return UserLimits(reward.memory_mb, reward.open_files, reward.processes, reward.calls_max)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
 
-from dora.rewards.verdict import described, one_line
+from dora.rewards.verdict import Describe, described, one_line
 
 Kind = Literal["reward", "filter"]
 UserFunction = Callable[..., object]
@@ -17,7 +17,7 @@ PARAMETERS: Final[dict[Kind, tuple[str, ...]]] = {
 }
 
 
-def load_function(spec: str, kind: Kind) -> UserFunction:
+def load_function(spec: str, kind: Kind, describe: Describe = described) -> UserFunction:
     """Returns the function named ``module:function``.
 
     Raises ValueError, with the end of a one-line sentence, if it cannot be imported, called, or called with the
@@ -27,7 +27,7 @@ def load_function(spec: str, kind: Kind) -> UserFunction:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ValueError(f"names the module {module_name}, which cannot be imported ({described(error)})") from error
+        raise ValueError(f"names the module {module_name}, which cannot be imported ({describe(error)})") from error
     missing = object()
     function = getattr(module, function_name, missing)
     if function is missing:

@@ -18,6 +18,7 @@ from dora.errors import InvalidValue
 from dora.rewards import frames
 from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import PARAMETERS, Kind
+from dora.rewards.limits import DEFAULT_LIMITS, UserLimits
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
 from dora.system.environment import child_environment
@@ -70,19 +71,21 @@ class FunctionPool:
         tokenizer_folder: Path | None = None,
         queue_max: int = 8192,
         environment: Sequence[str] = (),
+        limits: UserLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Starts the processes and waits until each has loaded the function ``module:function``.
 
         ``tokenizer_folder`` has tokenizer.json: the process decodes responses that are given without text.
-        ``environment`` names variables that the processes get beside those of the allow-list. Raises InvalidValue for a
-        value out of range and for a function that cannot be loaded.
+        ``environment`` names variables that the processes get beside those of the allow-list; ``limits`` holds for each
+        process. Raises InvalidValue for a value out of range and for a function that cannot be loaded.
         """
         if not _SPEC.fullmatch(spec):
             raise InvalidValue(cls.OPTION, spec, "module:function")
         for field, value in (("workers", workers), ("timeout_s", timeout_s), ("queue_max", queue_max)):
             if value <= 0:
                 raise InvalidValue(f"{cls.SECTION}.{field}", value, "above 0")
-        arguments = [cls.KIND, spec, *([str(tokenizer_folder)] if tokenizer_folder is not None else [])]
+        folder = [] if tokenizer_folder is None else [str(tokenizer_folder)]
+        arguments = [cls.KIND, spec, limits.as_argument(), *folder]
         starts = (_Process.started(arguments, environment, LOG_BYTES) for _ in range(workers))
         started = await asyncio.gather(*starts, return_exceptions=True)
         processes = [process for process in started if isinstance(process, _Process)]
@@ -178,16 +181,17 @@ class _Process:
         self._calls = supervisor.stdin
         self._answers = supervisor.stdout
         self._used_up = False
+        self._asked = False
         self._lasted_s = 0.0  # duration of the answered calls of the last request
 
     @classmethod
     async def started(cls, arguments: list[str], environment: Sequence[str], log_bytes: int) -> Self:
         """Starts a process and waits until it has loaded its function; raises _Failure with the reason if it has not.
 
-        ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
+        ``arguments``: the kind, the function's name, its limits, and the folder of a tokenizer, if any.
         """
-        kind, spec, *folder = arguments
-        command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *folder]
+        kind, spec, *rest = arguments
+        command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *rest]
         pipe = asyncio.subprocess.PIPE
         try:
             # A separate session: Ctrl-C is for the service, which drains.
@@ -218,7 +222,8 @@ class _Process:
         """
         calls = [(job.ticket, job.frame) for job in jobs]
         self._lasted_s = 0.0
-        await self._exchange(frames.encode({CALLS: calls, "timeout_s": timeout_s}), jobs, timeout_s)
+        is_first, self._asked = not self._asked, True
+        await self._exchange(frames.encode({CALLS: calls, "timeout_s": timeout_s}), jobs, timeout_s, is_first)
         return self._lasted_s
 
     async def kill(self) -> None:
@@ -231,9 +236,9 @@ class _Process:
                 os.killpg(self._supervisor.pid, signal.SIGKILL)
         await ending
 
-    async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float) -> None:
+    async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float, is_first: bool = True) -> None:
         """Writes ``frame`` and reads the answers. The supervisor limits the calls' time, this only its own."""
-        exchanging = asyncio.create_task(self._written_and_read(frame, jobs))
+        exchanging = asyncio.create_task(self._written_and_read(frame, jobs, is_first))
         try:
             while not exchanging.done():
                 left, time_left = len(jobs), RunningTime(limit_s + SUPERVISOR_GRACE_S)  # for each answer
@@ -248,7 +253,8 @@ class _Process:
         finally:
             exchanging.cancel()
 
-    async def _written_and_read(self, frame: bytes, jobs: deque[_Job]) -> None:
+    async def _written_and_read(self, frame: bytes, jobs: deque[_Job], is_first: bool) -> None:
+        """``is_first``: a process that ends before this call fails it, for the next process would do the same."""
         with contextlib.suppress(ConnectionError):  # it has ended, which the missing answer shows
             self._calls.write(frame)
             await self._calls.drain()
@@ -257,7 +263,7 @@ class _Process:
             reply = await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)
             if reply is None:
                 code = await self._supervisor.wait()
-                if not code and len(jobs) < asked:  # after its last answer, and before the next call
+                if not code and (len(jobs) < asked or not is_first):  # between two calls; the next one was not made
                     return
                 raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
             if reply.pop(TICKET, None) != jobs[0].ticket:

@@ -9,16 +9,22 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from dora.rewards import frames
 from dora.rewards.frames import ENDED, TICKET
 from dora.rewards.function import Caller, Kind, UserFunction, load_function
-from dora.rewards.verdict import Message, decision, described, verdict
+from dora.rewards.limits import UserLimits
+from dora.rewards.verdict import Describe, Message, decision, described, verdict
+
+ERROR_CHARS: Final = 300  # of the error that a limit caused: the name of the limit follows
 
 
-def serve_calls(spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: int, verdicts_fd: int) -> None:
+def serve_calls(
+    spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: int, verdicts_fd: int, limits: UserLimits
+) -> None:
     """Reports whether the function could be loaded, then serves calls until the supervisor ends."""
     own_id = os.getpid()
     private = [calls_fd, verdicts_fd]
@@ -29,42 +35,63 @@ def serve_calls(spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: 
             os._exit(0)
         _write_all(verdicts_fd, frames.encode(message))
 
-    tokenizer = None
+    errors, tokenizer = Errors(limits), None
     if tokenizer_folder is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     try:
-        function = load_function(spec, kind)
+        function = load_function(spec, kind, errors.described)
     except ValueError as error:
         send({"failure": str(error), TICKET: b"", ENDED: True})
         return
     send({"ready": True, TICKET: b""})
-    answer: Callable[[UserFunction, Message, Tokenizer | None], Message]
+    answer: Callable[[UserFunction, Message, Tokenizer | None, Describe], Message]
     answer, caller = (kept if kind == "filter" else outcome), Caller(function)
     with open(calls_fd, "rb", closefd=False) as calls:
         while (call := frames.read(calls)) is not None:
-            send({**answer(caller, call, tokenizer), TICKET: call[TICKET]})
+            message = {**answer(caller, call, tokenizer, errors.described), TICKET: call[TICKET]}
+            send({**message, ENDED: True} if errors.at_limit else message)
 
 
-def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None = None) -> Message:
+class Errors:
+    """Describes errors of user code. ``at_limit``: one of them was a limit, and a new process has to take over."""
+
+    def __init__(self, limits: UserLimits) -> None:
+        self._limits = limits
+        self.at_limit = False
+
+    def described(self, error: BaseException) -> str:
+        """Returns an error as one line, with the limit behind it, if any."""
+        limit = self._limits.exceeded(error)
+        if not limit:
+            return described(error)
+        self.at_limit = True
+        return f"{described(error)[:ERROR_CHARS]}; {limit}"
+
+
+def kept(
+    function: UserFunction, call: Message, _tokenizer: Tokenizer | None = None, describe: Describe = described
+) -> Message:
     """Runs a filter on one group: {"keep"}, or {"failure": the reason}."""
     try:
         result = function(call["prompt_text"], call["rewards"], json.loads(call["verifier_json"]))
     except BaseException as error:  # a plug-in may raise anything; it must not end this process
-        return {"failure": f"raised {described(error)}"}
-    return decision(result)
+        return {"failure": f"raised {describe(error)}"}
+    return decision(result, describe)
 
 
-def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
+def outcome(
+    function: UserFunction, call: Message, tokenizer: Tokenizer | None, describe: Describe = described
+) -> Message:
     """Runs a reward function: {"reward", "components", "log"}, or {"failure": the reason}."""
-    token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()
-    text = call["response_text"]
-    if text is None:
-        text = tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
     try:
+        token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()
+        text = call["response_text"]
+        if text is None:
+            text = tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
         result = function(call["prompt_text"], text, token_ids, json.loads(call["verifier_json"]))
     except BaseException as error:  # a plug-in may raise anything; it must not end this process
-        return {"failure": f"raised {described(error)}"}
-    return verdict(result)
+        return {"failure": f"raised {describe(error)}"}
+    return verdict(result, describe)
 
 
 def _close(descriptors: list[int]) -> None:

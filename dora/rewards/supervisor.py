@@ -1,4 +1,6 @@
-"""The supervisor of one user process: ``python -m dora.rewards.supervisor KIND MODULE:FUNCTION LOG_BYTES [FOLDER]``.
+"""The supervisor of one user process.
+
+    python -m dora.rewards.supervisor KIND MODULE:FUNCTION LOG_BYTES LIMITS [FOLDER]
 
     service ──stdin──▶ supervisor ──calls────▶ user process
             ◀──stdout─            ◀──verdicts─      │
@@ -6,7 +8,7 @@
 
 No user code runs here. The supervisor forks the user process, passes one call at a time, limits its time, and passes on
 a bounded part of its output. It ends the user process with all that it started after a call that took too long, after
-an unexpected answer, and when stdin ends, because the service has then ended.
+an unexpected answer, at a limit (limits.py), and when stdin ends, because the service has then ended.
 """
 
 import contextlib
@@ -22,15 +24,15 @@ from typing import Final, cast
 from dora.rewards import frames
 from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import Kind
+from dora.rewards.limits import Usage, UserLimits
 from dora.rewards.process import serve_calls
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import Message
-from dora.system.process_tree import adopt_orphans, descendants, die_with, end_descendants, reap
+from dora.system.process_tree import adopt_orphans, die_with, end_descendants, reap
 
 READ_BYTES: Final = 64 << 10
-CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds
+IDLE_LOOK_S: Final = 1.0  # between two looks at a user process that has no call
 ANSWER_WAITS_S: Final = 0.02  # wait for the answers of other short calls that came with this one
-PROCESSES_MAX: Final = 256  # that a function may have started, and not waited for
 LOG_WRITE_BYTES: Final = 4096  # a ready pipe takes this much without blocking (poll(2))
 _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin
 
@@ -80,7 +82,10 @@ class Prints:
 class UserProcess:
     """The user process as its supervisor sees it. ``service``: the descriptor that ends with the service."""
 
-    def __init__(self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int) -> None:
+    def __init__(
+        self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int, limits: UserLimits
+    ) -> None:
+        self.usage = Usage(process_id, limits)
         self._id = process_id
         self._calls = calls
         self._verdicts = verdicts
@@ -98,6 +103,7 @@ class UserProcess:
         ``waits`` is called if the verdict takes long.
         """
         unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
+        self.usage.begin()
         self._poll.register(self._service, 0)  # its end is reported in any case
         unsent = unsent[self._send(unsent) :]
         if unsent:
@@ -121,14 +127,18 @@ class UserProcess:
                     raise Ended(f"wrote into the answers of its process ({error})") from error
             if left_s <= 0.0:  # and the last check found nothing
                 raise Ended(f"took longer than {limit_s:g} s and was stopped")
+            if reason := self.usage.during():
+                raise Ended(reason)
             if self._service in ready:
                 raise ServiceGone
 
     def wait_for_call(self) -> None:
-        """Returns once the service has written. Raises Ended if the user process ends or writes."""
+        """Returns once the service has written. Raises Ended if the user process ends, writes, or uses too much."""
         self._poll.register(self._service, select.POLLIN)
-        while self._service not in (ready := self._ready(None)):
+        while self._service not in (ready := self._ready(IDLE_LOOK_S)):
             self._check_quiet(ready)
+            if not ready and (reason := self.usage.idle()):
+                raise Ended(reason)
         self._exit_codes()
 
     def look(self) -> None:
@@ -140,8 +150,8 @@ class UserProcess:
             self._received()
             raise Ended("answered without being asked")
 
-    def _ready(self, timeout_s: float | None) -> set[int]:
-        ready = {each for each, _ in self._poll.poll(None if timeout_s is None else 1e3 * timeout_s)}
+    def _ready(self, timeout_s: float) -> set[int]:
+        ready = {each for each, _ in self._poll.poll(1e3 * timeout_s)}
         if self._prints.source in ready and not self._prints.pass_on():
             self._poll.unregister(self._prints.source)
         return ready
@@ -172,7 +182,8 @@ class UserProcess:
 
 def main(arguments: list[str]) -> None:
     """Serves calls until the service ends or the user process is unusable."""
-    kind, spec, log_bytes, *folder = arguments
+    kind, spec, log_bytes, limited, *folder = arguments
+    limits = UserLimits.from_argument(limited)
     for number in _OURS:
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
@@ -188,15 +199,17 @@ def main(arguments: list[str]) -> None:
     if not process_id:
         try:
             ours = (service_in, service_out, calls_in, verdicts_out, prints_out, nothing)
-            _become_user_process(supervisor_id, ours, prints_in)
-            serve_calls(spec, cast(Kind, kind), Path(folder[0]) if folder else None, calls_out, verdicts_in)
+            _become_user_process(supervisor_id, ours, prints_in, limits)
+            tokenizer_folder = Path(folder[0]) if folder else None
+            serve_calls(spec, cast(Kind, kind), tokenizer_folder, calls_out, verdicts_in, limits)
         finally:
             _leave()
     for theirs in (calls_out, verdicts_in, prints_in, nothing):
         os.close(theirs)
     prints = Prints(spec, prints_out, int(log_bytes))
     try:
-        _pass_calls(UserProcess(process_id, calls_in, verdicts_out, prints, service_in), spec, service_in, service_out)
+        user = UserProcess(process_id, calls_in, verdicts_out, prints, service_in, limits)
+        _pass_calls(user, spec, service_in, service_out)
     except (ServiceGone, BrokenPipeError):
         pass
     finally:
@@ -204,8 +217,8 @@ def main(arguments: list[str]) -> None:
         prints.close()
 
 
-def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int) -> None:
-    """Closes the supervisor's descriptors and resets its session, ignored signals and output in the forked process."""
+def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int, limits: UserLimits) -> None:
+    """Closes the supervisor's descriptors, resets session, signals and output, and limits the forked process."""
     for number in _OURS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
@@ -214,6 +227,7 @@ def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int
         os.dup2(prints_in, output)
     for descriptor in (*ours, prints_in):
         os.close(descriptor)
+    limits.impose()
 
 
 def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
@@ -225,7 +239,8 @@ def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int)
             began_s = time.monotonic()
             try:
                 message = user.ask(frame, ticket, limit_s, answers.flush)
-                if asked and asked % CALLS_A_LOOK == 0 and _too_many(spec):
+                if asked and (reason := user.usage.after()):
+                    _log(f"{spec} {reason}: its process is replaced\n".encode())
                     message[ENDED] = True
             except Ended as error:
                 message = {"failure": str(error), TICKET: ticket, ENDED: True}
@@ -251,14 +266,6 @@ def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int)
                         return
             except Ended:  # between two calls; the service starts another keeper for its next one
                 return
-
-
-def _too_many(spec: str) -> bool:
-    """Returns whether the function leaves too many processes behind for the machine."""
-    count = len(descendants(ended_too=True)) - 1
-    if count > PROCESSES_MAX:
-        _log(f"{spec} has left {count} processes behind: they are ended, and it is started again\n".encode())
-    return count > PROCESSES_MAX
 
 
 def _checked(message: Message, ticket: bytes) -> Message:

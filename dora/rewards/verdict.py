@@ -21,19 +21,28 @@ FAILURE_MAX_CHARS: Final = 500
 ALLOWED_RESULT: Final = 'a finite number, or a mapping with a finite "reward"'
 
 Message = dict[str, Any]
+Describe = Callable[[BaseException], str]  # an error as one line
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
 
 
-def verdict(result: object) -> Message:
+def described(error: BaseException) -> str:
+    """Returns an exception of user code as one line, even if its ``__str__`` fails."""
+    try:
+        return one_line(f"{type(error).__name__}: {error}")
+    except BaseException:  # it may raise SystemExit too
+        return type(error).__name__
+
+
+def verdict(result: object, describe: Describe = described) -> Message:
     """Returns a reward function's result as a message; a failure if it is not ``ALLOWED_RESULT``. Never raises."""
-    return _guarded(_verdict, result)
+    return _guarded(_verdict, result, describe)
 
 
-def decision(result: object) -> Message:
+def decision(result: object, describe: Describe = described) -> Message:
     """Returns a filter's result as a message; a failure if it is neither True nor False. Never raises."""
-    return _guarded(_decision, result)
+    return _guarded(_decision, result, describe)
 
 
 def reward_of(spec: str, message: Message) -> Reward:
@@ -53,20 +62,12 @@ def one_line(text: object) -> str:
     return printable[:FAILURE_MAX_CHARS]
 
 
-def described(error: BaseException) -> str:
-    """Returns an exception of user code as one line, even if its ``__str__`` fails."""
-    try:
-        return one_line(f"{type(error).__name__}: {error}")
-    except BaseException:  # it may raise SystemExit too
-        return type(error).__name__
-
-
-def _guarded(read: Callable[[object], Message], result: object) -> Message:
+def _guarded(read: Callable[[object], Message], result: object, describe: Describe) -> Message:
     """Returns ``read(result)``. A result of a user's class may raise anything while it is read."""
     try:
         return read(result)
     except BaseException as error:  # SystemExit too, which would end the process without a reason
-        return {"failure": f"returned a value that cannot be read: {described(error)}"}
+        return {"failure": f"returned a value that cannot be read: {describe(error)}"}
 
 
 def _verdict(result: object) -> Message:

@@ -2,10 +2,13 @@
 
 import asyncio
 import ctypes
+import mmap
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +103,134 @@ def never_waits(*_: object) -> float:
         if not os.fork():
             os._exit(0)
     return 1.0
+
+
+LEAKED: list[Any] = []  # what no call gives back
+LEAK_BYTES = 8 << 20
+
+
+def leaks(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    """Keeps something at each call, and notes in a file that it was called."""
+    with open(verifier["judged"], "a", encoding="ascii") as judged:
+        judged.write(f"{verifier['reward']}\n")
+    LEAKED.append(_leaked(prompt_text))
+    return float(verifier["reward"])
+
+
+def _leaked(what: str) -> Any:
+    match what:
+        case "objects":
+            return b"x" * LEAK_BYTES
+        case "untouched":
+            return np.zeros(LEAK_BYTES, np.uint8)
+        case "shared":
+            return _shared(LEAK_BYTES)
+        case "threads":
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        case "files":
+            return [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+        case "sockets":
+            return socket.socketpair()
+        case "children":
+            return _child()
+        case "memory of children":
+            return _child(LEAK_BYTES)
+    return None
+
+
+def _shared(size_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size_bytes)
+    for _number in range(size_bytes // LEAK_BYTES):
+        memory.write(b"x" * LEAK_BYTES)
+    return memory
+
+
+def _child(size_bytes: int = 0) -> int:
+    """A process that waits, with memory of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        os.read(reading, 1)  # once it has its memory
+        os.close(reading)
+        return child
+    held = b"x" * size_bytes
+    os.close(writing)
+    threading.Event().wait()
+    os._exit(len(held))
+
+
+class Large:
+    def __str__(self) -> str:
+        return "x" * (300 << 20)
+
+
+def takes(what: str, *_: object) -> object:
+    """Takes more than it may in one call."""
+    match what:
+        case "bytes":
+            bytearray(300 << 20)
+        case "numpy":
+            np.ones(300 << 20, np.uint8)
+        case "small objects":
+            LEAKED.append([])
+            while True:
+                LEAKED[-1].append(object())
+        case "caught":
+            try:
+                bytearray(300 << 20)
+            except MemoryError as error:
+                raise ValueError("no reward") from error
+        case "quoted":
+            raise RuntimeError("child: Cannot allocate memory")
+        case "result":
+            return {"reward": 1.0, "log": Large()}
+        case "long error":
+            raise MemoryError("x" * 10_000)
+        case "shared" | "shared and prints":
+            for _number in range(40):
+                LEAKED.append(_shared(LEAK_BYTES))
+            while what == "shared and prints":
+                print("x" * 1000)
+            threading.Event().wait()
+        case "memory of children":
+            LEAKED.extend(_child(10 * LEAK_BYTES) for _ in range(5))
+            threading.Event().wait()
+        case "files":
+            while True:
+                LEAKED.append(os.open(os.devnull, os.O_RDONLY))
+        case "children":
+            LEAKED.extend(_child() for _ in range(40))
+            threading.Event().wait()
+    return 1.0
+
+
+def drops_and_leaks(prompt_text: str, rewards: list[float], verifier: Verifier) -> bool:
+    LEAKED.append(_leaked(prompt_text))
+    takes(prompt_text)
+    return False
+
+
+def grows_when_idle(*_: object) -> float:
+    """Takes memory after the verdict."""
+    threading.Thread(target=lambda: LEAKED.append(_shared(40 * LEAK_BYTES))).start()
+    return float(os.getpid())
+
+
+def limits_seen(*_: object) -> dict[str, Any]:
+    """What the function's process may use, and its id."""
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "reward": 1.0,
+        "components": {"memory_mb": soft_bytes >> 20, "open_files": files, "process": os.getpid()},
+    }
+
+
+def keeps_within_limits(prompt_text: str, rewards: list[float], verifier: Verifier) -> bool:
+    """Keeps a group only if it has the limits of the test."""
+    seen = limits_seen()["components"]
+    return bool((seen["memory_mb"], seen["open_files"]) == (512, 100))
 
 
 def prints(prompt_text: str, *_: object) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -21,8 +22,8 @@ import dora
 from dora.data.types import Reward
 from dora.errors import InvalidValue
 from dora.rewards import FilterRunner, RewardRunner, frames
+from dora.rewards.limits import CALLS_A_LOOK, UserLimits
 from dora.rewards.running_time import SLICE_S, RunningTime
-from dora.rewards.supervisor import CALLS_A_LOOK
 from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict
 from dora.rpc import dora_pb2 as pb
 from dora.system.process_tree import descendants
@@ -134,12 +135,124 @@ async def test_what_a_function_has_started_ends_with_a_call_that_takes_too_long(
     assert ended()
 
 
+# ------------------------------------------------------------------------------------------------------- what it uses
+
+LOW = UserLimits(memory_mb=256, open_files=64, processes=32)
+
+
 async def test_what_a_function_leaves_behind_is_bounded(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     runner = await start("never_waits")
     rewards = [await runner.score("", "", [], "{}") for _ in range(CALLS_A_LOOK + 1)]
     assert rewards == [Reward(1.0)] * len(rewards)
     await runner.close()
     assert f"has left {5 * CALLS_A_LOOK} processes behind" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("leak", "limit"),
+    [
+        *((leak, "reward.memory_mb") for leak in ("objects", "untouched", "shared", "threads", "memory of children")),
+        *((leak, "reward.open_files") for leak in ("files", "sockets")),
+        ("children", "reward.processes"),
+    ],
+)
+async def test_a_leak_costs_no_verdict_and_each_call_is_judged_once(
+    start: Start, leak: str, limit: str, together: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits = dataclasses.replace(LOW, processes=256) if leak == "memory of children" else LOW
+    runner, judged = await start("leaks", limits=limits), tmp_path / "judged"
+    calls = range(2 * CALLS_A_LOOK + 2)
+    verifiers = [json.dumps({"reward": number, "judged": str(judged)}) for number in calls]
+    if together:
+        rewards = await asyncio.gather(*(runner.score(leak, "", [], verifier) for verifier in verifiers))
+    else:
+        rewards = [await runner.score(leak, "", [], verifier) for verifier in verifiers]
+    await runner.close()
+    assert rewards == [Reward(float(number)) for number in calls]
+    assert [int(number) for number in judged.read_text().split()] == list(calls)
+    log = capfd.readouterr().err
+    assert limit in log and log.count("its process is replaced") >= 2
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("bytes", "raised MemoryError: ; the limit is reward.memory_mb = 256"),
+        ("numpy", "MiB for an array with shape"),
+        ("small objects", "; the limit is reward.memory_mb = 256"),
+        ("caught", "raised ValueError: no reward; the limit is reward.memory_mb = 256"),
+        ("quoted", "raised RuntimeError: child: Cannot allocate memory; the limit is reward.memory_mb = 256"),
+        ("result", "returned a value that cannot be read: MemoryError: ; the limit is reward.memory_mb = 256"),
+        ("long error", "xxx; the limit is reward.memory_mb = 256"),
+        ("shared", "MiB of reward.memory_mb = 256"),
+        ("shared and prints", "MiB of reward.memory_mb = 256"),
+        ("memory of children", "MiB of reward.memory_mb = 256"),
+        ("files", "Too many open files: '/dev/null'; the limit is reward.open_files = 64"),
+        ("children", "processes behind, more than reward.processes = 32"),
+    ],
+)
+async def test_a_call_that_needs_too_much_names_the_limit(start: Start, what: str, message: str) -> None:
+    runner = await start("takes", limits=LOW, timeout_s=60.0)
+    bad = await runner.score(what, "", [], "{}")
+    assert (not bad.valid and message in bad.log and "; the limit is" in message) or "reward." in bad.log
+    assert await runner.score("nothing", "", [], "{}") == Reward(1.0)
+
+
+async def test_calls_beside_one_that_needs_too_much_are_judged(start: Start) -> None:
+    runner = await start("takes", limits=LOW)
+    await asyncio.gather(*(runner.score("nothing", "", [], "{}") for _ in range(32)))
+    whats = ["nothing", "bytes", "nothing", "files", "files", "nothing"]
+    rewards = await asyncio.gather(*(runner.score(what, "", [], "{}") for what in whats))
+    assert [reward.valid for reward in rewards] == [what == "nothing" for what in whats]
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_process_is_replaced_after_so_many_calls(start: Start, together: bool) -> None:
+    runner = await start("limits_seen", limits=dataclasses.replace(LOW, calls_max=3))
+    if together:
+        rewards = await asyncio.gather(*(runner.score("", "", [], "{}") for _ in range(10)))
+    else:
+        rewards = [await runner.score("", "", [], "{}") for _ in range(10)]
+    processes = [reward.components["process"] for reward in rewards]
+    assert [processes.count(each) for each in dict.fromkeys(processes)] == [3, 3, 3, 1]
+
+
+async def test_a_filter_that_leaks_or_needs_too_much_keeps_its_groups(caplog: pytest.LogCaptureFixture) -> None:
+    runner = await FilterRunner.start(f"{FUNCTIONS}:drops_and_leaks", limits=LOW)
+    try:
+        assert not any([await runner.keeps("objects", [0.5], "{}") for _ in range(2 * CALLS_A_LOOK)])
+        assert not caplog.text
+        assert await runner.keeps("bytes", [0.5], "{}")
+        assert "the limit is reward.memory_mb = 256; the group is kept" in caplog.text
+        assert not await runner.keeps("nothing", [0.5], "{}")
+    finally:
+        await runner.close()
+
+
+async def test_a_module_that_needs_too_much_is_refused_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_rewards.py").write_text("table = bytearray(512 << 20)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with refused(InvalidValue, field="--reward", names=("reward.memory_mb",)):
+        await RewardRunner.start("large_rewards:score", limits=LOW)
+
+
+async def test_an_idle_process_that_grows_is_replaced(start: Start) -> None:
+    """It uses what no call can be blamed for: its process has ended before the next call."""
+    runner = await start("grows_when_idle", limits=LOW)
+    first = await runner.score("", "", [], "{}")
+    ended = os.pidfd_open(int(first.value))  # readable once the process has ended
+    try:
+        readable = asyncio.Event()
+        asyncio.get_running_loop().add_reader(ended, readable.set)
+        await asyncio.wait_for(readable.wait(), ENDS_S)
+    finally:
+        asyncio.get_running_loop().remove_reader(ended)
+        os.close(ended)
+    second = await runner.score("", "", [], "{}")
+    assert second.valid and second.value != first.value
 
 
 SERVICE = """
@@ -350,3 +463,21 @@ async def test_a_service_delivers_its_steps_whatever_the_function_does(tiny_dens
     for each in trajectories:
         assert each.reward == each.length_tokens if each.reward_valid else each.verifier_log
     assert {each.reward_valid for each in trajectories} == {False, True}
+
+
+async def test_the_settings_reach_reward_function_and_filter(tiny_dense: Path) -> None:
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        reward__function=f"{FUNCTIONS}:limits_seen",
+        reward__memory_mb=512,
+        reward__open_files=100,
+        reward__calls_max=4,
+        selection__filter=f"{FUNCTIONS}:keeps_within_limits",
+    )
+    async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        steps = await train(handle, trainer, steps=2, groups=3)
+    seen = [each.reward_components for step in steps for group in step for each in group.trajectories]
+    assert {(each["memory_mb"], each["open_files"]) for each in seen} == {(512.0, 100.0)}
+    processes = [each["process"] for each in seen]
+    assert max(map(processes.count, processes)) <= 4
