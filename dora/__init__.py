@@ -5,10 +5,15 @@ the client for prompts, ``dora.Prompt`` a submitted prompt, and ``dora.AllRanks`
 together. ``dora.sync`` has both clients for synchronous code.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dora.release import __version__
+
+# Read by gRPC when it is imported. Its fork handlers crash children of a process that has an asyncio client, such as
+# DataLoader workers. A child of a fork uses no client, so it needs none of them.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from dora import sync
