@@ -12,5 +12,10 @@ def with_token(token: str) -> str:
     descriptor, path = tempfile.mkstemp(prefix="dora-token-")
     with os.fdopen(descriptor, "w") as stream:
         stream.write(token + "\n")
-    atexit.register(os.unlink, path)
+    atexit.register(_remove, path, os.getpid())
     return path
+
+
+def _remove(path: str, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a fork
+        os.unlink(path)

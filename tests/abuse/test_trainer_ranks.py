@@ -21,6 +21,7 @@ from dora.trainers.grpo import main
 from dora.trainers.learner import Learner
 from tests.contract import trainer_service
 from tests.contract.trainer_service import TOKEN, Running, make_group, start_service
+from tests.private_token import with_token
 from tests.trainer_ranks import Rank, ended, start_ranks
 
 GROUPS = 2
@@ -80,14 +81,11 @@ def trainer(arguments: list[str], rank: int, fault: Callable[[Learner], None] | 
         print(f"ended at {time.time()}")
 
 
-@pytest.fixture(autouse=True)
-def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DORA_TOKEN", TOKEN)
-
-
 def start(service: Running, folder: Path, rank: int, fault: Any, *more: str, timeout_s: float = 120.0) -> list[Rank]:
-    given = ["--address", service.address, "--groups", str(GROUPS), "--steps", "3"]
-    return start_ranks(2, folder, trainer, [*given, "--rank-timeout", str(timeout_s), *more], rank, fault)
+    given = ["--address", service.address, "--token-file", with_token(TOKEN), "--groups", str(GROUPS)]
+    return start_ranks(
+        2, folder, trainer, [*given, "--steps", "3", "--rank-timeout", str(timeout_s), *more], rank, fault
+    )
 
 
 async def check_undone(service: Running, model_folder: Path) -> None:

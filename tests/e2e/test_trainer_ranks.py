@@ -27,6 +27,7 @@ from dora.trainers.options import GrpoConfig
 from dora.trainers.ranks import Ranks, joined
 from dora.trainers.start import Start, make_learner
 from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
+from tests.private_token import with_token
 from tests.refusals import refused
 from tests.trainer_ranks import ended, start_ranks
 
@@ -34,11 +35,6 @@ LEARNING_RATE = 0.01
 CONFIG = LearnerConfig(
     learning_rate=1e-2, micro_batch_tokens=24, objective=objective("grpo", kl_coefficient=0.1), packing=True
 )
-
-
-@pytest.fixture(autouse=True)
-def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DORA_TOKEN", TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +174,8 @@ async def test_a_run_of_two_ranks_is_gone_on_with_by_one(
     """
     service, other = services
     kl = ("--objective", "grpo", "--kl-coefficient", "0.5")
-    given = ("--address", service.address, "--groups", "2", "--lr", str(LEARNING_RATE), *kl)
+    where = ("--address", service.address, "--token-file", with_token(TOKEN))
+    given = (*where, "--groups", "2", "--lr", str(LEARNING_RATE), *kl)
     checkpoints = tmp_path / "checkpoints"
     argv = ["-m", "dora.trainers.grpo", *given, "--steps", "2", "--checkpoints", str(checkpoints)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

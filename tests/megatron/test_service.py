@@ -21,6 +21,7 @@ from dora.verify.recompute import load_model
 from dora.weights.canary import compute_canary
 from tests.contract.trainer_service import TOKEN, Running, start_service
 from tests.megatron.world import WORLD, start
+from tests.private_token import with_token
 from tests.trainer_ranks import Rank, ended
 
 
@@ -60,15 +61,10 @@ def command(arguments: list[str], plant: str = "") -> int:
     return main(arguments)
 
 
-@pytest.fixture(autouse=True)
-def token_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DORA_TOKEN", TOKEN)
-
-
 def options(service: Running, *others: str) -> list[str]:
     """With one group a step: of several it depends on the moment how they are cut into micro-batches."""
-    common = ["--address", service.address, "--groups", "1", "--lr", "1e-3", "--json"]
-    return [*common, "--rank-timeout", "60", *others]
+    common = ["--address", service.address, "--token-file", with_token(TOKEN), "--groups", "1", "--lr", "1e-3"]
+    return [*common, "--json", "--rank-timeout", "60", *others]
 
 
 async def outcome(ranks: list[Rank]) -> list[int]:
