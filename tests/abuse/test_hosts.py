@@ -53,7 +53,7 @@ def hello(name: str = "liar", **fields: object) -> pb.HostMessage:
         ([hello("../x")], InvalidValue, "letters, digits"),
         ([hello(dora_version="0.0.9")], Conflict, f"0.0.9.*{__version__}"),
         ([hello(model_digest="f" * 32)], Conflict, "that of the service's model"),
-        ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes = 100.*4 models"),
+        ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes = 100.*5 models"),
         ([hello(), hello()], InvalidValue, "report, ready, arrived, failed or leaving"),
         ([hello(), pb.HostMessage()], InvalidValue, "kind"),
         ([hello(), pb.HostMessage(ready=pb.HostReady(held=["../1"]))], InvalidValue, "hexadecimal"),

@@ -195,8 +195,8 @@ async def test_a_trainer_repeats_its_commit_until_the_record_takes_it(
     made: list[Recorder] = []
 
     class Kept(Recorder):
-        def __init__(self, folder: Path, quantisation: str = "") -> None:
-            super().__init__(folder, quantisation)
+        def __init__(self, folder: Path, *options: str) -> None:
+            super().__init__(folder, *options)
             made.append(self)
 
     monkeypatch.setattr(setup, "Recorder", Kept)
