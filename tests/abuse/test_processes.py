@@ -30,6 +30,11 @@ async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(
     await launcher.close()
 
 
+def logged(folder: Path) -> str:
+    """All that processes wrote to their logs."""
+    return "".join(log.read_text() for log in folder.rglob("*.log"))
+
+
 async def test_the_service_ends_when_no_worker_is_left(tmp_path: Path) -> None:
     launcher = launcher_of({"w0": DIES, "w1": DIES}, tmp_path, restarts=0)
     launcher.scale(2)
@@ -46,7 +51,7 @@ async def test_a_process_that_waits_is_told_what_it_is_for(tmp_path: Path, monke
     launcher.scale(1)
     with pytest.raises(WorkerStartError, match="last with 0"):
         await asyncio.wait_for(launcher.failed, 60)
-    assert '["-c", "told"]' in "".join(log.read_text() for log in tmp_path.rglob("*.log"))
+    assert '["-c", "told"]' in logged(tmp_path)
     await launcher.close()
 
 
