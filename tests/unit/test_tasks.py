@@ -319,7 +319,7 @@ def test_a_file_has_them_as_a_list_of_sections_and_a_setting_changes_one_by_its_
     for setting in ("workload.tasks.3.scale=2", "workload.tasks.x.scale=2", "workload.tasks.-1.scale=2"):
         with refused(InvalidValue, field="--set", names=("3",)):
             settings_tree(file, [setting])
-    with refused(InvalidValue, field="workload.tasks"):
+    with refused(InvalidValue, field="workload.tasks.0.scale", value=2):
         composed(settings_tree(None, ["workload.tasks.0.scale=2"]), "small")
 
 

@@ -299,6 +299,8 @@ def test_a_summary_of_the_demo_fits() -> None:
     run |= {f"seconds_{phase}": 1e6 for phase in phases}
     run |= {
         "tokens_generated": 10**12,
+        "two_versions_share": 0.5,
+        "engines_idle_share": 0.1,
         "reward_first": 0.123,
         "reward_last": 0.987,
         "answer_first": "1 2 " * 99,
