@@ -1,6 +1,6 @@
 """A worker that may stall: ``python -m tests.chaos.stalling -m dora.worker ...``.
 
-After SIGUSR1 it obeys and reports, and its engine yields no token.
+After ``STALL`` it obeys and reports, and its engine yields no token.
 """
 
 import runpy
@@ -9,6 +9,7 @@ import sys
 from typing import Any, Final
 
 ITSELF: Final = ("-m", "tests.chaos.stalling")
+STALL: Final = signal.SIGRTMIN  # not one of those that a worker ignores, see dora.system.signals
 
 
 def stalling_workers(module: Any) -> None:
@@ -24,7 +25,7 @@ def _stall(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, _stall)
+    signal.signal(STALL, _stall)
     assert sys.argv[1] == "-m"
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

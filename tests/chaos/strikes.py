@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.chaos import clock
+from tests.chaos import clock, stalling
 from tests.chaos.faults import Fault
 from tests.chaos.handoffs import held, release, send, stands
 from tests.chaos.moments import Missed, come, victim_of
@@ -113,7 +113,7 @@ class Striker:
                 send(victim, signal.SIGSTOP)
                 return self._go_on(fault, victim)
             case "stall":
-                send(victim, signal.SIGUSR1)
+                send(victim, stalling.STALL)
                 return self._worker_back(victim, began_s)
             case "fill":
                 assert self.world.disk is not None

@@ -43,6 +43,7 @@ SETTINGS: Final = {
     "workers.count": 1,
     "workers.reattach_timeout_s": 0.5,
     "workers.restarts": 100,
+    "workers.environment": ["MORTAL"],  # the folder of the moments
     "rollout.max_tokens": 60,
     "rollout.ignore_eos": True,
 }

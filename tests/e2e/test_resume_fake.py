@@ -86,7 +86,7 @@ def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     buffer = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
     leased = resume.restore_buffer(buffer, groups, found.requests, found.ledger.values["next_number"])
-    told = resume.restored(buffer, found, groups, runtime.config.window.least, time.time(), runtime.incarnation)
+    told = resume.restored(buffer, found, groups, runtime.config.window, time.time(), runtime.incarnation)
     found.ledger.close()
     machine = Machine(runtime.config)
     machine.handle(told, time.monotonic())
