@@ -11,6 +11,7 @@ from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of, routing_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
+from dora.models.text_part import text_part
 from dora.system.files import path_of
 
 __all__ = [
@@ -129,8 +130,7 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
 def _text_config(folder: Path) -> dict[str, Any]:
     """config.json; for a multimodal model, its text part."""
     config = json_object(folder / "config.json", "--model")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return {**config, **text_part(config)}
 
 
 def experts(folder: Path) -> tuple[int, int] | None:

@@ -6,13 +6,19 @@ from typing import Any, Final
 
 from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
+from dora.models.text_part import text_part
 
 FIELD: Final = "eos_token_id"
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that a file of the folder names as an end, sorted. Empty if none does."""
-    return tuple(sorted({token_id for ids in ends_by_file(folder).values() for token_id in ids}))
+    return merged_ends(ends_by_file(folder))
+
+
+def merged_ends(by_file: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ids of all files, sorted."""
+    return tuple(sorted({token_id for ids in by_file.values() for token_id in ids}))
 
 
 def ends_by_file(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -24,9 +30,9 @@ def ends_by_file(folder: Path) -> dict[str, tuple[int, ...]]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             config = json_object(folder / name, "--model")
-            text = config.get("text_config")
-            parts = (config, text) if isinstance(text, dict) else (config,)
-            found[name] = tuple(token_id for part in parts for token_id in _ids(part.get(FIELD), folder / name))
+            found[name] = tuple(
+                token_id for part in (config, text_part(config)) for token_id in _ids(part.get(FIELD), folder / name)
+            )
     found["tokenizer_config.json"] = _of_tokenizer(folder)
     return {name: ids for name, ids in found.items() if ids}
 

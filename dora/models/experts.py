@@ -5,6 +5,7 @@ from typing import Any
 
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
+from dora.models.text_part import text_part
 
 # Experts per layer, and experts per token.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -17,7 +18,7 @@ def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None
     Reads config.json or its ``text_config``. Raises InvalidValue, naming the ``source``, if only one of the two is
     given.
     """
-    fields = {**config, **(config.get("text_config") or {})}
+    fields = {**config, **text_part(config)}
     total, chosen = (_first_number(fields, names) for names in (_EXPERTS, _TOKEN_EXPERTS))
     if total < 2:
         return None
@@ -35,7 +36,7 @@ def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
     counts = experts_of(config, source)
     if counts is None:
         return None
-    fields = {**config, **(config.get("text_config") or {})}
+    fields = {**config, **text_part(config)}
     layers = sum(_has_experts(fields, layer) for layer in range(_first_number(fields, ("num_hidden_layers",))))
     return RoutingShape(layers, counts[1], counts[0])
 

@@ -1,4 +1,4 @@
-"""What vLLM would refuse of a model, known from its folder before an engine starts."""
+"""Refuses a model that vLLM would not load, from its folder, before an engine starts."""
 
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
+from dora.models.text_part import text_part
 
 # Head sizes of vLLM's attention on CPUs. Source: vLLM, v1/attention/backends/cpu_attn.py, ``get_supported_head_sizes``.
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -18,8 +19,7 @@ _LATENT: Final = "kv_lora_rank"  # multi-head latent attention has other head si
 def check_loadable(folder: Path, device: str) -> None:
     """Raises InvalidValue if vLLM on this kind of device (cpu, cuda) does not load the model in ``folder``."""
     config = json_object(folder / "config.json", "--model")
-    text = config.get("text_config")
-    config = {**config, **text, "architectures": config.get("architectures")} if isinstance(text, dict) else config
+    config = {**config, **text_part(config), "architectures": config.get("architectures")}
     _check_quantisation(folder, config)
     _check_architecture(folder, config)
     if device == "cpu":

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
-from dora.models.ends import end_token_ids, ends_by_file, token_ids
+from dora.models.ends import ends_by_file, merged_ends, token_ids
+from dora.models.text_part import text_part
 from dora.weights.reference import open_regular, read_layout, weight_files
 
 _HEAD: Final = "lm_head.weight"
@@ -23,19 +24,8 @@ _PIECE_BYTES: Final = 1 << 24
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
-    **{
-        name: (None, [])
-        for name in (
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "bad_words_ids",
-            "sequence_bias",
-            "forced_eos_token_id",
-        )
-    },
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), (None, [])),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
 }
 
 
@@ -53,8 +43,7 @@ def _refuse(folder: Path, one: str, other: str, remedy: str) -> None:
 
 def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
     """Rope settings stand under a new and an old name: readers prefer different ones."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in (config, text_part(config)):
         new, old = (part.get(name) for name in _ROPE)
         settings = [each for each in (new, old) if isinstance(each, dict)]
         for each in settings:
@@ -111,8 +100,7 @@ def _are_equal(folder: Path, *tensors: tuple[str, str]) -> bool:
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config")
-    size = config.get("vocab_size", text.get("vocab_size", 0) if isinstance(text, dict) else 0)
+    size = config.get("vocab_size", text_part(config).get("vocab_size", 0))
     return size if type(size) is int else 0
 
 
@@ -122,7 +110,7 @@ def _of_ends(folder: Path, config: Mapping[str, Any]) -> list[str]:
     if len(set(map(frozenset, by_file.values()))) > 1:
         said = ", ".join(f"{list(ids)} in {name}" for name, ids in by_file.items())
         warnings.append(f"the files name different end tokens, and each of them ends a response: {said}")
-    outside = [token_id for token_id in end_token_ids(folder) if vocab_size and token_id >= vocab_size]
+    outside = [token_id for token_id in merged_ends(by_file) if vocab_size and token_id >= vocab_size]
     if outside:
         warnings.append(f"the end tokens {outside} are outside the vocabulary of {vocab_size:,}: they end no response")
     if not by_file:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dora.data.strict_json import json_object
 from dora.errors import MISSING, InvalidValue
+from dora.models.text_part import text_part
 from dora.weights.derived import is_derived, is_skipped
 
 # Bytes of one element, by safetensors' name of the dtype.
@@ -74,7 +75,7 @@ def read_reference(folder: Path) -> Reference:
         for name, tensor in read_header(folder / file).items():
             optional = (tied and name == _TIED_HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
             tensors[name] = TensorHeader(name, tensor.dtype, tensor.shape, optional)
-    vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size", 0))
+    vocab_size = config.get("vocab_size", text_part(config).get("vocab_size", 0))
     return Reference(folder, files, tuple(tensors[name] for name in sorted(tensors)), int(vocab_size))
 
 
