@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dora.data.run_record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.errors import MISSING, InvalidValue
-from dora.system.files import sync_folder
+from dora.system.files import replace_durably, sync_folder
 
 RUN_FILE: Final = "record.json"
 SET_ASIDE: Final = "set-aside"
@@ -44,14 +44,7 @@ def run_of(folder: Path) -> RecordRun | None:
 
 def write_run(folder: Path, run: RecordRun) -> None:
     """Binds a record to a run, durably. Raises OSError."""
-    unfinished = folder / f".{RUN_FILE}"
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(asdict(run), stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(unfinished, folder / RUN_FILE)
-    sync_folder(folder)
+    replace_durably(folder / RUN_FILE, json.dumps(asdict(run)))
 
 
 def set_aside(folder: Path, first: int, until: float) -> Path:

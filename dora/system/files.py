@@ -74,6 +74,22 @@ def link_or_copy(source: Path, target: Path, *, may_link: bool = True) -> None:
         os.close(descriptor)
 
 
+def replace_durably(file: Path, text: str) -> None:
+    """Replaces the content of ``file``, which only this user may read. A crash leaves the old or the new content.
+
+    Raises OSError.
+    """
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, file)
+    sync_folder(file.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes a folder's names durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

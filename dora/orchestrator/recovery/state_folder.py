@@ -7,7 +7,6 @@ journal (dora/journal) FOLDER/versions/       the weights of every version in th
 
 import contextlib
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from dora.journal.finding import Found, find
 from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
 from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
-from dora.system.files import sync_folder, try_folder
+from dora.system.files import replace_durably, try_folder
 from dora.system.ownership import hold, is_held, owner_of
 from dora.system.private import check_owner, private_folder
 from dora.weights.whole import is_sound
@@ -116,15 +115,7 @@ class StateFolder:
         """Stores values for a later start. Raises OSError."""
         for name, value in told.items():
             setattr(self.identity, name, value)
-        unfinished = self.folder / f".{SERVICE_FILE}"
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self.identity), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(unfinished, self.folder / SERVICE_FILE)
-        sync_folder(self.folder)
+        replace_durably(self.folder / SERVICE_FILE, json.dumps(asdict(self.identity)))
 
 
 @contextlib.contextmanager
