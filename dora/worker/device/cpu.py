@@ -1,11 +1,10 @@
 """The device port's adapter for CPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
-from dora.worker.device.port import QUANTISED_BOUND, Dtype, EngineSettings, Kind, check_dtype, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -13,12 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Bounds for rounding. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32 and 0.23 in
-# bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In bfloat16 a router
-# may validly choose another expert for a token or two, whose logprobs then differ freely (up to 0.72), while nine in
-# ten stay within 0.03. A head that is one small training step behind may hide below this bound, so the patches verify
-# themselves at every start.
-CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
 PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
 
 
@@ -65,8 +58,7 @@ class Cpu:
         return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt}
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        check_dtype(dtype, CANARY_BOUNDS)
-        return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
+        return bound_of_cpus(dtype, quantisation)
 
     def kv_store(
         self,

@@ -1,12 +1,11 @@
 """The device port's adapter for NVIDIA GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.device.port import QUANTISED_BOUND, Dtype, EngineSettings, Kind, check_dtype, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Not measured on a GPU: the CPU's bounds. float32 needs ``TRITON_F32_DEFAULT`` below, since Triton's attention kernel
-# would otherwise compute in TF32.
-CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 
 
@@ -34,7 +30,7 @@ class Cuda:
     environment: Mapping[str, str] = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "TRITON_F32_DEFAULT": "ieee",
+        "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention kernel computes float32 in TF32
     }
 
     def check_platform(self, settings: EngineSettings) -> None:
@@ -61,21 +57,19 @@ class Cuda:
         return f"the model runner is {type(runner).__module__}.{type(runner).__name__}, not vLLM's Model Runner V2"
 
     def arguments(self, settings: EngineSettings) -> dict[str, Any]:
-        profiled = {"gpu_memory_utilization": settings.memory_share}
         return {
             "enforce_eager": False,
             "enable_chunked_prefill": True,
             "max_num_batched_tokens": max(CHUNK_TOKENS, settings.slots),
             "block_size": settings.block_tokens or None,
-            **profiled,
+            "gpu_memory_utilization": settings.memory_share,
         }
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         return None
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        check_dtype(dtype, CANARY_BOUNDS)
-        return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
+        return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's
 
     def kv_store(
         self,
