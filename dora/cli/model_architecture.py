@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,9 +95,9 @@ class _Measured:
         experts, idle = self._experts()
         for each, size in self.sizes.items():
             if ".experts." in each and (found := _NUMBER.search(each)):
-                in_block[int(found[1])] = in_block.get(int(found[1]), 0) + _product(size)
-                biases += _product(size) if each.endswith("bias") else 0
-        total = sum(map(_product, self.sizes.values())) - idle
+                in_block[int(found[1])] = in_block.get(int(found[1]), 0) + prod(size)
+                biases += prod(size) if each.endswith("bias") else 0
+        total = sum(map(prod, self.sizes.values())) - idle
         of_experts = sum(in_block.values()) - idle
         chosen = self._chosen(experts) if experts else 0
         latent = getattr(self.config, "kv_lora_rank", None)
@@ -166,7 +167,7 @@ class _Measured:
         if not stacked:
             return 0, 0
         experts = min(size[0] for size in stacked)
-        return experts, sum(_product(size) // size[0] * (size[0] - experts) for size in stacked)
+        return experts, sum(prod(size) // size[0] * (size[0] - experts) for size in stacked)
 
     def _chosen(self, experts: int) -> float:
         """The experts that one token computes in a block, on average."""
@@ -178,7 +179,7 @@ class _Measured:
     def _ffn_dim(self, experts: int) -> int:
         """The mean width of the feed-forward networks that every token uses, as of gated ones with three matrices."""
         dense = sum(
-            _product(size)
+            prod(size)
             for each, size in self.sizes.items()
             if len(size) == 2
             and _NUMBER.search(each)
@@ -258,13 +259,6 @@ def _name_of(file: Path) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
-def _product(size: tuple[int, ...]) -> int:
-    product = 1
-    for each in size:
-        product *= each
-    return product
 
 
 @contextmanager

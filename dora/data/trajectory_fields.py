@@ -59,7 +59,7 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a field of a trajectory says of itself.
+    """Declares how one field of a trajectory is written, packed and restored.
 
     ``column``: its name in ``PackedGroup``; empty: the field's own. ``empty``: makes the value that a RARE field mostly
     has. ``follows``: of a field that is LEFT_OUT, its value by the other fields; None: the field's default.

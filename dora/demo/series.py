@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the samples from the start to the last commit; None without samples."""
+    """Computed from the samples between the start and the last commit; None without samples."""
 
     two_versions: float | None = None  # samples in which engines generate for two or more versions
     idle: float | None = None  # engines that run no request, over all samples

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from dora.host.last_words import last_words
+
 LINE_BYTES_MAX = 16 << 20  # a step's line names every group of the step
 STOP_GRACE_S = 10.0
 
@@ -62,9 +64,8 @@ class TrainerProcess:
             return await process.wait()
 
     def last_words(self) -> str:
-        """The last line of the trainer's stderr."""
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "it wrote nothing"
+        """The reason of the trainer's end, from its stderr."""
+        return last_words(self._log)
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from dora.doctor.verdict import Failed, Skipped, Subject
+from dora.host.last_words import reason_in
 
 BLOCKS = 64
 LAYERS = 4
@@ -122,20 +123,15 @@ def two_gpus(subject: Subject) -> dict[str, Any]:
         [sys.executable, "-m", "dora.doctor.nccl", str(subject.folder)], capture_output=True, text=True, check=False
     )
     if code.returncode:
-        raise Failed(_last_line(code.stderr) or f"exit code {code.returncode}")
+        raise Failed(f"exit code {code.returncode}: {reason_in(code.stderr)}")
     found: dict[str, Any] = json.loads(code.stdout)
     return found
 
 
 def _dora(*arguments: str) -> dict[str, Any]:
-    """Returns the JSON document of a command. Raises Failed with its last line if it fails."""
+    """Returns the JSON document of a command. Raises Failed with its reason if it fails."""
     done = subprocess.run([sys.executable, "-m", "dora", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Failed(f"dora {arguments[0]} ended with {done.returncode}: {_last_line(done.stderr)}")
+        raise Failed(f"dora {arguments[0]} ended with {done.returncode}: {reason_in(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -6,13 +6,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from dora.doctor.stages import STAGES, Stage
 from dora.doctor.verdict import Subject, Verdict
 from dora.errors import InvalidValue, one_of
-
-LOG_LINES: Final = 1  # of a stage that ended without a verdict
+from dora.host.last_words import reason_in
 
 
 def chosen(names: Sequence[str]) -> tuple[Stage, ...]:
@@ -59,5 +57,4 @@ def run_stage(stage: Stage, device: str, model: Path) -> Verdict:
     try:
         return Verdict(**json.loads(done.stdout))
     except (json.JSONDecodeError, TypeError):
-        words = [line for line in done.stderr.splitlines() if line.strip()][-LOG_LINES:]
-        return Verdict(stage.name, "failed", f"ended with {done.returncode}: {' '.join(words) or 'no message'}")
+        return Verdict(stage.name, "failed", f"ended with {done.returncode}: {reason_in(done.stderr)}")

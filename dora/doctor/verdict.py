@@ -1,4 +1,4 @@
-"""What a stage checks, its result, and how it ends with another one than success."""
+"""The subject of a stage, its verdict, and the exceptions by which it is skipped or fails."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ Outcome = Literal["ok", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked: a kind of device, a model's folder, and an empty folder for files."""
+    """The subject of a check: a kind of device, a model's folder, and an empty folder for files."""
 
     device: str
     model: Path

@@ -21,8 +21,8 @@ LACKS: Final = 2  # its exit code for a folder without some weights
 
 
 async def first_canary(config: Config, model: Path, progress: Callable[[str], None]) -> Canary | None:
-    """What transformers computes of the folder; None for a model of DORA's own, or if it cannot, which ``progress`` is
-    told. Raises InvalidValue if the folder lacks weights.
+    """Computes the canary with transformers. Returns None for a model of DORA's own, or if transformers cannot load the
+    folder, which ``progress`` is told. Raises InvalidValue if the folder lacks weights.
     """
     if config.model in NAMES or not config.workers.count or config.workers.engine != "vllm":
         return None

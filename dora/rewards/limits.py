@@ -71,7 +71,7 @@ DEFAULT_LIMITS: Final = UserLimits()
 
 
 class Usage:
-    """What a user process and its descendants use, as their supervisor sees it."""
+    """Measures the memory, files and processes of a user process and its descendants."""
 
     def __init__(self, process_id: int, limits: UserLimits) -> None:
         self._id = process_id

@@ -1,4 +1,4 @@
-"""What signals mean to a service, a host, and the processes that they start. docs/operations.md has the table."""
+"""Handles the signals of a service, a host, and the processes that they start. docs/operations.md has the table."""
 
 import asyncio
 import os
