@@ -157,7 +157,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     return f"{ASKED}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Describes a bug in one line: the exception's kind, its message, and where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""

@@ -118,7 +118,7 @@ class Publication:
                     break
                 await self._lease_again(attachment)
         session.patience.progress()
-        session.let_go(self._taken)
+        session.release(self._taken)
         return self.commit
 
 

@@ -235,7 +235,7 @@ class Session:
         base = self._uploaded
         self._sent = await upload(self.connection, self.stub.UploadWeights, epoch, version, taken, base)
 
-    def let_go(self, taken: Taken) -> None:
+    def release(self, taken: Taken) -> None:
         """Releases weights that the service has. Uploaded ones are retained as the base of the next delta."""
         if self._sent is None or self._sent.taken is not taken:
             taken.close()

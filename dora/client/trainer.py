@@ -104,7 +104,7 @@ class Trainer(Session):
         except BaseException:
             taken.close()
             raise
-        self.let_go(taken)
+        self.release(taken)
         self.patience.progress()
         if self.publishing is not None:
             self.publishing.again()

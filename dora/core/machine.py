@@ -57,7 +57,7 @@ class Machine:
             counts = _HANDLERS[type(event)](state, event) is not False
             if state.suspects:
                 rejection.judge(state)
-            if state.gone:
+            if state.unavailable:
                 rejection.ask_for_unavailable(state)
             trigger = self._balance.trigger(event) if counts else None
             if trigger is not None:
@@ -134,7 +134,7 @@ def _prompt_cancelled(state: State, event: on.PromptCancelled) -> None:
 
 def _arrived(state: State, event: on.VersionArrived) -> bool:
     is_news = arrival.arrived(state, event)
-    if event.version in state.gone:
+    if event.version in state.unavailable:
         rejection.found(state, event.version)
     return is_news
 
@@ -205,7 +205,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.HostJoined: arrival.joined,
     on.HostLost: arrival.lost,
     on.VersionArrived: _arrived,
-    on.VersionUnavailable: rejection.gone,
+    on.VersionUnavailable: rejection.unavailable,
     on.PoolJoined: parking.joined,
     on.PoolLost: parking.lost,
     on.PoolDropped: parking.dropped,

@@ -177,7 +177,7 @@ class State:
         self.proven: set[int] = set()  # stored versions that a worker has loaded well
         self.suspects: dict[int, SuspectVersion] = {}  # version -> its refusals
         self.rejected: dict[int, RejectVersion] = {}  # version -> reason, until it is published again
-        self.gone: dict[int, str] = {}  # stored versions without weights on any host -> reason
+        self.unavailable: dict[int, str] = {}  # stored versions without weights on any host -> reason
         self.asked: set[int] = set()  # versions rejected since the last commit and not republished
         self.replan = False  # the set of loadable versions has changed: the next plan is due at once
         # workers and handoffs

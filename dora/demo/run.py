@@ -34,15 +34,15 @@ from dora.rpc.dora_pb2 import Status, WorkerStatus
 
 WATCH_PERIOD_MS = 250
 HELD_TRAJECTORIES_MAX = 1_000_000
-BOOKS_TRIES = 50
+COUNTER_READS_MAX = 50
 
 
-class BooksUnsettled(DoraError):
+class CountersUnsettled(DoraError):
     """The service's counters changed during every attempt to read them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class GroupBalance:
     """The service's state when the trainer had ended."""
 
     status: Status
@@ -54,7 +54,7 @@ class Books:
 class Watched:
     """Observations of a run while the service was running."""
 
-    books: Books
+    balance: GroupBalance
     trained: dict[int, list[str]]
     model_s: float  # event loop time when the model was prepared
     ready_s: float  # event loop time when all workers were ready
@@ -88,14 +88,14 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         groups_per_step=config.window.groups_per_step,
         group_size=config.rollout.group_size,
         steps_asked=options.steps_asked,
-        groups_open_at_end=watched.books.groups_open,
-        groups_overdue_at_end=watched.books.groups_overdue,
+        groups_open_at_end=watched.balance.groups_open,
+        groups_overdue_at_end=watched.balance.groups_overdue,
         kill_worker_after_s=options.kill_worker_after_s,
         workers_killed=watched.workers_killed,
     )
     seconds = _seconds(started_s, watched, clock())
     samples = read_series(folder.series)
-    counters = dict(watched.books.status.counters)
+    counters = dict(watched.balance.status.counters)
     report = build_report(rows, counters, watched.trained, seconds, run, shares(samples))
     if watched.trainer_failure:
         report["failures"].append(watched.trainer_failure)
@@ -202,10 +202,10 @@ async def _watched_run(
                     task.cancel()
                     with suppress(asyncio.CancelledError):
                         await task
-        books = await _read_books(operator)
-    screen.show(books.status, last=True)
+        balance = await _read_balance(operator)
+    screen.show(balance.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed, failure, strike.workers_killed)
+    return Watched(balance, trainer.trained, handle.model_s, ready_s, trainer.committed, failure, strike.workers_killed)
 
 
 def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[TrainerSpan]:
@@ -262,10 +262,10 @@ async def _watch(operator: Operator, strike: Strike, folder: OutFolder, screen: 
             strike.look(status, now_s)
 
 
-async def _read_books(operator: Operator) -> Books:
+async def _read_balance(operator: Operator) -> GroupBalance:
     """Reads consistent counters and trajectories: retries until nothing was admitted or taken in between."""
     before = await operator.status()
-    for _ in range(BOOKS_TRIES):
+    for _ in range(COUNTER_READS_MAX):
         held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)
         after = await operator.status()
         if all(before.counters[name] == after.counters[name] for name in ("groups_admitted", "groups_taken")):
@@ -275,6 +275,6 @@ async def _read_books(operator: Operator) -> Books:
                 for row in held.trajectories
                 if row.state != "leased" and row.deadline_step < after.filling_step
             }
-            return Books(after, len(open_groups), len(overdue))
+            return GroupBalance(after, len(open_groups), len(overdue))
         before = after
-    raise BooksUnsettled(f"the service's counters changed during each of {BOOKS_TRIES} attempts to read them")
+    raise CountersUnsettled(f"the service's counters changed during each of {COUNTER_READS_MAX} attempts to read them")

@@ -226,7 +226,7 @@ class _Agent(Member):
             kept = self._keeping.take()
             if kept is None:  # the service assumes that it continues, until this stream ends
                 raise ServiceUnavailable("what had been kept has ended meanwhile")
-            return kept, kept.go_on(welcome, call)
+            return kept, kept.proceed(welcome, call)
         await self._keeping.end()
         options = self._options
         model = Path(options.model) if options.model else self._folder / MODEL

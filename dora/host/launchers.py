@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Final
 
-from dora.errors import InvalidValue, one_of, told
+from dora.errors import InvalidValue, described, one_of
 from dora.host.launcher import OwnLauncher
 from dora.host.processes import Processes
 
@@ -27,5 +27,5 @@ def launcher_named(name: str) -> Callable[..., OwnLauncher]:
     try:
         launcher: Callable[..., OwnLauncher] = points[name].load()
     except Exception as error:  # third-party modules may raise anything
-        raise InvalidValue(SETTING, name, f"an importable entry point ({told(error)})") from error
+        raise InvalidValue(SETTING, name, f"an importable entry point ({described(error)})") from error
     return launcher

@@ -172,10 +172,10 @@ class Processes:
         return change
 
     def stand_still(self) -> None:
-        """Suspends restarts until ``go_on``, while there is no service to join. Running processes continue."""
+        """Suspends restarts until ``proceed``, while there is no service to join. Running processes continue."""
         self._starts.clear()
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         self._starts.set()
 
     def statuses(self) -> dict[str, str]:

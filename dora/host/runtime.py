@@ -69,7 +69,7 @@ class Files:
 
 
 class HostRuntime:
-    """Call ``run`` once, then ``stand_still`` and ``go_on`` any number of times, then ``close``. ``send``: to the
+    """Call ``run`` once, then ``stand_still`` and ``proceed`` any number of times, then ``close``. ``send``: to the
     service.
 
     Orders of one kind are executed in order.
@@ -124,7 +124,7 @@ class HostRuntime:
         assert self._processes is not None
         return pb.KeptHost(epoch=self.epoch, worker_ids=self._processes.workers)
 
-    async def go_on(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder]) -> str | None:
+    async def proceed(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder]) -> str | None:
         """Continues as ``run`` does under a service that took over. Its relay has another epoch and secret."""
         assert self._processes is not None and self._relay is not None and self._store is not None
         self.epoch = welcome.epoch
@@ -132,7 +132,7 @@ class HostRuntime:
         await asyncio.to_thread(self._relay.close)
         self._is_alone = False
         self._relay = self._open_relay(welcome, self._store)
-        self._processes.go_on()
+        self._processes.proceed()
         return await self._obey(orders, self._processes, self._relay)
 
     async def close(self) -> None:

@@ -138,20 +138,20 @@ class Survivors:
             log.warning("%s cannot be read, so no process is adopted: %s", self._file, error)
             return {}
         entries = tree.items() if isinstance(tree, dict) else ()
-        found = {name: known for name, told in entries if (known := _known(told)) is not None}
+        found = {name: known for name, entry in entries if (known := _known(entry)) is not None}
         if not isinstance(tree, dict) or len(found) < len(tree):
             log.warning("%s is damaged, or of an older DORA: not every process in it is adopted", self._file)
         return found
 
 
-def _known(told: object) -> _Known | None:
+def _known(entry: object) -> _Known | None:
     """The entry, if it is one that ``note`` writes."""
     types = get_type_hints(_Known)
-    if not isinstance(told, dict) or told.keys() != types.keys():
+    if not isinstance(entry, dict) or entry.keys() != types.keys():
         return None
-    if any(type(told[name]) is not kind for name, kind in types.items()):
+    if any(type(entry[name]) is not kind for name, kind in types.items()):
         return None
-    known = _Known(**told)
+    known = _Known(**entry)
     is_sound = 0 < known.pid <= _PID_MAX and 0 < known.owner <= _PID_MAX and _MARK.fullmatch(known.mark)
     return known if is_sound else None
 

@@ -233,7 +233,7 @@ class Ledger:
         )
         self.values["next_arrival"] = max([self.values["next_arrival"], *(a + 1 for a in record.arrivals)])
 
-    def _let_go(self, record: records.LetGo) -> None:
+    def _prompts_withdrawn(self, record: records.PromptsWithdrawn) -> None:
         self._database.executemany("DELETE FROM queued WHERE arrival = ?", [(each,) for each in record.arrivals])
         for position in record.positions:
             self._pass(position)
@@ -463,7 +463,7 @@ class Ledger:
 _APPLY: Final[dict[type, Any]] = {
     records.Begun: Ledger._begun,
     records.Submitted: Ledger._submitted,
-    records.LetGo: Ledger._let_go,
+    records.PromptsWithdrawn: Ledger._prompts_withdrawn,
     records.PromptsEnded: Ledger._prompts_ended,
     records.Admitted: Ledger._admitted,
     records.Leased: Ledger._leased,

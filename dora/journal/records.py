@@ -58,7 +58,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class PromptsWithdrawn:
     """Prompts that were cancelled before they had a group: submitted ones by arrival, the source's by position.
     ``names``: by which a user cancelled them.
     """
@@ -240,7 +240,7 @@ LogRecord = (
     Begun
     | Event
     | Submitted
-    | LetGo
+    | PromptsWithdrawn
     | PromptsEnded
     | Admitted
     | Tokens
@@ -288,7 +288,7 @@ def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
         kind = KINDS[code]
         names = _NAMES[kind]
         if len(values) != len(names):
-            raise InvalidValue(f"fact {kind.__name__}", f"{len(values)} fields", f"{len(names)}")
+            raise InvalidValue(f"log record {kind.__name__}", f"{len(values)} fields", f"{len(names)}")
         if kind is Tokens:
             values = [
                 np.frombuffer(value, _DTYPES[name]) if name in _DTYPES else value
@@ -296,7 +296,9 @@ def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
             ]
         record: LogRecord = kind(*values)
     except (ValueError, TypeError, IndexError) as error:
-        raise InvalidValue("fact", repr(error), "one that this DORA knows; a newer one may have written it") from error
+        raise InvalidValue(
+            "log record", repr(error), "one that this DORA knows; a newer one may have written it"
+        ) from error
     return record
 
 

@@ -129,12 +129,12 @@ def on_socket(modules: list[Any], settings: Any, socket: Path) -> Any:
 def tell(cache: Any) -> None:
     """Writes one line: used bytes, capacity and number of chunks."""
     held = cache.storage_manager.report_status()["l1_manager"]
-    told = {
+    announcement = {
         "used_bytes": held["memory_used_bytes"],
         "size_bytes": held["memory_total_bytes"],
         "chunks": held["total_object_count"],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(announcement), flush=True)
 
 
 if __name__ == "__main__":

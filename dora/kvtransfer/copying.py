@@ -134,7 +134,7 @@ class Copying:
         self.is_last = not found.goes_on
         return transfer if self.is_last else None
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Advances and reports it. If any thread may ask for rounds, the rest of the copy continues by itself."""
         try:
             last = self.advance()
@@ -150,7 +150,7 @@ class Copying:
                 self._reply.freezes()
             last.done.add_done_callback(lambda _done: self.end(self.finish()))
         elif current is not None and self.rounds.opened is not None:
-            current.done.add_done_callback(lambda _done: self.go_on())
+            current.done.add_done_callback(lambda _done: self.proceed())
 
     def finish(self, error: DoraError | None = None) -> DoraError | None:
         """Ends the copy after its last round, or after ``error``. Returns why it failed; None: all has arrived."""

@@ -123,13 +123,13 @@ class Endpoint:
         plane, rounds = self.plane, self._store.rounds_of(request_id, peer)
         copy = self.copies[request_id] = Copying(plane, peer, request_id, rounds, reply)
         if rounds.opened is not None:
-            rounds.opened.add_done_callback(lambda _done: copy.go_on())
+            rounds.opened.add_done_callback(lambda _done: copy.proceed())
 
     def advance(self) -> None:
         """Sends the next round, if it is time, of each copy that this thread must poll."""
         for request_id, copy in list(self.copies.items()):
             if not copy.is_last and copy.rounds.opened is None:
-                copy.go_on()
+                copy.proceed()
                 if copy.is_over and not copy.is_last:
                     del self.copies[request_id]
 

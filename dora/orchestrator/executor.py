@@ -336,7 +336,7 @@ class Executor:
             self._sessions.replace(session, command.reason)
 
     def _stop_worker(self, command: do.StopWorker) -> None:
-        self._sessions.let_go(command.worker_id, command.epoch)
+        self._sessions.release(command.worker_id, command.epoch)
 
 
 def offer(buffer: ResponseBuffer, prompt: Prompt) -> on.OfferedPrompt:

@@ -316,7 +316,7 @@ class _Start:
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
     """Opens the journal of the state folder and continues its log."""
 
-    def told(error: OSError | None) -> None:
+    def report_fault(error: OSError | None) -> None:
         if error is None:
             storage.works(STATE)
         else:
@@ -330,7 +330,7 @@ def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
         position=found.position,
         compaction=found.compaction,
         sizes=sizes,
-        fault=told,
+        fault=report_fault,
     )
     return Journal(log, keeps_events=config.service.keep_events)
 

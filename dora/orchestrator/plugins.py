@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from dora.core.policies import register
-from dora.errors import InvalidValue, told
+from dora.errors import InvalidValue, described
 
 GROUP: Final = "dora.policies"
 
@@ -29,7 +29,7 @@ def load_strategies() -> None:
         try:
             strategy = point.load()
         except Exception as error:  # third-party modules may raise anything
-            raise InvalidValue(field, point.value, f"an importable entry point ({told(error)})") from error
+            raise InvalidValue(field, point.value, f"an importable entry point ({described(error)})") from error
         try:
             register(point.name, strategy)
         except InvalidValue as error:

@@ -86,7 +86,7 @@ class Runtime:
         self.incarnation = 0  # restarts of the service so far
         self.resumed: Mapping[str, Any] = {}  # the ledger's values at the start, if there was a ledger
         self.storage = storage or Storage()
-        self.storage.tell(self._storage_told)
+        self.storage.tell(self._storage_changed_to)
         self.recorder = RecordQueue(recorder, self.storage, self.spawn, self.journal)
         self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
         self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note)
@@ -209,7 +209,7 @@ class Runtime:
         finally:
             self.reattachment.close()
         if self.storage.faults:
-            self._storage_changed(self.storage.told())
+            self._storage_changed(self.storage.summary())
 
     async def _begun(self) -> None:
         """Returns once all log records of this incarnation so far are durable. Retries failed writes."""
@@ -220,7 +220,7 @@ class Runtime:
         finally:
             settled.cancel()
 
-    def _storage_told(self, fault: str) -> None:
+    def _storage_changed_to(self, fault: str) -> None:
         """Notifies the core after the current event."""
         asyncio.get_running_loop().call_soon(self._storage_changed, fault)
 
@@ -252,7 +252,7 @@ class Runtime:
     def _note_ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
         """Notes responses that workers must keep until they are durable."""
         if self.orphan_timeout_s:
-            self._ended.append((self.journal.told, session, request_ids))
+            self._ended.append((self.journal.appended, session, request_ids))
 
     def _settle(self) -> None:
         """Tells connected workers which responses have become durable."""

@@ -96,7 +96,7 @@ class Fetch:
         return bool(self._stopped)
 
     @property
-    def is_to_go_on(self) -> bool:
+    def may_retry(self) -> bool:
         """Returns whether it was replaced after its failure and not stopped."""
         with self._lock:
             return not self._stopped and self._changed != self._failed

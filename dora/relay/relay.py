@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from dora.errors import InvalidValue, NotFound, TransferFailed, told
+from dora.errors import InvalidValue, NotFound, TransferFailed, described
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
 from dora.kvtransfer.registry import is_installed
@@ -177,7 +177,7 @@ class Relay:
             if isinstance(outcome, Failed):
                 self._clean(fetch)
             with self._lock:
-                if isinstance(outcome, Failed) and fetch.is_to_go_on:
+                if isinstance(outcome, Failed) and fetch.may_retry:
                     continue  # others were named meanwhile
                 del self._fetches[fetch.order.name]
             break
@@ -201,7 +201,7 @@ class Relay:
             return Failed(name, str(error), tuple(sorted(culprits)))
         except Exception as error:  # a bug, or a disk that fails: whoever has ordered it must not wait for ever
             log.exception("relay: %s", name)
-            return Failed(name, told(error), tuple(sorted(culprits)))
+            return Failed(name, described(error), tuple(sorted(culprits)))
         return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
 
     def _hold(self, manifest: Manifest) -> Holding:

@@ -129,10 +129,10 @@ class Serving:
 
             def ask(offer: dict[str, Any], name: str = name) -> dict[str, Any]:
                 stream.send(Kind.ATTACH, {"transport": name, "offer": offer})
-                told = stream.receive()
-                if told.kind is not Kind.ATTACHED:
-                    raise _NotAttached(f"{name}: {told.head.get('reason')}")
-                return dict(told.head.get("answer") or {})
+                reply = stream.receive()
+                if reply.kind is not Kind.ATTACHED:
+                    raise _NotAttached(f"{name}: {reply.head.get('reason')}")
+                return dict(reply.head.get("answer") or {})
 
             try:
                 sender.attach(ask)

@@ -34,12 +34,12 @@ SAME: Final = (  # restored fields that must equal the core's own if no record w
 def crash(world: UnreliableWorld, fault: Fault) -> None:
     """Crashes the orchestrator now. ``amount``: share of the records that may be lost which it keeps."""
     world.check_replay()
-    told, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
-    count = told.relied_on + round(fault.amount * (told.appended - told.relied_on))
+    log, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
+    count = log.relied_on + round(fault.amount * (log.appended - log.relied_on))
     kept = world.service.kept(count)
-    if count == told.appended:
+    if count == log.appended:
         check_kept(world.machine, kept)
-    cut(told, count, world.incarnation + 1)
+    cut(log, count, world.incarnation + 1)
     world.prompts_again += rewind(world.ledger, world.archive, world.dropped, kept)
     members = _members(world, random)
     world.begin_incarnation(kept)
@@ -71,17 +71,17 @@ def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, fl
 
 def check_kept(machine: Machine, kept: Kept) -> None:
     """If no record is lost, the journal must restore the state that the core reports. Raises Violation."""
-    told, found = restoring.durable(machine.state), kept.restored
-    differing = [name for name in SAME if getattr(told, name) != getattr(found, name)]
+    durable, found = restoring.durable(machine.state), kept.restored
+    differing = [name for name in SAME if getattr(durable, name) != getattr(found, name)]
     by_name = {group.group_id: group for group in found.groups}
     differing += [
         each.group_id
-        for each in told.groups
+        for each in durable.groups
         if each.group_id not in by_name or by_name[each.group_id].deadline != each.deadline
     ]
-    if told.requests != found.requests or sorted(told.finished) != sorted(found.finished):
+    if durable.requests != found.requests or sorted(durable.finished) != sorted(found.finished):
         differing.append("requests")
-    if differing or len(told.groups) != len(by_name):
+    if differing or len(durable.groups) != len(by_name):
         raise Violation(f"the journal says otherwise than the core of {', '.join(differing) or 'groups'} (C2)")
 
 

@@ -57,9 +57,9 @@ def check_feasible(state: State) -> None:
     """C3 by the window's own counts; checks the kept weights too."""
     window = state.window
     if window.least_slack(window.step, max((window.step + window.size - 1, *window.open_by_deadline))) < 0:
-        raise Violation(f"infeasible: {window.told()} (C3)")
+        raise Violation(f"infeasible: {window.summary()} (C3)")
     if min(window.open_by_deadline, default=window.step) < window.step:
-        raise Violation(f"overdue: {window.told()} (C3)")
+        raise Violation(f"overdue: {window.summary()} (C3)")
     sizes = state.config.window
     live = window.newest - window.oldest_live + 1
     if not sizes.least <= window.size <= sizes.most or live > sizes.most:
@@ -74,7 +74,7 @@ def check_feasible(state: State) -> None:
 
 def check_rejection(state: State) -> None:
     """C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
-    window, suspects, gone = state.window, state.suspects, state.gone.keys()
+    window, suspects, gone = state.window, state.suspects, state.unavailable.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
     named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
     unsound = window.quarantined - gone  # the weights of unavailable versions were correct
@@ -269,9 +269,9 @@ def check_pending(state: State) -> None:
         check_load(worker, worker.worker_id in loading)
 
 
-def check_load(worker: Worker, told: bool) -> None:
-    """A worker loads a version exactly while an order to load (``told``) is unanswered."""
-    if (worker.loading >= 0) != told:
+def check_load(worker: Worker, is_ordered: bool) -> None:
+    """A worker loads a version exactly while an order to load (``is_ordered``) is unanswered."""
+    if (worker.loading >= 0) != is_ordered:
         raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
 
 

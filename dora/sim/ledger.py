@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.selection import REDUNDANT
-from dora.errors import DoraError, told
+from dora.errors import DoraError, described
 from dora.sim.workload import SimPrompt
 
 
@@ -47,7 +47,7 @@ def failure_of(error: Exception, at_s: float) -> Failure:
     kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
     raised = not isinstance(error, (Violation, DoraError))
     if raised:
-        message = told(error)
+        message = described(error)
     else:
         message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
     return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3), raised)

@@ -13,7 +13,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
-from dora.sim.service import Facts, Service
+from dora.sim.service import Service, SimLog
 from dora.sim.workload import SimPrompt
 from dora.sim.world import World
 
@@ -45,7 +45,7 @@ class ServedWorld(World):
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = Random(f"world {seed}")
         self.habits = Habits.drawn(Random(f"habits {seed}"))
-        self.logged = Facts()  # records that the orchestrators gave to the journal
+        self.logged = SimLog()  # records that the orchestrators gave to the journal
         self.prompts_left: int | None = None  # None: endless
         self.prompts_again: list[SimPrompt] = []  # drawn prompts whose further records were lost
         self._service: Service | None = None

@@ -90,28 +90,28 @@ class Kept:
     next_number: int
 
 
-class Facts:
+class SimLog:
     """The log, in memory. Records become durable when another party relies on them."""
 
     def __init__(self) -> None:
-        self.told: list[records.LogRecord] = [records.Begun(0, 0.0, 0.0, "")]
+        self.records: list[records.LogRecord] = [records.Begun(0, 0.0, 0.0, "")]
         self.relied_on = 1  # number of records that no crash loses
 
     @property
     def appended(self) -> int:
-        return len(self.told)
+        return len(self.records)
 
     @property
     def durable(self) -> int:
-        return len(self.told)
+        return len(self.records)
 
     def append(self, record: records.LogRecord) -> int:
-        self.told.append(record)
-        return len(self.told)
+        self.records.append(record)
+        return len(self.records)
 
     def rely(self) -> None:
         """Makes all present records durable, as another party has seen their result."""
-        self.relied_on = len(self.told)
+        self.relied_on = len(self.records)
 
     async def settled(self, records: int | None = None) -> None: ...
     async def close(self) -> None: ...
@@ -130,12 +130,12 @@ class _Delay:
 class Service:
     """One incarnation of the service. ``world`` receives its events and commands."""
 
-    def __init__(self, world: Environment, log: Facts) -> None:
+    def __init__(self, world: Environment, log: SimLog) -> None:
         self._world = world
         self.log = log
         self._ended = False
         state = world.machine.state
-        self.journal = Journal(cast(Log, log))  # Facts has the methods that a journal needs
+        self.journal = Journal(cast(Log, log))  # SimLog has the methods that a journal needs
         self.buffer = ResponseBuffer(RolloutConfig(max_tokens=TOKENS_MAX), None, state.window.size)
         self.evaluations = Evaluations(self.buffer, state.evaluations.row_of, self._end_evaluation)
         self.prompts = PromptLedger(self.journal, 0)
@@ -157,7 +157,7 @@ class Service:
             row_of=state.request_row,
             telemetry=Telemetry(),
             post=world.posted,
-            spawn=self._go_on,
+            spawn=self._continue,
             journal=self.journal,
             now=lambda: world.now_s,
         )
@@ -229,7 +229,7 @@ class Service:
 
     # ----------------------------------------------------------------------------------------------------- background
 
-    def _go_on(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _continue(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine until its next delay."""
         if self._ended:
             coroutine.close()
@@ -238,17 +238,17 @@ class Service:
             seconds = coroutine.send(None)
         except StopIteration:
             return
-        self._world.after(seconds, self._go_on, coroutine)
+        self._world.after(seconds, self._continue, coroutine)
 
     # -------------------------------------------------------------------------------------------------------- crashes
 
     def kept(self, count: int) -> Kept:
         """The state that the first ``count`` records restore."""
         ledger = Ledger(None)
-        ledger.apply(self.log.told[:count], count)
+        ledger.apply(self.log.records[:count], count)
         groups = ledger.groups()
-        tokens = [record for record in self.log.told[:count] if isinstance(record, records.Tokens)]
-        verdicts = [record for record in self.log.told[:count] if isinstance(record, records.Verdict)]
+        tokens = [record for record in self.log.records[:count] if isinstance(record, records.Tokens)]
+        verdicts = [record for record in self.log.records[:count] if isinstance(record, records.Verdict)]
         requests = Content(groups).of(tokens, verdicts)
         window, now_s = self._world.config.window, self._world.now_s
         incarnation = ledger.values["life"] + 1
@@ -267,9 +267,9 @@ class Service:
         self.buffer.window_versions = kept.restored.window_versions
 
 
-def cut(log: Facts, count: int, incarnation: int) -> None:
+def cut(log: SimLog, count: int, incarnation: int) -> None:
     """Removes all records after the first ``count``, and begins another incarnation."""
-    del log.told[count:]
+    del log.records[count:]
     log.append(records.Begun(incarnation, 0.0, 0.0, ""))
     log.rely()
 
@@ -283,7 +283,7 @@ class _Executor(Executor):
     directly.
     """
 
-    def __init__(self, world: Environment, log: Facts, **parts: Any) -> None:
+    def __init__(self, world: Environment, log: SimLog, **parts: Any) -> None:
         super().__init__(**parts)
         self._world = world
         self._log = log

@@ -87,7 +87,7 @@ class SimTrainer:
         self._streams += 1
         if self.alive:
             self._let_gpus_go()
-            self.world.after(REJECTION_NOTED_S, self._go_on, self._streams)
+            self.world.after(REJECTION_NOTED_S, self._continue, self._streams)
 
     def _republish(self, stream: int) -> None:
         if stream == self._streams:  # otherwise the trainer was lost meanwhile or has begun already
@@ -157,11 +157,11 @@ class SimTrainer:
     def _rest(self) -> None:
         seconds = self.rest_s()
         if seconds:
-            self.world.after(seconds, self._go_on, self._streams)
+            self.world.after(seconds, self._continue, self._streams)
         else:
             self.request()
 
-    def _go_on(self, stream: int) -> None:
+    def _continue(self, stream: int) -> None:
         if stream == self._streams:  # otherwise it was lost meanwhile or has requested already
             self.request()
 

@@ -94,9 +94,9 @@ class Trial:
     def run(self) -> Failure | None:
         """Runs the trial. None: every promise was kept after every event."""
         scenario = self.cluster()
-        world, told = None, logging.getLogger("dora.service")
-        was_disabled, told.disabled = (
-            told.disabled,
+        world, service_log = None, logging.getLogger("dora.service")
+        was_disabled, service_log.disabled = (
+            service_log.disabled,
             True,
         )  # messages to operators about faults, which are all intended
         try:
@@ -105,7 +105,7 @@ class Trial:
         except Exception as error:  # any exception of the core is a finding, and the next seed continues
             return failure_of(error, world.now_s if world is not None else 0.0)
         finally:
-            told.disabled = was_disabled
+            service_log.disabled = was_disabled
         return None
 
     def cluster(self) -> Scenario:
@@ -252,6 +252,6 @@ def describe(world: UnreliableWorld) -> str:
         for w in state.workers.values()
     )
     return (
-        f"newest {state.window.newest}, {state.window.told()}, waiting {waiting}, "
+        f"newest {state.window.newest}, {state.window.summary()}, waiting {waiting}, "
         f"backlog {len(state.backlog)}, drawing {state.drawing}, handoffs {len(state.handoffs)}, workers: {workers}"
     )

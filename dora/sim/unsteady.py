@@ -258,7 +258,7 @@ class UnsteadyWorld(ServedWorld):
         worker.engine.advance(self.now_s)
         worker.engine.paused = True
         self.wake_later(worker)
-        self.after(for_s, self._go_on, worker)
+        self.after(for_s, self._continue, worker)
         if for_s > SILENCE_LIMIT_S:
             self.after(SILENCE_LIMIT_S, self.lose, worker, "silent")
 
@@ -279,7 +279,7 @@ class UnsteadyWorld(ServedWorld):
         worker.engine.advance(self.now_s)
         worker.engine.paused = True
         self.wake_later(worker)
-        self.after(for_s, self._go_on, worker)
+        self.after(for_s, self._continue, worker)
 
     def slow_down(self, worker: SimWorker, times: float) -> None:
         if worker.alive:
@@ -300,7 +300,7 @@ class UnsteadyWorld(ServedWorld):
             worker.engine.advance(self.now_s)
             self.ended.append(worker.engine)
 
-    def _go_on(self, worker: SimWorker) -> None:
+    def _continue(self, worker: SimWorker) -> None:
         session = self.session(worker)
         if not worker.alive or session.hung_until_s > self.now_s:
             return

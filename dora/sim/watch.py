@@ -120,7 +120,7 @@ class Watch:
             self._check_group(state, group)
         for index in named.indexes:
             self._holds(state, index)
-        if state.rejected or state.suspects or state.gone:
+        if state.rejected or state.suspects or state.unavailable:
             check_rejection(state)
         evaluations = state.evaluations
         if evaluations.running or evaluations.requests or evaluations.lent:

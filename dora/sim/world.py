@@ -220,13 +220,13 @@ class World(WorkerDriver):
                     f"{command.request_id} is started as {command.arrival} at {response.tokens} tokens (C2)"
                 )
             request = resumed(response, command.request_id)
-        elif isinstance(command, do.LoadVersion) and self._is_let_go(command.version):
-            raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were let go")
+        elif isinstance(command, do.LoadVersion) and self._is_retired(command.version):
+            raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were retired")
         if getattr(command, "version", -1) in self.ledger.rejected:
             raise Violation(f"{command} is of a version that is rejected (C1)")
         self.send(worker, (command, request))
 
-    def _is_let_go(self, version: int) -> bool:
+    def _is_retired(self, version: int) -> bool:
         return version < self.retired and version not in self.pinned
 
     def target_of(self, command: do.CopyOut) -> str:

@@ -94,9 +94,9 @@ async def train(
 def follow(config: GrpoConfig, ranks: Ranks, make: MakeLearner = make_learner) -> None:
     """Runs a rank that does not lead: makes its part of the learner and executes the leader's orders until the end."""
     torch.set_num_threads(config.threads)
-    order = ranks.told()
+    order = ranks.next_order()
     while order.name == "idle":
-        order = ranks.told()
+        order = ranks.next_order()
     make(config, Start.of_bytes(order.content), ranks, ()).follow()
 
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dora.errors import DoraError, InvalidValue, told
+from dora.errors import DoraError, InvalidValue, described
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Ranks:
             if rank and part:
                 dist.send(_tensor(part), rank)
 
-    def told(self) -> Order:
+    def next_order(self) -> Order:
         """Called by the others: waits for the leader's next order."""
         header = torch.zeros(_NAME_BYTES + self.count, dtype=torch.int64)
         dist.broadcast(header, 0)
@@ -92,7 +92,7 @@ class Ranks:
 
     def follow(self, obey: Callable[[Order], None]) -> None:
         """Called by the others: passes each of the leader's orders, except "idle", to ``obey`` until the end."""
-        while (order := self.told()).name != "end":
+        while (order := self.next_order()).name != "end":
             if order.name != "idle":
                 obey(order)
 
@@ -149,7 +149,7 @@ class Ranks:
             raise RankFailed(reason) from error
         name = f"rank {self.rank} of {self.count}"
         if not ((lost and isinstance(error, dist.DistError)) or "gloo" in str(error)):
-            self._news.tell(f"{name} failed: {error if isinstance(error, DoraError) else told(error)}")
+            self._news.tell(f"{name} failed: {error if isinstance(error, DoraError) else described(error)}")
             raise error
         missing = self._news.missing()
         who = f"rank {', '.join(map(str, missing))} of {self.count}" if missing else "another rank"

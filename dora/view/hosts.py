@@ -12,7 +12,7 @@ from dora.view.tables import Column, Sheet
 STATE_STYLES: Final = {
     "ready": "green",
     "draining": "cyan",
-    "awaited": "yellow",
+    "expected": "yellow",
     "failed": "bold red",
     "lost": "bold red",
 }
@@ -28,7 +28,7 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
         "state",
         "`ready`; `draining`: its workers are draining; `drained`: its workers ended as requested "
         "(hosts that have left are below the table); `failed`: no worker may be restarted; `lost`: its "
-        "agent's connection broke (the reason is below the table); `awaited`: "
+        "agent's connection broke (the reason is below the table); `expected`: "
         "its agent has not reconnected since the service's restart",
         lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
         words=True,

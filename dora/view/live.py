@@ -147,8 +147,8 @@ def _metrics(status: Status) -> list[RenderableType]:
     if not sent:
         return []
     more = [f"and {len(sent) - METRICS_SHOWN} more"] if len(sent) > METRICS_SHOWN else []
-    told = [f"{name} {value}" for name, value in sent[:METRICS_SHOWN]]
-    return [Note(Text.assemble((f"step {status.steps[-1].step} ", "bold"), "   ".join([*told, *more])))]
+    shown = [f"{name} {value}" for name, value in sent[:METRICS_SHOWN]]
+    return [Note(Text.assemble((f"step {status.steps[-1].step} ", "bold"), "   ".join([*shown, *more])))]
 
 
 def _counters(status: Status) -> RenderableType:

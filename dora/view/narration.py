@@ -19,8 +19,8 @@ COUNTED_EVENTS = {
 
 def news(before: Status, after: Status) -> list[str]:
     """Sentences on commits, workers and counted events between two statuses of one service."""
-    told = {step.step for step in before.steps}
-    new = [step for step in after.steps if step.step not in told and (not told or step.step > max(told))]
+    known = {step.step for step in before.steps}
+    new = [step for step in after.steps if step.step not in known and (not known or step.step > max(known))]
     lines = [
         f"step {step.step} committed: mean reward {step.mean_reward:.3f}, staleness mean {step.staleness_mean:.2f} "
         f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"

@@ -31,7 +31,7 @@ STATE_STYLES: Final = {
 }
 DRAINED: Final = "drained"  # the state of a worker that has left as was asked
 
-VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red", "gone": "red"}
+VERSION_STYLES: Final = {"suspect": "yellow", "rejected": "bold red", "unavailable": "red"}
 
 COUNTERS: Final = {
     "blackout_ms_p50": "median time without tokens of a request that moved to another worker, in milliseconds",
@@ -168,8 +168,8 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column("waiting", "its requests on no worker", lambda row: f"{row.requests_waiting:,}", rank=3),
     Column(
         "state",
-        "`published`; `in doubt`: a worker refused its weights and none has loaded them yet; `rejected`: its trainer "
-        "must republish it; `gone`: no host has its weights, and nothing needs them",
+        "`published`; `suspect`: a worker refused its weights and none has loaded them yet; `rejected`: its trainer "
+        "must republish it; `unavailable`: no host has its weights, and nothing needs them",
         lambda row: Text(row.state, style=VERSION_STYLES.get(row.state, "")),
         words=True,
     ),
@@ -205,8 +205,8 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     table.add_row("state", "draining" if status.draining else "serving")
     table.add_row("storage", storage(status))
     table.add_row("trainer", status.trainer or "none attached")
-    for told in window_lines(status):
-        table.add_row("window", told)
+    for window in window_lines(status):
+        table.add_row("window", window)
     table.add_row("filling step", filling(status))
     for line in refusals(status):
         table.add_row("weights", line)

@@ -296,7 +296,7 @@ class VllmEngine(BaseEngine[_Live]):
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         begun = None if reservation is None else reservation.begun_with(request)
         made = self._make_ahead(request) if begun is None else begun.made
-        made.go_on(request.output_token_ids)
+        made.restore_outputs(request.output_token_ids)
         live = _Live(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
         live.logprobs.extend(request.logprobs)
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
@@ -312,7 +312,7 @@ class VllmEngine(BaseEngine[_Live]):
         core_request = self._requests.to_vllm(request, self._next_engine_id(request.request_id), self._stops)
         watch = self._stop_strings.watch(replace(request, output_token_ids=(), logprobs=()))
         made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch, self._device)
-        made.go_on(request.output_token_ids)
+        made.restore_outputs(request.output_token_ids)
         return made
 
     def _so_far(self, live: _Live) -> RequestSpec:

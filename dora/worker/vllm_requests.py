@@ -34,7 +34,7 @@ class Made:
     def engine_id(self) -> str:
         return self.core_request.request_id
 
-    def go_on(self, outputs: Sequence[int]) -> None:
+    def restore_outputs(self, outputs: Sequence[int]) -> None:
         """``outputs``: all outputs so far, of which some may be known here."""
         new = list(outputs[self.core_request.num_output_tokens :])
         if not new:

@@ -115,7 +115,7 @@ class HoldingScheduler(Scheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.held.pop(request.request_id, None)
-            self._let_go(request.request_id)
+            self._free_kept(request.request_id)
         self._count_slots()
         return finished
 
@@ -182,7 +182,7 @@ class HoldingScheduler(Scheduler):
         del kept[ahead:]
         return self.kv_cache_manager.create_kv_cache_blocks((kept,)), ahead * self.block_size
 
-    def _let_go(self, request_id: str) -> None:
+    def _free_kept(self, request_id: str) -> None:
         self._pool.free_blocks(reversed(self._kept.pop(request_id, [])))
         self._ahead.pop(request_id, None)
 

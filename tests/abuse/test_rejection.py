@@ -52,7 +52,7 @@ class Loop:
     steps: list[list[TrajectoryGroup]] = field(default_factory=list)
     told: list[VersionRejected] = field(default_factory=list)
     committed: asyncio.Event = field(default_factory=asyncio.Event)  # a bad version was
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    proceed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, steps: int) -> None:
         async for step in self.trainer.steps(groups=GROUPS):
@@ -70,7 +70,7 @@ class Loop:
                 await step.commit(weights=weights, canary=canary, wait=True)
                 if canary is WRONG:
                     self.committed.set()
-                    await self.go_on.wait()
+                    await self.proceed.wait()
             except VersionRejected as rejected:
                 self.told.append(rejected)
                 weights, canary = self._published(rejected.version)
@@ -124,7 +124,7 @@ async def test_what_no_worker_reproduces_is_rejected_and_published_anew(
         for command in ("status", "versions"):
             shown = await asyncio.to_thread(printed, handle, command)
             assert "rejected" in shown and "logprobs differ from the canary by" in shown
-        loop.go_on.set()
+        loop.proceed.set()
         await work
         status = await operator.status()
     assert [(each.version, each.worker_ids) for each in loop.told[:2]] == [(1, ("w0", "w1"))] * 2
@@ -150,7 +150,7 @@ async def test_every_step_of_a_window_may_be_rejected(window: int, tiny_dense: P
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         loop = Loop(trainer, tensors, bad=dict.fromkeys(range(1, window + 2), 1))
-        loop.go_on.set()
+        loop.proceed.set()
         await loop.run(window + 4)
         counters = (await operator.status()).counters
     if window == 1:  # else a version may be over before a worker has come to it

@@ -238,7 +238,7 @@ async def test_the_look_at_the_store_does_not_overtake_what_is_published_anew(lo
     assert 1 in shell.state.proven
     await losing.lose()
     reply = await losing.bring(1.0, losing.look)
-    assert reply.next_step == 1 and not shell.state.rejected and not shell.state.gone
+    assert reply.next_step == 1 and not shell.state.rejected and not shell.state.unavailable
     assert shell.store.name(1) == losing.hosts.name_of(1) == losing.name
 
 
@@ -254,7 +254,7 @@ async def test_a_host_that_comes_back_meanwhile_does_not_make_two_of_one_version
     await losing.bring(times, lambda: losing.join(losing.name))
     name = shell.store.name(1)
     assert (name == losing.name) == (times == 1.0) and losing.hosts.name_of(1) == name
-    assert not shell.state.rejected and not shell.state.gone
+    assert not shell.state.rejected and not shell.state.unavailable
     assert (1 in shell.state.arrived["h1"]) == (times == 1.0), "what is another version now has to arrive there"
     assert [load.name for load in shell.orders("load_version")][-1] == name
     shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
@@ -269,7 +269,7 @@ async def test_a_host_that_comes_back_with_the_version_ends_a_publication_that_f
     await losing.lose()
     with pytest.raises(ServiceUnavailable):
         await losing.bring(1.0, lambda: losing.join(losing.name), fails=True)
-    assert not shell.state.rejected and not shell.state.gone and 1 in shell.state.arrived["h1"]
+    assert not shell.state.rejected and not shell.state.unavailable and 1 in shell.state.arrived["h1"]
 
 
 @pytest.mark.parametrize("times", [1.0, 2.0])
@@ -297,7 +297,7 @@ async def test_what_leaves_the_window_while_it_is_published_anew_leaves_nothing(
         shell.runtime.post(on.Tick())
 
     assert (await losing.bring(1.0, leave)).next_step == 2
-    assert 1 not in shell.store.versions() and not state.gone and not state.rejected
+    assert 1 not in shell.store.versions() and not state.unavailable and not state.rejected
     assert not shell.runtime.failed.done()
 
 
@@ -340,7 +340,7 @@ async def test_a_proven_version_whose_file_is_cut_is_gone_and_no_worker_dies_of_
     shell.join(2)
     answer(losing, kind)
     await shell.until(lambda: 1 in state.rejected)
-    assert state.gone and not shell.kills.killed
+    assert state.unavailable and not shell.kills.killed
     await shell.trainer.RepublishVersion(losing.weights(1.0), None)
     assert [load.name for load in shell.orders("load_version")][-1] == losing.name
     assert state.workers["w0"].hosts == 1 and not shell.kills.killed
@@ -371,7 +371,7 @@ async def test_what_another_hosts_worker_cannot_load_is_got_there_anew(losing: L
         losing.look()
     answer(losing, "weights")
     await shell.until(lambda: shell.state.counters.loads_failed == 1)
-    assert (1 in shell.state.arrived["h1"]) != elsewhere and not shell.state.gone
+    assert (1 in shell.state.arrived["h1"]) != elsewhere and not shell.state.unavailable
     assert (losing.name in {order.drop_version.name for order in orders(session)}) == elsewhere
 
 

@@ -111,7 +111,7 @@ class Striker:
                 return self._worker_back(victim, began_s)
             case "stop":
                 send(victim, signal.SIGSTOP)
-                return self._go_on(fault, victim)
+                return self._continue(fault, victim)
             case "stall":
                 send(victim, stalling.STALL)
                 return self._worker_back(victim, began_s)
@@ -152,7 +152,7 @@ class Striker:
         )
         self.struck.worker_recovery_s.append(time.monotonic() - began_s)
 
-    async def _go_on(self, fault: Fault, victim: int) -> None:
+    async def _continue(self, fault: Fault, victim: int) -> None:
         try:
             if fault.how == "until it is lost":
                 await self._lost(self._workers[victim], victim)

@@ -95,7 +95,7 @@ def test_the_names_and_parameters_are_those_of_the_asynchronous_clients() -> Non
         "bring",
         "connection",
         "has_come",
-        "let_go",
+        "release",
         "make_ready",
         "stream_step",
         "stub",

@@ -64,7 +64,7 @@ def test_no_timing_costs_a_token(engine: RolloutEngine, driver: Driver, ends: En
         step += 1
         for name in list(leaving):
             if due[name] <= step:
-                _go_on(engine, ends, name, leaving, away)
+                _continue(engine, ends, name, leaving, away)
                 due[name] = step + chance.randint(1, STEPS_MAX)
         for name in [name for name in away if due[name] <= step]:
             engine.take_in(_sent_back(ends, name, away.pop(name)))
@@ -89,7 +89,7 @@ def test_no_timing_costs_a_token(engine: RolloutEngine, driver: Driver, ends: En
     until(lambda: ends.engine.plane.held_bytes() == ends.other.plane.held_bytes() == (0, 0))
 
 
-def _go_on(
+def _continue(
     engine: RolloutEngine, ends: Ends, name: str, leaving: dict[str, Leaving], away: dict[str, KvSnapshot]
 ) -> None:
     """The next round. When all of it is there, it is away, and the engine has it no more."""

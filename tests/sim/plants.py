@@ -41,7 +41,7 @@ from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import TOKEN
 from dora.sim import crash
-from dora.sim.service import Facts
+from dora.sim.service import SimLog
 
 Patch = pytest.MonkeyPatch
 
@@ -106,7 +106,7 @@ def lost_verdicts_are_not_asked_for_again(patch: Patch) -> None:
 
 def trainer_is_told_before_the_journal(patch: Patch) -> None:
     """What is acknowledged may be lost."""
-    patch.setattr(Facts, "relied_on", property(lambda self: 1, lambda self, count: None), raising=False)
+    patch.setattr(SimLog, "relied_on", property(lambda self: 1, lambda self, count: None), raising=False)
 
 
 # ----------------------------------------------------------------------------------------------------- book and journal

@@ -55,7 +55,7 @@ class World:
         self.is_calm = False
         self.fault_share = self.chance.choice((0.1, 0.6))  # of fetches
         self.retired: set[int] = set()
-        self.gone: set[str] = set()
+        self.unavailable: set[str] = set()
         self.past: list[tuple[int, str, str]] = []  # publications, each of which may come again
         for host in self.epochs:
             self.join(host)
@@ -252,7 +252,7 @@ class World:
                     assert command.version in self.names and self.broadcast.has(command.host, command.version)
                 case Gone():
                     assert self.names.get(command.version) == command.name
-                    self.gone.add(command.name)
+                    self.unavailable.add(command.name)
                 case GaveUp():
                     assert command.host in self.hosts
 
@@ -282,7 +282,7 @@ class World:
             followers = self.broadcast.chain(version)[1:]
             assert len(set(followers)) == len(followers)
             assert not holders or sorted(holders) == sorted(self.hosts) == list(self.broadcast.holders(version)), name
-            assert holders or name in self.gone or not self.hosts, f"{name} is lost, and nobody was told"
+            assert holders or name in self.unavailable or not self.hosts, f"{name} is lost, and nobody was told"
         for host, own in self.hosts.items():
             assert own.whole <= set(self.names.values()), f"{host} keeps what is not live"
 

@@ -171,7 +171,7 @@ def test_another_source_begins_at_its_first_prompt(now: dict[str, Any], place: i
     ledger.apply([begun(0, source="a.jsonl")], 0)
     for _ in range(3):
         told.admit()
-    ledger.apply([records.LetGo([], [5], []), begun(1, **now)], 0)
+    ledger.apply([records.PromptsWithdrawn([], [5], []), begun(1, **now)], 0)
     assert (ledger.values["place"], ledger.positions()) == (place, {5} if place else set())
     for group in ledger.groups():  # as a compaction writes them again
         ledger.apply([admitted_again(group)], 0)

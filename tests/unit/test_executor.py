@@ -89,7 +89,7 @@ class Processes:
     def kill(self, worker_id: str) -> None:
         self.killed.append(worker_id)
 
-    def let_go(self, worker_id: str) -> None:
+    def release(self, worker_id: str) -> None:
         self.left.append(worker_id)
 
 

@@ -152,7 +152,7 @@ async def test_one_that_does_not_come_is_lost_in_the_end(incarnations: Callable[
     second.hosts.look(1e9)  # from now on agents are let in
     second.hosts.look(1e9)
     (_, awaited) = second.hosts.statuses()
-    assert (awaited.name, awaited.state, awaited.workers) == ("h1", "awaited", 2)
+    assert (awaited.name, awaited.state, awaited.workers) == ("h1", "expected", 2)
     assert second.good("h1-w0") == ["h1-w0"]
     second.hosts.look(0.0)
     assert not second.good(*FIRST) and on.HostLost("h1") in second.posted

@@ -103,11 +103,11 @@ def test_each_change_of_state_is_one_of_the_table(state: PromptState, way: str) 
         ("submit", [records.Submitted], PromptState.QUEUED),
         ("submit draw", [records.Submitted], PromptState.QUEUED),
         ("submit draw admit", [records.Submitted, records.Admitted], PromptState.ADMITTED),
-        ("submit cancel", [records.Submitted, records.LetGo], PromptState.DONE),
-        ("submit draw drop", [records.Submitted, records.LetGo], PromptState.DONE),
+        ("submit cancel", [records.Submitted, records.PromptsWithdrawn], PromptState.DONE),
+        ("submit draw drop", [records.Submitted, records.PromptsWithdrawn], PromptState.DONE),
         ("read", [], PromptState.DONE),
         ("read admit", [records.Admitted], PromptState.ADMITTED),
-        ("read drop", [records.LetGo], PromptState.DONE),
+        ("read drop", [records.PromptsWithdrawn], PromptState.DONE),
         ("read admit cancel_group", [records.Admitted, records.Dropped], PromptState.DONE),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_restart_finds_each_prompt_again(ways: str, kinds: list[type], state: 
     assert (
         found.was_cancelled("p")
         == case.prompts.was_cancelled("p")
-        == (records.LetGo in kinds or records.Dropped in kinds)
+        == (records.PromptsWithdrawn in kinds or records.Dropped in kinds)
     )
     assert found.was_cancelled("g0") == case.prompts.was_cancelled("g0") == (records.Dropped in kinds)
     was_read = len(kinds) > 0 and ways.startswith("read")

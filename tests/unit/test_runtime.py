@@ -71,7 +71,7 @@ class Kills:
     def kill(self, worker_id: str) -> None:
         self.killed.append(worker_id)
 
-    def let_go(self, worker_id: str) -> None: ...
+    def release(self, worker_id: str) -> None: ...
 
 
 class GatedStore(WeightStore):

@@ -31,7 +31,7 @@ def test_the_newest_is_asked_for_at_once_and_nobody_is_told_to_load_it() -> None
     bench.load_all()
     assert {worker.hosts for worker in bench.state.workers.values()} == {1}
     bench.fill(1)
-    assert not bench.state.rejected and not bench.state.gone and not bench.state.window.quarantined
+    assert not bench.state.rejected and not bench.state.unavailable and not bench.state.window.quarantined
 
 
 def test_what_was_loaded_before_goes_on_where_it_is() -> None:
@@ -83,7 +83,7 @@ def test_an_older_one_is_asked_for_while_its_groups_are_under_way() -> None:
         bench.offer(bench.state.drawing)
         bench.fill(step)
         bench.post(on.StepCommitted(1, step))
-    assert not bench.state.gone and not bench.state.window.quarantined, "it has left the window"
+    assert not bench.state.unavailable and not bench.state.window.quarantined, "it has left the window"
     assert 1 not in [load.version for load in bench.given(do.LoadVersion)[loads:]]
     retired = [each.version for each in bench.given(do.RetireVersion)]
     assert retired == sorted(set(retired)) and 1 in retired
@@ -103,7 +103,7 @@ def test_a_version_in_doubt_may_be_gone() -> None:
 @pytest.mark.parametrize("version", [0, 2])
 def test_neither_the_model_nor_what_was_never_published_can_be_gone(version: int) -> None:
     bench = Publications("w0")
-    assert loses(bench, version) == [] and not bench.state.gone
+    assert loses(bench, version) == [] and not bench.state.unavailable
 
 
 def test_what_is_on_a_host_again_is_asked_for_no_more() -> None:
@@ -113,7 +113,7 @@ def test_what_is_on_a_host_again_is_asked_for_no_more() -> None:
     bench.answer(load, ok=False, error="no such file", error_kind="missing")
     assert bench.state.rejected and not bench.loads(1)
     bench.post(on.VersionArrived("", 1))
-    assert not bench.state.rejected and not bench.state.gone
+    assert not bench.state.rejected and not bench.state.unavailable
     bench.load_all()
     assert bench.state.workers["w0"].hosts == 1
 
@@ -143,7 +143,7 @@ def test_what_is_needed_no_more_may_still_come_anew() -> None:
         bench.post(on.GroupCancelled(name, "cancelled on request"))
     assert not bench.state.rejected and bench.machine.has_to_come(1) and not bench.machine.was_found(1)
     bench.post(on.VersionRepublished(1, 1))
-    assert not bench.state.gone and not bench.state.window.quarantined and not bench.state.asked
+    assert not bench.state.unavailable and not bench.state.window.quarantined and not bench.state.asked
 
 
 def test_a_worker_that_comes_with_other_weights_does_not_prove_what_is_gone() -> None:
@@ -155,7 +155,7 @@ def test_a_worker_that_comes_with_other_weights_does_not_prove_what_is_gone() ->
     loses(bench, 1)
     for name in of_version(bench, 1):
         bench.post(on.GroupCancelled(name, "cancelled on request"))
-    assert not bench.state.rejected and 1 in bench.state.gone
+    assert not bench.state.rejected and 1 in bench.state.unavailable
     bench.post(on.WorkerJoined("w9", 99, 8, 4096, version=1))
     assert bench.state.workers["w9"].loaded != 1 and 1 not in bench.state.proven
     assert not bench.machine.counts_load("w9", 1)

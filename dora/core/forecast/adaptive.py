@@ -179,8 +179,8 @@ class AdaptiveSize:
             trial, self._trial = self._trial, None
             if not stays:
                 self._rest(self.size)
-                told = f"the trainer waited {trial.pace.waited:.0%} of a step before, and {pace.waited:.0%} since"
-                return trial.before, f"{self.size} did not pay: {told}"
+                change = f"the trainer waited {trial.pace.waited:.0%} of a step before, and {pace.waited:.0%} since"
+                return trial.before, f"{self.size} did not pay: {change}"
             self._rest(trial.before)
         return self._try_wider(pace) or self._try_narrower(pace)
 

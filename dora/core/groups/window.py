@@ -53,7 +53,7 @@ class Window:
         afterwards, or if the open groups would not fit.
         """
         if self.newest or taken > groups or self.open_groups > self.places(groups, taken):
-            raise IllegalTransition(f"groups_per_step cannot become {groups} with {taken} taken: {self.told()}")
+            raise IllegalTransition(f"groups_per_step cannot become {groups} with {taken} taken: {self.summary()}")
         self.groups_per_step = groups
         self.step, self.left = (1, groups) if taken == groups else (0, groups - taken)
 
@@ -74,7 +74,7 @@ class Window:
         possible = newest in (step - 1, step) and (0 < left <= self.groups_per_step or left == self.groups_per_step)
         in_time = min(self._open, default=step) >= step and self.least_slack(step, self.horizon) >= 0
         if not possible or not in_time or max(self._open_of, default=0) > newest:
-            raise IllegalTransition(f"impossible window with newest version {newest}: {self.told()}")
+            raise IllegalTransition(f"impossible window with newest version {newest}: {self.summary()}")
 
     def set_size(self, size: int) -> None:
         """Sets the maximal age of groups admitted from now on; open ones keep their deadlines."""
@@ -177,7 +177,7 @@ class Window:
         closed or would become infeasible.
         """
         if self.admissible(version) < 1:
-            raise IllegalTransition(f"a group of version {version} does not fit: {self.told()}")
+            raise IllegalTransition(f"a group of version {version} does not fit: {self.summary()}")
         self._count(version, self.deadline(version), 1)
 
     def takeable(self, deadline: int) -> bool:
@@ -190,7 +190,7 @@ class Window:
             return False
         return deadline == self.step or self.least_slack(self.step, deadline - 1) > 0
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The window's state for messages."""
         closed = "closed; " if self.closed else ""
         return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
@@ -203,7 +203,7 @@ class Window:
         """
         if not self._holds(version, deadline) or not self.takeable(deadline):
             raise IllegalTransition(
-                f"step {self.step} may not take a group of version {version} due at {deadline}: {self.told()}"
+                f"step {self.step} may not take a group of version {version} due at {deadline}: {self.summary()}"
             )
         self._count(version, deadline, -1)
         self.left -= 1
@@ -219,14 +219,14 @@ class Window:
         is open.
         """
         if self.open_groups or self.left == self.groups_per_step or self._rejected:
-            raise IllegalTransition(f"step {self.step} cannot end short: {self.told()}")
+            raise IllegalTransition(f"step {self.step} cannot end short: {self.summary()}")
         self.step += 1
         self.left = self.groups_per_step
 
     def give_back(self, version: int, deadline: int) -> None:
         """Frees the room of a cancelled open group."""
         if not self._holds(version, deadline):
-            raise IllegalTransition(f"no open group of version {version} due at {deadline} to cancel: {self.told()}")
+            raise IllegalTransition(f"no open group of version {version} due at {deadline} to cancel: {self.summary()}")
         self._count(version, deadline, -1)
 
     def publish(self) -> int:
@@ -246,7 +246,7 @@ class Window:
         published, or whose weights are deleted.
         """
         if not max(1, self.oldest_kept) <= version <= self.newest:
-            raise IllegalTransition(f"version {version} cannot be quarantined: {self.told()}")
+            raise IllegalTransition(f"version {version} cannot be quarantined: {self.summary()}")
         self._quarantined.add(version)
 
     def reject(self, version: int) -> None:

@@ -215,14 +215,14 @@ def retire(state: State) -> None:
     for version in sorted(state.pinned):
         if not evaluation.runs_under(state, version) and not state.hosting.loading(version):
             state.pinned.discard(version)
-            _let_go(state, version)
+            _retire(state, version)
     while state.retired < state.window.oldest_kept:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
         if evaluation.pins(state, state.retired):
             state.out.append(do.PinVersion(state.retired))
         else:
-            _let_go(state, state.retired)
+            _retire(state, state.retired)
         # delete empty queues, so that they do not accumulate with the versions
         if not state.waiting.get(state.retired, True):
             del state.waiting[state.retired]
@@ -230,7 +230,7 @@ def retire(state: State) -> None:
         state.retired += 1
 
 
-def _let_go(state: State, version: int) -> None:
+def _retire(state: State, version: int) -> None:
     """Deletes a version's weights."""
     arrival.forgotten(state, version)
     state.proven.discard(version)
@@ -258,8 +258,8 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
         return
     signals = None
     if took_s and not disturbed:
-        told = (event.waited_s, event.clip_fraction, event.effective_sample)
-        signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in told))
+        measured = (event.waited_s, event.clip_fraction, event.effective_sample)
+        signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in measured))
     resize = state.adaptive.saw(event.step, signals)
     if resize is not None:
         state.window.set_size(resize.size)

@@ -23,7 +23,7 @@ def joined(state: State, event: on.WorkerJoined) -> None:
     worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
     window = state.window
     is_another = event.version in window.rejected  # its weights may differ from the version's next publication
-    is_another |= event.version in state.gone and rejection.is_unproven(state, event.version)
+    is_another |= event.version in state.unavailable and rejection.is_unproven(state, event.version)
     if event.version in range(state.retired, window.newest + 1) and not is_another:
         worker.loaded = worker.target = event.version
         rejection.proves(state, event.version)

@@ -44,8 +44,8 @@ def tries(state: State, worker: Worker) -> bool:
 def check_none(state: State) -> None:
     """Raises VersionRejected for the oldest version that must be published again."""
     if state.rejected:
-        told = state.rejected[min(state.rejected)]
-        raise VersionRejected(told.version, told.reason, told.worker_ids, told.canary_difference)
+        rejection = state.rejected[min(state.rejected)]
+        raise VersionRejected(rejection.version, rejection.reason, rejection.worker_ids, rejection.canary_difference)
 
 
 def proves(state: State, version: int) -> None:
@@ -80,15 +80,15 @@ def judge(state: State) -> None:
         _ask_another(state, version, suspect, working)
 
 
-def gone(state: State, event: on.VersionUnavailable) -> bool:
+def unavailable(state: State, event: on.VersionUnavailable) -> bool:
     """Notes that nobody can load a version. Returns whether that is new."""
     version, window = event.version, state.window
-    if version in state.rejected or version in state.gone:
+    if version in state.rejected or version in state.unavailable:
         return False
     if not max(1, window.oldest_kept) <= version <= window.newest:
         return False
     state.suspects.pop(version, None)
-    state.gone[version] = event.reason
+    state.unavailable[version] = event.reason
     window.quarantine(version)
     arrival.vanished(state, version)
     state.replan = True
@@ -97,7 +97,7 @@ def gone(state: State, event: on.VersionUnavailable) -> bool:
 
 def has_to_come(state: State, version: int) -> bool:
     """Returns whether other weights may replace the version's, because nobody can load the published ones."""
-    return version in state.rejected or version in state.gone
+    return version in state.rejected or version in state.unavailable
 
 
 def was_found(state: State, version: int) -> bool:
@@ -107,14 +107,14 @@ def was_found(state: State, version: int) -> bool:
 
 def found(state: State, version: int) -> None:
     """Notes that an unavailable version is on a host again, with the same weights."""
-    del state.gone[version]
+    del state.unavailable[version]
     state.rejected.pop(version, None)
     _release(state, version)
 
 
 def ask_for_unavailable(state: State) -> None:
     """Rejects unavailable versions that are needed, so that they are republished; releases those that are not."""
-    for version, reason in sorted(state.gone.items()):
+    for version, reason in sorted(state.unavailable.items()):
         if version < state.window.oldest_kept:
             found(state, version)  # no worker needs to load it
         elif version not in state.rejected and _is_needed(state, version):
@@ -134,7 +134,7 @@ def _is_needed(state: State, version: int) -> bool:
 def republished(state: State, version: int) -> None:
     """Treats a republished version as newly published. Loads of its earlier weights are ignored."""
     state.rejected.pop(version, None)  # an unavailable version is not in it after its last response has ended
-    state.gone.pop(version, None)
+    state.unavailable.pop(version, None)
     state.asked.discard(version)
     for worker in state.workers.values():
         worker.load_is_void |= worker.loading == version
@@ -153,14 +153,14 @@ def _reject(state: State, version: int, suspect: SuspectVersion) -> None:
     _rejected(state, do.RejectVersion(version, tuple(sorted(suspect.refusals)), refusals[0].reason, difference))
 
 
-def _rejected(state: State, told: do.RejectVersion) -> None:
-    state.rejected[told.version] = told
-    state.asked.add(told.version)
-    state.window.reject(told.version)
+def _rejected(state: State, rejection: do.RejectVersion) -> None:
+    state.rejected[rejection.version] = rejection
+    state.asked.add(rejection.version)
+    state.window.reject(rejection.version)
     state.stream_step = None
     state.counters.versions_rejected += 1
     state.replan = True
-    state.out.append(told)
+    state.out.append(rejection)
 
 
 def _ask_another(state: State, version: int, suspect: SuspectVersion, working: Sequence[Worker]) -> None:

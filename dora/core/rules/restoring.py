@@ -40,10 +40,10 @@ def restored(state: State, event: on.Restored) -> None:
     if event.learnt:
         learning.learn_again(state, event.learnt)
     rows = _enter_all(state, event)
-    for told in event.rejected:
-        state.rejected[told.version] = told
-        state.asked.add(told.version)
-        window.reject(told.version)
+    for rejection in event.rejected:
+        state.rejected[rejection.version] = rejection
+        state.asked.add(rejection.version)
+        window.reject(rejection.version)
     begun = np.unique(state.requests["version"][rows[state.requests["tokens"][rows] > 0]])
     state.proven.update(version for version in begun.tolist() if version >= event.retired)
     for host in event.hosts:  # before their workers, which could otherwise load any version
@@ -95,8 +95,10 @@ def _checked(state: State, event: on.Restored) -> Window:
         raise InvalidValue("groups", f"{len(is_open)} open", f"what a window can hold ({error})") from error
     if event.retired > window.oldest_kept:
         raise InvalidValue("retired", event.retired, f"at most {window.oldest_kept}, whose weights may be needed")
-    if any(not max(1, window.oldest_kept) <= told.version <= window.newest for told in event.rejected):
-        raise InvalidValue("rejected", [told.version for told in event.rejected], "published versions that are stored")
+    if any(not max(1, window.oldest_kept) <= rejection.version <= window.newest for rejection in event.rejected):
+        raise InvalidValue(
+            "rejected", [rejection.version for rejection in event.rejected], "published versions that are stored"
+        )
     return window
 
 
@@ -175,7 +177,7 @@ def durable(state: State) -> on.Restored:
         finished=tuple(names[group] for _, waiting in sorted(state.finished.items()) for group in waiting),
         left_behind=window.left_behind,
         short_step=state.short_step,
-        rejected=tuple(told for _, told in sorted(state.rejected.items())),
+        rejected=tuple(rejection for _, rejection in sorted(state.rejected.items())),
         learnt=learning.learnt(state),
         counters={field.name: getattr(state.counters, field.name) for field in fields(Counters)},
     )

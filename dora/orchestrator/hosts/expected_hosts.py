@@ -48,7 +48,7 @@ class ExpectedHosts:
         """The hosts' states for operators."""
         why = "its agent has not returned since the service was restarted"
         return [
-            pb.HostStatus(name=name, state="awaited", epoch=host.epoch, workers=len(host.workers_of(name)), reason=why)
+            pb.HostStatus(name=name, state="expected", epoch=host.epoch, workers=len(host.workers_of(name)), reason=why)
             for name, host in sorted(self._hosts.items())
         ]
 
@@ -80,7 +80,7 @@ class ExpectedHosts:
             self._tokens.ended(name)
         return host
 
-    def let_go(self, worker_id: str) -> str | None:
+    def release(self, worker_id: str) -> str | None:
         """Marks a worker as ending for good. Returns its host if that is expected."""
         host = self.host_of(worker_id)
         if host is not None:

@@ -383,7 +383,7 @@ class Hosts:
         if host.session is not None:
             host.session.versions.add(version)
             self._post(on.VersionArrived(name, version))
-        elif version in self._state.missing or version in self._state.gone:
+        elif version in self._state.missing or version in self._state.unavailable:
             self._post(on.VersionArrived("", version))
 
     def shares_store(self, worker_id: str) -> bool:
@@ -433,16 +433,16 @@ class Hosts:
         if self._expected is not None and (name := self._expected.distrust(worker_id)) is not None:
             self._note(records.HostStands(name, *self._expected.stand(name)))
 
-    def let_go(self, worker_id: str) -> None:
-        if self._expected is not None and (name := self._expected.let_go(worker_id)) is not None:
+    def release(self, worker_id: str) -> None:
+        if self._expected is not None and (name := self._expected.release(worker_id)) is not None:
             self._note(records.HostStands(name, *self._expected.stand(name)))
-        self.worker_counts.let_go(worker_id)
+        self.worker_counts.release(worker_id)
 
     def worker_lost(self, session: Session) -> None:
         """Notes that a worker which was to leave has left."""
         if self.worker_counts.is_leaving(session.worker_id):
             self._sessions.keep_reason(session.worker_id, DRAINED)
-            self.let_go(session.worker_id)
+            self.release(session.worker_id)
 
     # --------------------------------------------------------------------------------------------------------- status
 

@@ -115,7 +115,7 @@ class WorkerCounts:
         """Returns whether the worker is being drained, to be stopped afterwards."""
         return any(worker_id in host.leaving for host in self._hosts.values())
 
-    def let_go(self, worker_id: str) -> None:
+    def release(self, worker_id: str) -> None:
         """Ends the process of a drained worker; with the last one, a drained host leaves."""
         for host in list(self._hosts.values()):
             if worker_id in host.launcher.workers:

@@ -53,7 +53,7 @@ class Storage:
         """Sets the function that receives all faults as one text at each change; empty: there is none."""
         self._changed = changed
         if self.faults:
-            changed(self.told())
+            changed(self.summary())
 
     def failed(self, place: str, error: OSError, needed_bytes: int = 0) -> None:
         """Notes a failed write to ``place``. Logged once, until a write succeeds."""
@@ -63,21 +63,21 @@ class Storage:
             self.faults[place] = StorageFault(place, reason, time.time(), needed_bytes)
             self.faults_seen += 1
             log.error("storage is at fault: %s: %s; nothing is admitted until it can be written", place, reason)
-            self._changed(self.told())
+            self._changed(self.summary())
             return
         fault.needed_bytes = max(fault.needed_bytes, needed_bytes)
         if fault.reason != reason:
             fault.reason = reason
-            self._changed(self.told())
+            self._changed(self.summary())
 
     def works(self, place: str) -> None:
         """Notes a successful write to ``place``."""
         fault = self.faults.pop(place, None)
         if fault is not None:
             log.warning("storage has recovered: %s, after %.0f s", place, time.time() - fault.since)
-            self._changed(self.told())
+            self._changed(self.summary())
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """All faults in one line; empty without faults."""
         return "; ".join(f"{fault.place}: {fault.reason}" for _, fault in sorted(self.faults.items()))
 

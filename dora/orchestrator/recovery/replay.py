@@ -15,7 +15,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.state import State
-from dora.errors import InvalidValue, told
+from dora.errors import InvalidValue, described
 from dora.orchestrator.recording.event_fields import EVENT_KINDS
 from dora.orchestrator.recording.eventlog import Record
 
@@ -171,7 +171,7 @@ class Replay:
         except InvalidValue as error:
             return Decision(number, now_s, event, known, (), str(error))
         except Exception as error:
-            return Decision(number, now_s, event, known, (), failure=told(error))
+            return Decision(number, now_s, event, known, (), failure=described(error))
 
     def summary(self) -> Summary:
         window = self.machine.state.window

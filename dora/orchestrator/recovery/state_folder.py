@@ -97,23 +97,23 @@ class StateFolder:
 
         A copy of the folder leaves the address to the original: workers of that one may look for it there.
         """
-        told, host = self.identity, config.service.listen.rpartition(":")[0]
+        identity, host = self.identity, config.service.listen.rpartition(":")[0]
         changes: dict[str, Any] = {}
-        if told.token and not config.service.token:
-            changes["token"] = told.token
-        is_copy = told.place not in ("", self.place)
-        here = told.address and told.address.rpartition(":")[0] == host
+        if identity.token and not config.service.token:
+            changes["token"] = identity.token
+        is_copy = identity.place not in ("", self.place)
+        here = identity.address and identity.address.rpartition(":")[0] == host
         if config.service.listen.endswith(":0") and here and not is_copy:
-            changes["listen"] = told.address
+            changes["listen"] = identity.address
         if not changes:
             return config
         tree = config.model_dump()
         tree["service"] |= changes
         return validated(tree)
 
-    def remember(self, **told: Any) -> None:
+    def remember(self, **values: Any) -> None:
         """Stores values for a later start. Raises OSError."""
-        for name, value in told.items():
+        for name, value in values.items():
             setattr(self.identity, name, value)
         replace_durably(self.folder / SERVICE_FILE, json.dumps(asdict(self.identity)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dora.config import Config
 from dora.data.types import Prompt
-from dora.errors import Conflict, DoraError, InvalidValue, told
+from dora.errors import Conflict, DoraError, InvalidValue, described
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
@@ -161,7 +161,9 @@ class PromptFeed:
                 except InvalidValue as error:
                     found.append((position, error))
                 except (Exception, SystemExit) as error:
-                    return _Reading(found, position, failure=" ".join(told(error).split())[:FAILURE_CHARACTERS_MAX])
+                    return _Reading(
+                        found, position, failure=" ".join(described(error).split())[:FAILURE_CHARACTERS_MAX]
+                    )
             position += 1
         return _Reading(found, position)
 

@@ -24,7 +24,7 @@ class Journal:
             self.log.append(record)
 
     @property
-    def told(self) -> int:
+    def appended(self) -> int:
         """The number of log records so far."""
         return self.log.appended if self.log is not None else 0
 
@@ -33,10 +33,10 @@ class Journal:
         """The number of durable log records; all of them without a log."""
         return self.log.durable if self.log is not None else 0
 
-    async def settled(self, told: int | None = None) -> None:
-        """Returns once all log records so far, or the first ``told``, are durable."""
+    async def settled(self, appended: int | None = None) -> None:
+        """Returns once all log records so far, or the first ``appended``, are durable."""
         if self.log is not None:
-            await self.log.settled(told)
+            await self.log.settled(appended)
 
     async def flush(self) -> None:
         """Tries once to make all log records durable; ``durable`` has the result."""

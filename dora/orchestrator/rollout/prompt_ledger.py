@@ -61,11 +61,11 @@ class PromptLedger:
     DRAWN    ``draw``: from the queue;         ADMITTED or DONE    none: a restart draws the prompt again
              ``read``: from the source
     ADMITTED ``admit``: it has a group         DONE                ``Admitted``
-    DONE     ``cancel`` (was QUEUED)           QUEUED or DRAWN:    ``LetGo``, with the prompt's id
-             ``drop`` (was DRAWN, cancelled)   its id is free      ``LetGo``, with the prompt's id
+    DONE     ``cancel`` (was QUEUED)           QUEUED or DRAWN:    ``PromptsWithdrawn``, with the prompt's id
+             ``drop`` (was DRAWN, cancelled)   its id is free      ``PromptsWithdrawn``, with the prompt's id
              ``finish`` (was ADMITTED)                             none: ``Committed`` of its step covers the group
              ``cancel_group`` (was ADMITTED)                       ``Dropped``
-             ``refuse``: of the source                             ``LetGo``
+             ``refuse``: of the source                             ``PromptsWithdrawn``
     ======== ================================= =================== ==============================================
 
     The queue gives the highest priority first, and equal priorities in the order of their arrival. The ledger also
@@ -149,7 +149,7 @@ class PromptLedger:
         """Cancels a queued prompt; False if it is not in the queue."""
         if self.state(prompt_id) is not PromptState.QUEUED:
             return False
-        self._let_go([self._dequeue(prompt_id, "cancel")], [prompt_id])
+        self._withdraw([self._dequeue(prompt_id, "cancel")], [prompt_id])
         self.queued_cancelled += 1
         if len(self._heap) > 2 * self.queued + 64:  # stale cells must not pile up
             self._heap = [
@@ -189,7 +189,7 @@ class PromptLedger:
     def refuse(self, positions: Sequence[int]) -> None:
         """No engine can take the source's prompts at these positions: they are not drawn again."""
         if positions:
-            self._journal.note(records.LetGo([], list(positions), []))
+            self._journal.note(records.PromptsWithdrawn([], list(positions), []))
 
     def read_up_to(self, position: int) -> None:
         """The source is read on from ``position``."""
@@ -225,7 +225,7 @@ class PromptLedger:
 
     def drop(self, prompt_id: str) -> None:
         """A drawn prompt was cancelled before it was admitted."""
-        self._let_go([self._move(prompt_id, "drop")], [prompt_id])
+        self._withdraw([self._move(prompt_id, "drop")], [prompt_id])
 
     def finish(self, prompt_id: str) -> None:
         """The prompt's group was trained on."""
@@ -287,11 +287,11 @@ class PromptLedger:
             del self._held[prompt_id]
         return held
 
-    def _let_go(self, prompts: Sequence[_Held], cancelled: Sequence[str]) -> None:
+    def _withdraw(self, prompts: Sequence[_Held], cancelled: Sequence[str]) -> None:
         """These prompts get no group, and a restart does not draw them again."""
         arrivals = [held.arrival for held in prompts if held.position == SUBMITTED]
         positions = [held.position for held in prompts if held.position != SUBMITTED]
-        self._journal.note(records.LetGo(arrivals, positions, list(cancelled)))
+        self._journal.note(records.PromptsWithdrawn(arrivals, positions, list(cancelled)))
         self._remember_cancelled(cancelled)
 
     def _remember_cancelled(self, names: Iterable[str]) -> None:

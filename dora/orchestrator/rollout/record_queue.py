@@ -29,7 +29,7 @@ class _Write:
     """One write. ``given_up_s``: if it still fails then, its caller gets an error instead of waiting."""
 
     write: Callable[[], Any]
-    told: int  # log records that must be durable before it
+    appended: int  # log records that must be durable before it
     given_up_s: float | None = None
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -109,7 +109,7 @@ class RecordQueue:
         await self._queue(write, asyncio.get_running_loop().time() + STORED_WAIT_S).done
 
     def _queue(self, write: Callable[[], Any], given_up_s: float | None = None) -> _Write:
-        waiting = _Write(write, self._journal.told, given_up_s)
+        waiting = _Write(write, self._journal.appended, given_up_s)
         self._waiting.append(waiting)
         if self._writing is None or self._writing.done():
             self._writing = self._spawn(self._write())
@@ -118,8 +118,8 @@ class RecordQueue:
     async def _write(self) -> None:
         while self._waiting:
             write = self._waiting[0]
-            await self._settled(write.told)
-            if self._journal.durable < write.told:
+            await self._settled(write.appended)
+            if self._journal.durable < write.appended:
                 self._give_up(f"the service's {STATE} cannot be written")
                 continue
             try:
@@ -135,11 +135,11 @@ class RecordQueue:
                 if not write.done.done():
                     write.done.set_result(None)
 
-    async def _settled(self, told: int) -> None:
+    async def _settled(self, appended: int) -> None:
         """Waits until so many log records are durable, or the service ends."""
-        if self._journal.durable >= told:
+        if self._journal.durable >= appended:
             return
-        waits = [asyncio.ensure_future(self._journal.settled(told)), asyncio.ensure_future(self._ends.wait())]
+        waits = [asyncio.ensure_future(self._journal.settled(appended)), asyncio.ensure_future(self._ends.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -160,7 +160,7 @@ class WorkerProcesses(Protocol):
     """The launcher of the workers."""
 
     def kill(self, worker_id: str) -> None: ...
-    def let_go(self, worker_id: str) -> None: ...
+    def release(self, worker_id: str) -> None: ...
 
 
 class Sessions:
@@ -281,11 +281,11 @@ class Sessions:
             if silent_s > limit_s and session.worker_id not in loading:
                 self.replace(session, f"silent for {silent_s:.0f} s")
 
-    def let_go(self, worker_id: str, epoch: int) -> None:
+    def release(self, worker_id: str, epoch: int) -> None:
         """Lets a drained worker leave; nobody starts it again."""
         self.keep_reason(worker_id, DRAINED)
         if self.processes is not None:
-            self.processes.let_go(worker_id)
+            self.processes.release(worker_id)
         session = self.of_epoch(worker_id, epoch)
         if session is not None:
             session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))

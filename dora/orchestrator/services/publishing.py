@@ -61,7 +61,7 @@ class Publishing:
         await self._room(request.version)
         announced = (request.trainer_epoch, request.version, _announced(request), canary)
         state, version = self._runtime.machine.state, request.version
-        is_same = version in state.gone and version in state.proven  # responses may have been sampled under it
+        is_same = version in state.unavailable and version in state.proven  # responses may have been sampled under it
         name = self._runtime.hosts.name_of(version) if is_same else ""
         with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
             publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
@@ -134,7 +134,7 @@ class Publishing:
             await asyncio.to_thread(runtime.versions.drop, version)
         runtime.recorder.withdrawn(version)
 
-    async def let_go(self, version: int) -> None:
+    async def release(self, version: int) -> None:
         """Removes the stored weights of a version that was retired meanwhile."""
         runtime = self._runtime
         with runtime.storage.tidying(RUN_FOLDER):

@@ -120,15 +120,15 @@ def _version(state: State, version: int) -> pb.VersionStatus:
 def _version_state(state: State, version: int) -> str:
     if version in state.rejected:
         return "rejected"
-    if version in state.gone:
-        return "gone"
-    return "in doubt" if version in state.suspects else "published"
+    if version in state.unavailable:
+        return "unavailable"
+    return "suspect" if version in state.suspects else "published"
 
 
 def _reason(state: State, version: int) -> str:
     """The reason for which a version is suspect or rejected, with the workers that reported it."""
-    if version in state.gone:
-        return state.gone[version]
+    if version in state.unavailable:
+        return state.unavailable[version]
     if version in state.rejected:
         rejected = state.rejected[version]
         return f"{', '.join(rejected.worker_ids)}: {rejected.reason}"

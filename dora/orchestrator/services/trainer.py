@@ -224,8 +224,8 @@ class TrainerService(stubs.TrainerServicer):
                 raise
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.buffer.leased(), metrics, time.time(), stepped_s, waited_s)
-            told = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
-            committed = on.StepCommitted(request.trainer_epoch, request.step, *told)
+            measured = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
+            committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             runtime.hosts.published(request.version)
             runtime.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
@@ -263,7 +263,7 @@ class TrainerService(stubs.TrainerServicer):
             folder = await self._publishing.store(request, anew=True)
             await self._publishing.record(request, folder, runtime.recorder.republished(version, folder, digest))
             if not machine.has_to_come(version):  # it has left the window: its last groups were cancelled
-                await self._publishing.let_go(version)
+                await self._publishing.release(version)
                 return
             runtime.hosts.published(version, anew=True)  # first, because workers need its name
             republished = on.VersionRepublished(request.trainer_epoch, version)

@@ -151,7 +151,7 @@ async def test_what_was_cancelled_is_known_from_the_log_alone(tmp_path: Path) ->
     gone = told.admit()
     del told.known.steps[gone], told.known.tokens[gone], told.known.tokens[gone + 1]
     log.append(records.Dropped(gone, ["g0"], '{"group": "g0"}'))
-    log.append(records.LetGo([], [], ["z", "a"]))
+    log.append(records.PromptsWithdrawn([], [], ["z", "a"]))
     await with_slow_groups(log, told)
     await log.checkpoint()
     await log.close()

@@ -104,7 +104,7 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
     kept = told.admit()
     told.report()
     slow = {number: told.known.tokens.pop(number) for number in (kept, kept + 1)}  # nothing more is reported of them
-    log.append(records.LetGo([2], [], ["goes"]))
+    log.append(records.PromptsWithdrawn([2], [], ["goes"]))
     for step in range(40):
         told.step()
         if step % 10 == 0:
@@ -383,7 +383,7 @@ async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: in
     _, log = opened(tmp_path, replace(SMALL, segment_bytes=1 << 20))
     told = Incarnation(log.append, Known())
     told.step()
-    log.append(records.LetGo([], [], ["a"]))
+    log.append(records.PromptsWithdrawn([], [], ["a"]))
     await log.close()
     (segment,) = segments(tmp_path)
     content = bytearray(frames.header(1, 0))
@@ -431,7 +431,7 @@ def test_every_kind_of_fact_comes_back() -> None:
         records.Begun(1, 2.0, 3.0, "{}"),
         records.Event(1.0, "Tick", {}),
         records.Submitted([1], [prompt]),
-        records.LetGo([1], [2], ["a"]),
+        records.PromptsWithdrawn([1], [2], ["a"]),
         records.PromptsEnded(),
         records.Admitted(3, "g1", prompt, 4, 5, 2, 1.5, [7, 8], -1, 9),
         records.Verdict(1, 2.0, 0.5, False, "log", {"a": 1.0}),
