@@ -206,6 +206,7 @@ def test_laminars_table_has_all_its_rows() -> None:
     assert largest["one_step"] == largest["stream"] == replace(largest["laminar"], train_gpus=256, rollout_gpus=768)
 
 
+@pytest.mark.full  # a step of 128 accelerators
 def test_a_split_that_the_longest_response_limits_takes_about_as_long_as_planned() -> None:
     scenario = planned(scenario_for("verl-async-128", "laxity", 2))
     training_min = scenario.trainer.step_s / 60  # generation was planned to take as long

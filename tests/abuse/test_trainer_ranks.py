@@ -116,6 +116,7 @@ async def test_a_rank_that_dies_is_named_by_the_other(
     await check_undone(service, model_folder)
 
 
+@pytest.mark.full  # it waits until collectives give up
 async def test_a_rank_that_stands_still_is_given_up(service: Running, model_folder: Path, tmp_path: Path) -> None:
     ranks = start(service, tmp_path / "ranks", 1, stands_still, timeout_s=20.0)
     await asyncio.to_thread(ranks[0].process.join, 240.0)

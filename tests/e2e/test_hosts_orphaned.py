@@ -5,6 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 import dora
 from dora.client import Operator
 from dora.data.trajectory import TrajectoryGroup
@@ -61,6 +63,7 @@ async def test_workers_of_a_joined_host_go_on_with_what_they_run(tiny_dense: Pat
         await service.stop()
 
 
+@pytest.mark.full  # half a minute
 async def test_a_host_goes_on_over_a_stop_that_keeps_the_state(tiny_dense: Path, tmp_path: Path) -> None:
     """Not over one whose agent was killed meanwhile: another one of that name is a host without anything."""
     settings = settings_of(tiny_dense, tmp_path, workers__count=1, workers__reattach_timeout_s=1.0)

@@ -25,7 +25,7 @@ from dora.trainers.options import GrpoConfig
 from tests.e2e.test_rollout import check_record
 from tests.service import configured, during, park, running, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]  # `make test` moves requests of ranks in tests/contract
 
 GROUPS = 3
 STEPS = 6

@@ -65,6 +65,7 @@ def test_the_efficiency_counts() -> None:
     assert found.seconds == found.ready_s[-1]
 
 
+@pytest.mark.full  # a minute and a half for both
 @pytest.mark.parametrize("rollout_gpus", [24, 40])
 def test_a_simulated_step_takes_as_long(rollout_gpus: int) -> None:
     """Within 8%: one step of the default strategy, lengths known, on the DORA paper's 64 GPUs."""

@@ -182,6 +182,7 @@ def test_a_slow_run_is_told_as_slow_with_what_goes_on(
     assert going_on in report.violation and "stands still" not in report.violation
 
 
+@pytest.mark.full  # half a minute
 def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
     """Of one token each now, they are two thousand each by and by, and no slower than that."""
     lengths = "workload.lengths={mu=-10,drift_per_step=0.49}"
@@ -267,7 +268,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(extremes(), st.sampled_from(list(strategies())))
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""
     try:

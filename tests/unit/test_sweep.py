@@ -123,7 +123,7 @@ def test_ddmin_leaves_what_the_failure_needs(needed: tuple[int, ...]) -> None:
 
 def test_a_failing_trial_is_cut_down_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     requests_die(monkeypatch)
-    report = sweep(range(10), ("dora",))
+    report = sweep(range(3), ("dora",))
     assert report.violations == len(report.failures) > 0
     for failure in report.failures:
         trial, again = replay(failure.replay.split("'")[1])
