@@ -14,7 +14,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger, PromptState
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
-from dora.sim.service import Facts
+from dora.sim.service import SimLog
 
 PROMPT = Prompt("p", "task", (1, 2), group_size=2)
 
@@ -23,15 +23,15 @@ class Case:
     """A ledger with its journal, and a book that admits PROMPT's group."""
 
     def __init__(self) -> None:
-        self.log = Facts()
-        self.log.told.clear()
+        self.log = SimLog()
+        self.log.records.clear()
         self.prompts = PromptLedger(Journal(self.log), queued_most=8)  # type: ignore[arg-type]
         self.entries = ResponseBuffer(RolloutConfig()).admit("g0", PROMPT, 0, {"g0.0": 0, "g0.1": 1}, 0.0)
 
     def restored(self) -> PromptLedger:
         """What a restart makes of the journal."""
         ledger = Ledger(None)
-        ledger.apply(self.log.told, len(self.log.told))
+        ledger.apply(self.log.records, len(self.log.records))
         found = PromptLedger(Journal(), queued_most=8)
         values = ledger.values
         found.restore(
@@ -84,7 +84,7 @@ def test_each_change_of_state_is_one_of_the_table(state: PromptState, way: str) 
     for each in BEGINNINGS[state]:
         WAYS[each](case.prompts, case.entries)
     assert case.prompts.state("p") is state
-    told = list(case.log.told)
+    told = list(case.log.records)
     if (state, way) in AFTER:
         WAYS[way](case.prompts, case.entries)
         assert case.prompts.state("p") is AFTER[state, way]
@@ -94,7 +94,7 @@ def test_each_change_of_state_is_one_of_the_table(state: PromptState, way: str) 
     else:
         with pytest.raises(Conflict if way in ("submit", "read") else IllegalTransition):
             WAYS[way](case.prompts, case.entries)
-    assert case.prompts.state("p") is state and case.log.told == told
+    assert case.prompts.state("p") is state and case.log.records == told
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_restart_finds_each_prompt_again(ways: str, kinds: list[type], state: 
     case = Case()
     for way in ways.split():
         WAYS[way](case.prompts, case.entries)
-    assert [type(each) for each in case.log.told] == kinds
+    assert [type(each) for each in case.log.records] == kinds
     found = case.restored()
     assert found.state("p") is state
     assert (
@@ -150,5 +150,5 @@ def test_an_id_that_was_cancelled_may_come_again() -> None:
     assert case.prompts.drawn("p") is PROMPT
     assert (case.prompts.queued, case.prompts.queued_bytes) == (0, 0)
     case.prompts.admit(case.entries, 1)
-    (admitted,) = [each for each in case.log.told if isinstance(each, records.Admitted)]
+    (admitted,) = [each for each in case.log.records if isinstance(each, records.Admitted)]
     assert (admitted.position, admitted.arrival, admitted.rows) == (SUBMITTED, 2, [0, 1])
