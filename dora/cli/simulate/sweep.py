@@ -33,7 +33,7 @@ def sweep(
         str, typer.Option(metavar="drawn|auto", help="Of each cluster: drawn from 1 to 4, or one that adapts.")
     ] = "drawn",
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Window of each cluster: drawn from 1 to 4, or auto, which adapts.")
+        int | None, typer.Option(min=1, help="Processes that run trials; by default one a core, for many seeds.")
     ] = None,
     replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
