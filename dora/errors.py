@@ -14,7 +14,15 @@ ASKED: Final = "did you mean "  # how a guess begins
 
 
 class DoraError(Exception):
-    """Base of every expected failure. Bugs raise other exceptions and crash."""
+    """Base of every expected failure. Bugs raise other exceptions and crash.
+
+    ``field``, ``value``: the subject of the failure, for programs and tests, if it has one. The message states it too.
+    """
+
+    def __init__(self, message: str = "", field: str = "", value: object = None) -> None:
+        self.field = field
+        self.value = value
+        super().__init__(message)
 
 
 class Missing:
@@ -42,13 +50,11 @@ class InvalidValue(DoraError):
     REFUSED: ClassVar = "is not valid"
 
     def __init__(self, field: str, value: object, allowed: str, why: str = "", said: str = "") -> None:
-        self.field = field
-        self.value = value
         self.allowed = allowed
         self.why = why or ("is missing" if value is MISSING else self.REFUSED)
         given = field if value is MISSING else f"{field} = {_shown(value)}"
         must = "" if allowed.startswith(ASKED) else "it must be "
-        super().__init__(said or f"{given} {self.why}: {must}{allowed}")
+        super().__init__(said or f"{given} {self.why}: {must}{allowed}", field, value)
 
     def within(self, place: str) -> Self:
         """Returns the refusal with its field located in ``place``, for example a line of a file."""

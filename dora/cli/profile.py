@@ -147,7 +147,8 @@ def _measure(
     from dora.worker.timing import Timing, measure_alone
 
     if find_spec("torch") is None or find_spec("vllm") is None:
-        raise DoraError(f"profile needs torch and vLLM. Run {install('cpu')}; see docs/install.md.")
+        said = f"profile needs torch and vLLM. Run {install('cpu')}; see docs/install.md."
+        raise DoraError(said, "package", "vllm")
     folder = resolve_model(model)
     stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))

@@ -120,7 +120,8 @@ class Patience:
             self._until_s, self._next_s = now_s + self.total_s, self.first_s
         wait_s = self._next_s
         if now_s + wait_s > self._until_s:
-            raise ServiceUnavailable(f"not reachable for {self.total_s:g} s: {error}") from error
+            said = f"not reachable for {self.total_s:g} s: {error}"
+            raise ServiceUnavailable(said, "connect_s", self.total_s) from error
         self._next_s = min(2 * wait_s, self.longest_s)
         return wait_s
 

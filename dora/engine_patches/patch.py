@@ -14,7 +14,7 @@ class PatchFailed(DoraError):
     """A patch did not take effect on this engine; the engine must not serve."""
 
     def __init__(self, patch: str, finding: str) -> None:
-        super().__init__(f"engine patch {patch!r} did not take effect: {finding}")
+        super().__init__(f"engine patch {patch!r} did not take effect: {finding}", "patch", patch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,8 +310,6 @@ class Processes:
         worker.excluded = True
         log.error("%s is not started again: it %s", worker.worker_id, reason)
         if not self.workers and not worker.is_pool:
-            self._fail(f"no worker is left: {worker.worker_id} {reason}")
-
-    def _fail(self, reason: str) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(WorkerStartError(reason))
+            said = f"no worker is left: {worker.worker_id} {reason}"
+            if not self.failed.done():
+                self.failed.set_exception(WorkerStartError(said, "worker_id", worker.worker_id))

@@ -161,24 +161,26 @@ class Arrivals:
         try:
             check_key(key, epoch)
         except InvalidValue as error:
-            raise SnapshotRefused(str(error)) from error
+            raise SnapshotRefused(str(error), error.field, error.value) from error
         with self._lock:
             expected = _Expected(PROBE_BYTES, None) if ticket == PROBE else self._expected.get((epoch, ticket))
             if expected is None:
-                raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
+                raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here", "ticket", ticket)
             before = self._here.get(after)
             if after and (before is None or not before.leads_to(ticket, epoch)):
-                raise SnapshotRefused(f"round after {after!r}: this snapshot has no such round here")
+                raise SnapshotRefused(f"round after {after!r}: this snapshot has no such round here", "round", after)
             rounds = [] if before is None else before.rounds()
             whole_bytes = body_bytes + sum(each.size_bytes for each in rounds)
             most_bytes = expected.most_bytes
             if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MAX):
                 raise SnapshotRefused(
                     f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds: at most {most_bytes} are expected "
-                    f"in {ROUNDS_MAX}"
+                    f"in {ROUNDS_MAX}",
+                    "body bytes",
+                    whole_bytes,
                 )
             if key in self._here:
-                raise SnapshotRefused(f"key {key}: it is already in use")
+                raise SnapshotRefused(f"key {key}: it is already in use", "key", key)
         return before
 
     def begin(self, arrival: Arrival) -> None:
@@ -190,7 +192,7 @@ class Arrivals:
         with self._lock:
             expected = self._expected.get((arrival.epoch, arrival.ticket))
             if not (expected or arrival.ticket == PROBE) or not rounds <= self._here.keys():
-                raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is no longer expected")
+                raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is no longer expected", "ticket", arrival.ticket)
             of_it = (arrival.ticket, arrival.epoch)
             self._drop(lambda other: (other.ticket, other.epoch) == of_it and other.key not in rounds)
             self._here[arrival.key] = arrival
@@ -203,9 +205,11 @@ class Arrivals:
             try:
                 check_key(prefix.key, arrival.epoch)
             except InvalidValue as error:
-                raise SnapshotRefused(str(error)) from error
+                raise SnapshotRefused(str(error), error.field, error.value) from error
             if expected is None or expected.ahead is None or not arrival.goes_on:
-                raise SnapshotRefused(f"prefix of {prefix.blocks} blocks: it is not stored here")
+                raise SnapshotRefused(
+                    f"prefix of {prefix.blocks} blocks: it is not stored here", "prefix", prefix.blocks
+                )
         if expected is not None and expected.ahead is not None:
             with expected.writing:
                 expected.ahead.start(arrival.key, prefix)

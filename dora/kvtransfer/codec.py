@@ -132,7 +132,7 @@ def opening_in(head: Buffer) -> Opening:
     try:
         layout, request, prefix = _opened(msgpack.unpackb(manifest))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise SnapshotRefused(f"head: {error!r}") from error
+        raise SnapshotRefused(f"head: {error!r}", "head") from error
     return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request, prefix)
 
 
@@ -153,13 +153,13 @@ def snapshot_of(
     closing = view[len(opening.raw) :]
     manifest = _unsealed(closing)
     if closing.nbytes != _HEAD_START + manifest.nbytes:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}: its parts end before")
+        raise SnapshotRefused(f"head bytes = {view.nbytes}: its parts end before", "head bytes", view.nbytes)
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
         check_consistent(snapshot)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise SnapshotRefused(f"head: {error!r}") from error
+        raise SnapshotRefused(f"head: {error!r}", "head") from error
     return snapshot
 
 
@@ -176,17 +176,19 @@ def _seal_of(part: Buffer) -> bytes:
 def _unsealed(view: memoryview) -> memoryview:
     """The manifest of the first part of a head, after its seal was checked."""
     if view.nbytes <= _HEAD_START:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}: each of its parts must have more than {_HEAD_START}")
+        said = f"head bytes = {view.nbytes}: each of its parts must have more than {_HEAD_START}"
+        raise SnapshotRefused(said, "head bytes", view.nbytes)
     magic, schema, manifest_bytes = _PREAMBLE.unpack_from(view)
     if magic != MAGIC:
-        raise SnapshotRefused(f"magic = {magic!r}: a snapshot begins with {MAGIC!r}")
+        raise SnapshotRefused(f"magic = {magic!r}: a snapshot begins with {MAGIC!r}", "magic", magic)
     if schema != SCHEMA:
-        raise SnapshotRefused(f"schema = {schema}, this build reads {SCHEMA}")
+        raise SnapshotRefused(f"schema = {schema}, this build reads {SCHEMA}", "schema", schema)
     manifest = view[_HEAD_START : _HEAD_START + manifest_bytes]
     if manifest.nbytes != manifest_bytes:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}: its part claims {_HEAD_START + manifest_bytes}")
+        said = f"head bytes = {view.nbytes}: its part claims {_HEAD_START + manifest_bytes}"
+        raise SnapshotRefused(said, "head bytes", view.nbytes)
     if blake3(view[: _PREAMBLE.size]).update(manifest).digest() != _seal_of(view):
-        raise SnapshotRefused("checksum: the head's bytes are not those that were written")
+        raise SnapshotRefused("checksum: the head's bytes are not those that were written", "checksum")
     return manifest
 
 
@@ -246,7 +248,7 @@ def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | Sam
 
 def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
     if manifest["opening"] != _seal_of(opening.raw):
-        raise SnapshotRefused("head: its closing belongs to another opening")
+        raise SnapshotRefused("head: its closing belongs to another opening", "head.opening")
     layout, before = opening.layout, opening.request
     output_token_ids, logprobs = _read_outputs(manifest)
     request = replace(
@@ -284,7 +286,8 @@ def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) 
         ahead_bytes -= _bytes_of(layout, counts[first])
         first += 1
     if ahead_bytes or first == len(counts):
-        raise SnapshotRefused(f"rounds = {len(counts)}: the bytes sent ahead end within one, or include the last")
+        said = f"rounds = {len(counts)}: the bytes sent ahead end within one, or include the last"
+        raise SnapshotRefused(said, "rounds", len(counts))
     return first
 
 
@@ -292,7 +295,8 @@ def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.n
     round_bytes = [_bytes_of(layout, each) for each in counts]
     found_bytes = sum(body.nbytes for body in bodies)
     if sum(round_bytes) != found_bytes or min(map(min, counts)) < 0:
-        raise SnapshotRefused(f"body bytes = {found_bytes}: the head claims {sum(round_bytes)}")
+        said = f"body bytes = {found_bytes}: the head claims {sum(round_bytes)}"
+        raise SnapshotRefused(said, "body bytes", found_bytes)
     blocks: dict[str, list[np.ndarray]] = {name: [] for name, _ in layout.layers}
     rest = iter(bodies)
     body, start = next(rest), 0
@@ -300,7 +304,7 @@ def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.n
         if start == body.nbytes:
             body, start = next(rest), 0
         if start + whole_bytes > body.nbytes:
-            raise SnapshotRefused(f"rounds = {len(counts)}: the bodies end within a round")
+            raise SnapshotRefused(f"rounds = {len(counts)}: the bodies end within a round", "rounds", len(counts))
         for (name, block_bytes), count in zip(layout.layers, each, strict=True):
             if count:
                 blocks[name].append(body[start : start + count * block_bytes].reshape(count, block_bytes))

@@ -61,7 +61,8 @@ def check_layout(found: KvLayout, expected: KvLayout) -> None:
             resized = _is_resized(found, expected)
         theirs, ours = getattr(found, field.name), getattr(expected, field.name)
         if theirs != ours and not (resized and field.name in ("block_tokens", "layers")):
-            raise LayoutMisfit(f"layout.{field.name} = {_short(theirs)}, this engine has {_short(ours)}")
+            name, said = f"layout.{field.name}", f"{_short(theirs)}, this engine has {_short(ours)}"
+            raise LayoutMisfit(f"{name} = {said}", name, theirs)
 
 
 def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
@@ -84,7 +85,7 @@ def _of_interiors(layout: KvLayout) -> bool:
 def check_version(found: int, loaded: int | None) -> None:
     """Raises SnapshotRefused unless the snapshot is of the loaded version."""
     if found != loaded:
-        raise SnapshotRefused(f"request.version = {found}, this engine has loaded {loaded}")
+        raise SnapshotRefused(f"request.version = {found}, this engine has loaded {loaded}", "request.version", found)
 
 
 def check_consistent(snapshot: KvSnapshot) -> None:
@@ -92,21 +93,26 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     request, layout = snapshot.request, snapshot.layout
     outputs = len(request.output_token_ids)
     if outputs == 0 or not request.prompt_token_ids:
-        raise SnapshotRefused("request: a snapshot needs a prompt and at least one output token")
+        raise SnapshotRefused("request: a snapshot needs a prompt and at least one output token", "request")
     if len(request.logprobs) != outputs:
-        raise SnapshotRefused(f"request.logprobs: {len(request.logprobs)} for {outputs} output tokens")
+        said = f"{len(request.logprobs)} for {outputs} output tokens"
+        raise SnapshotRefused(f"request.logprobs: {said}", "request.logprobs", len(request.logprobs))
     kv_tokens = len(request.prompt_token_ids) + outputs - 1
     if snapshot.kv_tokens != kv_tokens:
-        raise SnapshotRefused(f"kv_tokens = {snapshot.kv_tokens}: its tokens require {kv_tokens}")
+        said = f"kv_tokens = {snapshot.kv_tokens}: its tokens require {kv_tokens}"
+        raise SnapshotRefused(said, "kv_tokens", snapshot.kv_tokens)
     draws = rng_draws(outputs, request.sampling.temperature)
     if snapshot.rng_draws != draws:
-        raise SnapshotRefused(f"rng_draws = {snapshot.rng_draws}: its tokens require {draws}")
+        said = f"rng_draws = {snapshot.rng_draws}: its tokens require {draws}"
+        raise SnapshotRefused(said, "rng_draws", snapshot.rng_draws)
     names = tuple(name for name, _ in layout.layers)
     if set(snapshot.blocks) != set(names):
-        raise SnapshotRefused(f"blocks: layers {_short(sorted(snapshot.blocks))}, the layout has {_short(names)}")
+        held = sorted(snapshot.blocks)
+        raise SnapshotRefused(f"blocks: layers {_short(held)}, the layout has {_short(names)}", "blocks", held)
     count = blocks_for(kv_tokens, layout.block_tokens)
     if not 0 <= snapshot.ahead < count:
-        raise SnapshotRefused(f"ahead = {snapshot.ahead} of {count} blocks: the last block cannot be ahead")
+        said = f"ahead = {snapshot.ahead} of {count} blocks: the last block cannot be ahead"
+        raise SnapshotRefused(said, "ahead", snapshot.ahead)
     counts = block_counts(layout, kv_tokens, count - snapshot.ahead)
     for (name, block_bytes), count in zip(layout.layers, counts, strict=True):
         pieces = snapshot.blocks[name]
@@ -114,7 +120,8 @@ def check_consistent(snapshot: KvSnapshot) -> None:
         found = sum(len(piece) for piece in pieces)
         if wrong or found != count:
             shown = [(str(piece.dtype), piece.shape) for piece in pieces]
-            raise SnapshotRefused(f"blocks.{name}: {_short(shown)}, not uint8 {(count, block_bytes)}")
+            said = f"blocks.{name}: {_short(shown)}, not uint8 {(count, block_bytes)}"
+            raise SnapshotRefused(said, f"blocks.{name}", shown)
 
 
 def _short(value: object) -> str:

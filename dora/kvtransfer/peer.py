@@ -67,7 +67,7 @@ def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
     challenge = _expect(stream, Kind.CHALLENGE)
     proof = challenge.pop("proof", b"")
     if not _equal(proof, _proof(secret, b"R", greeting, challenge)):
-        raise TransferFailed(f"{peer.address} does not hold the secret of this run")
+        raise TransferFailed(f"{peer.address} does not hold the secret of this run", "secret", peer.address)
     stream.send(Kind.PROOF, {"proof": _proof(secret, b"S", greeting, challenge)})
     stream.authenticate(*(_proof(secret, role, greeting, challenge) for role in (b"from S", b"from R")))
     _expect(stream, Kind.WELCOME)

@@ -109,7 +109,8 @@ class Replies:
             if due is None:
                 asked, self._asked = self._asked, None
                 if asked is None or frame.kind not in (asked[0], Kind.REFUSED) or key != asked[1]:
-                    raise TransferFailed(f"it sent {frame.kind.name} for {key!r} without being asked")
+                    said = f"it sent {frame.kind.name} for {key!r} without being asked"
+                    raise TransferFailed(said, "frame", frame.kind.name)
                 self._answers.put((frame.kind, frame.head))
                 return
         if frame.kind is Kind.ARRIVED:

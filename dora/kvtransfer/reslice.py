@@ -54,7 +54,8 @@ def resharded(layout: KvLayout, shards: int) -> KvLayout:
     for name, whole in _wholes(layout).items():
         if not whole.heads or whole.heads % shards or whole.block_bytes % whole.heads:
             what = f"{whole.heads} KV heads in a row" if whole.heads else "no KV heads in a row"
-            raise LayoutMisfit(f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}")
+            said = f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}"
+            raise LayoutMisfit(said, "layout.shards", layout.shards)
         for shard in shard_names(name, shards):
             layers.append((shard, whole.block_bytes // shards))
             windows.append(whole.window)
@@ -103,7 +104,8 @@ def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     """The layers, with equal shards."""
     count = len(layout.layers)
     if not 1 <= layout.shards <= SHARDS_MAX or {len(layout.windows), len(layout.interiors)} - {0, count}:
-        raise SnapshotRefused(f"layout.shards = {layout.shards}: layout.interiors has {len(layout.interiors)} layers")
+        said = f"layout.shards = {layout.shards}: layout.interiors has {len(layout.interiors)} layers"
+        raise SnapshotRefused(said, "layout.shards", layout.shards)
     windows, interiors = layout.windows or (0,) * count, layout.interiors or (UNKNOWN,) * count
     found: dict[str, list[tuple[str, tuple[int, int, Interior]]]] = {}  # by layer: its shards
     for (name, size), window, interior in zip(layout.layers, windows, interiors, strict=True):
@@ -113,7 +115,8 @@ def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     for name, parts in found.items():
         alike = {part for _, part in parts}
         if [shard for shard, _ in parts] != shard_names(name, layout.shards) or len(alike) > 1:
-            raise SnapshotRefused(f"layout.shards = {layout.shards}: {name!r} lacks that many equal shards in order")
+            said = f"layout.shards = {layout.shards}: {name!r} lacks that many equal shards in order"
+            raise SnapshotRefused(said, "layout.shards", layout.shards)
         size, window, (heads, strips) = alike.pop()
         wholes[name] = _Whole(size * layout.shards, window, (heads * layout.shards, strips))
     return wholes

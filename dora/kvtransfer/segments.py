@@ -46,7 +46,8 @@ class Segment(Sized):
         try:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {error.strerror}") from error
+            said = f"snapshot folder = {str(folder)!r}: {error.strerror}"
+            raise SnapshotRefused(said, "snapshot folder", str(folder)) from error
         try:
             # A write to a page with no disk space would kill the process, so all pages are allocated now.
             os.posix_fallocate(descriptor, 0, STATE_BYTES + capacity_bytes)
@@ -55,7 +56,8 @@ class Segment(Sized):
             with suppress(OSError):
                 self._file.unlink(missing_ok=True)
             why = "no room left" if is_full(error) else f"the file cannot be written ({error.strerror})"
-            raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {why}") from error
+            said = f"snapshot folder = {str(folder)!r}: {why}"
+            raise SnapshotRefused(said, "snapshot folder", str(folder)) from error
         finally:
             os.close(descriptor)
         self._mapped[MARK_AT : MARK_AT + MARK_BYTES] = self.mark

@@ -91,7 +91,7 @@ class Holding:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._arrived) > after, timeout_s)
             if self._ended:
-                raise TransferFailed(self._ended)
+                raise TransferFailed(self._ended, "version", self.manifest.name)
             return self._arrived[after:]  # a copy: ``add`` continues
 
     def tag(self, number: int, content: memoryview, secret: bytes) -> bytes:

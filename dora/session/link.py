@@ -116,7 +116,7 @@ class Link:
         try:
             self._loop.call_soon_threadsafe(self._put, message)
         except RuntimeError as error:  # its loop is closed
-            raise ServiceUnavailable(f"the stream to {self.address} has ended") from error
+            raise ServiceUnavailable(f"the stream to {self.address} has ended", "address", self.address) from error
 
     def close(self) -> None:
         """Sends what is queued, then ends the stream."""
@@ -136,7 +136,7 @@ class Link:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._talk())
         finally:
-            self._inbox.put(ServiceUnavailable(f"the stream to {self.address} has ended"))
+            self._inbox.put(ServiceUnavailable(f"the stream to {self.address} has ended", "address", self.address))
 
     async def _talk(self) -> None:
         async with open_channel(self.address, proxied=False) as channel:

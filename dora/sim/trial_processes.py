@@ -55,7 +55,7 @@ def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]
         yield from found
     except BrokenProcessPool as error:
         pool.shutdown()
-        raise TrialsEnded(_ended(trials, running, processes)) from error
+        raise _ended(trials, running, processes) from error
     finally:
         for process in processes.values():
             process.kill()
@@ -79,7 +79,7 @@ def _run(index: int, trial: Trial) -> Failure | None:
     return trial.run()
 
 
-def _ended(trials: Sequence[Trial], running: Running, processes: Mapping[int | None, BaseProcess]) -> str:
+def _ended(trials: Sequence[Trial], running: Running, processes: Mapping[int | None, BaseProcess]) -> TrialsEnded:
     """Names the trial of the process that ended. The pool ended the other processes by SIGTERM."""
     numbers = running[:]
     tried = {pid: number - 1 for pid, number in zip(numbers[::2], numbers[1::2], strict=True) if pid}
@@ -88,5 +88,6 @@ def _ended(trials: Sequence[Trial], running: Running, processes: Mapping[int | N
     for pid in first:
         if pid in tried:
             token = trials[tried[pid]].token
-            return f"the process of `dora simulate sweep --replay '{token}'` ended with code {codes[pid]}"
-    return f"a process ended with code {codes[first[0]] if first else None} before its first trial"
+            said = f"the process of `dora simulate sweep --replay '{token}'` ended with code {codes[pid]}"
+            return TrialsEnded(said, "--replay", token)
+    return TrialsEnded(f"a process ended with code {codes[first[0]] if first else None} before its first trial")

@@ -80,7 +80,8 @@ class BaseEngine(Generic[Live], ABC):
         fitting = reblocked(snapshot, self._layout)
         written = 0 if reservation is None else reservation.written
         if snapshot.ahead > written:
-            raise SnapshotRefused(f"ahead = {snapshot.ahead}, {written} blocks have come ahead")
+            said = f"ahead = {snapshot.ahead}, {written} blocks have come ahead"
+            raise SnapshotRefused(said, "ahead", snapshot.ahead)
         if reservation is not None:
             reservation.close()
             del self._reserved[snapshot.request.request_id]
@@ -176,7 +177,7 @@ class BaseEngine(Generic[Live], ABC):
             check_request(opening.request, self._capability)
             return self._make_ahead(opening.request)
         except InvalidValue as error:
-            raise SnapshotRefused(str(error)) from error
+            raise SnapshotRefused(str(error), error.field, error.value) from error
 
     def _check_canary(self, canary: Canary) -> None:
         check_canary(canary, self._capability.vocab_size)

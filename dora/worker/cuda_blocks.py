@@ -37,6 +37,14 @@ _ALIGNED_BYTES: Final = 16
 _NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
+class TensorMisfit(RuntimeError):
+    """A KV tensor does not consist of separate blocks. ``field``: its shape or its stride, which shows that."""
+
+    def __init__(self, tensor: torch.Tensor, field: str, finding: str) -> None:
+        self.field = field
+        super().__init__(f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: {finding}")
+
+
 class LayerRows:
     """One layer's tensor: ``cells`` is a view of shape (blocks, ...), whose rows are blocks in memory order.
 
@@ -238,8 +246,7 @@ def _blocks_first(tensor: torch.Tensor, block_count: int) -> torch.Tensor:
     else:
         axes = [axis for axis in axes if axis == 0]
     if len(axes) != 1:
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        raise RuntimeError(f"KV tensor of shape {shape}, stride {stride}: not {block_count} blocks at one axis")
+        raise TensorMisfit(tensor, "shape", f"not {block_count} blocks at one axis")
     return tensor.movedim(axes[0], 0).unflatten(0, (block_count, -1))
 
 
@@ -252,9 +259,7 @@ def _check_apart(tensor: torch.Tensor, steps: Sequence[tuple[int, int]], number_
     extent = number_bytes
     for step, size in steps:
         if step < extent:
-            raise RuntimeError(
-                f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: its blocks overlap"
-            )
+            raise TensorMisfit(tensor, "stride", "its blocks overlap")
         extent += (size - 1) * step
 
 

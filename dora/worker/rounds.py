@@ -118,7 +118,7 @@ class EngineRounds:
         done, is_first = self._done, not self._rounds
         snapshot = self._engine.export(self._request_id, done)
         if snapshot is None:
-            raise NotMovable(f"{self._request_id} cannot move exactly just now: {why}")
+            raise NotMovable(f"{self._request_id} cannot move exactly just now: {why}", "request_id", self._request_id)
         self.tokens = len(snapshot.request.output_token_ids)
         left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - done
         head = self._open(snapshot.request).raw if is_first else b""

@@ -59,7 +59,7 @@ class _Profiler:
 
     def expect_ready(self) -> None:
         if (line := self._line()) != READY:
-            raise ProfilerFailed(f"an engine's profiler said {line!r}, not {READY!r}")
+            raise ProfilerFailed(f"an engine's profiler said {line!r}, not {READY!r}", "output", line)
 
     def go(self) -> None:
         assert self._process.stdin is not None
@@ -73,5 +73,6 @@ class _Profiler:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ProfilerFailed("an engine's profiler ended early; what it wrote to stderr says why")
+            said = "an engine's profiler ended early; what it wrote to stderr says why"
+            raise ProfilerFailed(said, "output", line)
         return line.rstrip("\n")

@@ -15,6 +15,7 @@ from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import Driver, Response, make_request, over_the_wire, run
 from tests.contract.planes import WAIT_S, End, a_plane
 from tests.contract.workers import copying_of
+from tests.refusals import refused
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=150, ignore_eos=True)
 REQUEST = make_request(1, LONG, 60)
@@ -96,11 +97,11 @@ def test_what_does_not_fit_is_computed_again_and_the_outcome_says_why(model: Pat
     snapshot = driver.engine.export("r1")
     assert snapshot is not None
     packed = over_the_wire(replace(snapshot, layout=replace(snapshot.layout, interiors=())))
-    with pytest.raises(LayoutMisfit, match=r"layout.block_tokens = 4, this engine has 6") as refused:
+    with refused(LayoutMisfit, field="layout.block_tokens", value=4, names=("6",)) as caught:
         target.take_in(packed)
     assert not target.has_work()
     outcome = pb.WorkerOutcome()
-    fail("copy_in", outcome, refused.value)
+    fail("copy_in", outcome, caught.value)
     assert (outcome.error_kind, outcome.ok) == ("not_movable", False), "no other try would fare better"
     fail("copy_in", outcome, SnapshotRefused("checksum"))
     assert outcome.error_kind == "refused"

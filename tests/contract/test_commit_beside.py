@@ -93,7 +93,7 @@ async def test_weights_that_are_not_finite_are_told_by_the_next_call_once(
     step = await anext(iterator)
     await group_ids(step)
     await step.commit({**tensors, NAME: np.full_like(tensors[NAME], np.nan)})
-    with pytest.raises(InvalidValue, match=f"weights: {NAME} = 'inf or NaN'"):
+    with refused(InvalidValue, field=f"weights: {NAME}", value="inf or NaN"):
         await anext(iterator)
     assert not step.committed and service.service.store.versions() == (0,)
     await trainer.settled()

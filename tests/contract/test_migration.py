@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora.errors import Conflict, SnapshotRefused
+from dora.errors import Conflict, LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.worker.engine import RolloutEngine
@@ -77,20 +77,20 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
         engine.take_in(snapshot)
     engine.remove("r1")
     layout = snapshot.layout
-    for change, name in (
-        ({"layout": replace(layout, fingerprint="another")}, "fingerprint"),
-        ({"layout": replace(layout, dtype="bfloat16")}, "dtype"),
-        ({"layout": replace(layout, backend="cuda/flash")}, "backend"),
-        ({"layout": replace(layout, shards=2)}, "shards"),
-        ({"kv_tokens": snapshot.kv_tokens - 1}, "kv_tokens"),
-        ({"rng_draws": snapshot.rng_draws + 1}, "rng_draws"),
-        ({"request": replace(snapshot.request, version=2)}, "version"),
-        ({"blocks": {}}, "blocks"),
+    for change, kind, field, value in (
+        ({"layout": replace(layout, fingerprint="another")}, LayoutMisfit, "layout.fingerprint", "another"),
+        ({"layout": replace(layout, dtype="bfloat16")}, LayoutMisfit, "layout.dtype", "bfloat16"),
+        ({"layout": replace(layout, backend="cuda/flash")}, LayoutMisfit, "layout.backend", "cuda/flash"),
+        ({"layout": replace(layout, shards=2)}, SnapshotRefused, "layout.shards", 2),
+        ({"kv_tokens": snapshot.kv_tokens - 1}, SnapshotRefused, "kv_tokens", snapshot.kv_tokens - 1),
+        ({"rng_draws": snapshot.rng_draws + 1}, SnapshotRefused, "rng_draws", snapshot.rng_draws + 1),
+        ({"request": replace(snapshot.request, version=2)}, SnapshotRefused, "request.version", 2),
+        ({"blocks": {}}, SnapshotRefused, "blocks", []),
     ):
-        with pytest.raises(SnapshotRefused, match=name):
+        with refused(kind, field=field, value=value):
             engine.take_in(replace(snapshot, **change))
     engine.load_weights(2, version_folder(2), None)
-    with pytest.raises(SnapshotRefused, match=r"version = 1, this engine has loaded 2"):
+    with refused(SnapshotRefused, field="request.version", value=1, names=(2,)):
         engine.take_in(snapshot)
     assert not engine.has_work()
 

@@ -249,8 +249,9 @@ def test_a_shard_that_is_not_as_it_was_voids_all_and_the_source_goes_on(
         body, made = b"".join(held), b"".join(change(held))
         sums = Seal("xxh3", len(body), (digest_with("xxh3", SECRET)([body]),))
         sending = source.plane.send_parts(target.peer, name, [memoryview(made)], head_of(snapshot), seal=sums)
-        with pytest.raises((SnapshotRefused, TransferFailed), match=r"checksum of chunk 1|body bytes"):
+        with pytest.raises((SnapshotRefused, TransferFailed)) as caught:
             target.plane.take(sending.done.result(60).key)
+        assert caught.value.field == "body bytes" or "checksum of chunk" in str(caught.value)
         engine.release(name)
         engine.thaw(name)
         assert engine.load().kv_used_tokens == used_tokens

@@ -10,6 +10,7 @@ from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import GREEDY, SAMPLED, Response, VersionFolder, make_request, run
+from tests.refusals import refused
 
 SPAN = (8, 13)  # tokens of the free response that a stop string is made of
 
@@ -81,6 +82,6 @@ def test_stops_that_no_engine_could_watch_for_are_refused(engine: RolloutEngine)
         ({"stop_token_ids": (64,)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ):
-        with pytest.raises(InvalidValue, match=field):
+        with refused(InvalidValue, field=f"sampling.{field}"):
             engine.add(replace(good, sampling=replace(good.sampling, **change)))  # type: ignore[arg-type]
     assert not engine.has_work()

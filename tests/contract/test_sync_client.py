@@ -188,7 +188,7 @@ def test_ctrl_c_leaves_by_the_with_statement(service: Running, monkeypatch: pyte
             interrupt_at(trainer._client.connection, "read", monkeypatch)
             next(step)
     assert background._shared.thread is None
-    with pytest.raises(Conflict, match="is not open: it must be used within its with statement"):
+    with refused(Conflict, field="trainer", why="is not open"):
         trainer.attach()
 
 
@@ -199,7 +199,7 @@ def test_errors_are_the_asynchronous_clients_own(service: Running, weights: Path
         with refused(Conflict, names=("0", "2")) as caught:
             step.commit(weights, wait=True)
         assert caught.value.field == "step"
-        with pytest.raises(Conflict, match="is open already"):
+        with refused(Conflict, field="trainer", why="is open already"):
             trainer.open()
 
 
@@ -211,7 +211,7 @@ def test_a_thread_at_a_time(service: Running) -> None:
         left = threading.Event()
 
         def wait() -> None:
-            with pytest.raises(Conflict, match="was closed meanwhile"):
+            with refused(Conflict, field="trainer", why="was closed meanwhile"):
                 next(step)
             left.set()
 
@@ -219,7 +219,7 @@ def test_a_thread_at_a_time(service: Running) -> None:
         thread.start()
         while not trainer._background._busy.locked():
             pass
-        with pytest.raises(Conflict, match="is in use by another thread: it must be used by one thread at a time"):
+        with refused(Conflict, field="trainer", allowed="used by one thread at a time"):
             trainer.attach()
         trainer._background.close()
         assert left.wait(30)

@@ -24,8 +24,9 @@ from dora.kvtransfer.registry import is_installed
 from dora.kvtransfer.segments import sweep
 from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.transport import CHUNK_BYTES
-from dora.kvtransfer.wire import Kind, Stream
+from dora.kvtransfer.wire import Gone, Kind, Stream
 from tests.contract.planes import SECRET, TRANSPORTS, WAIT_S, End, a_plane, until
+from tests.refusals import refused
 
 SIZES = (1, 7, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1)
 
@@ -149,7 +150,7 @@ def test_what_has_arrived_outlives_its_source(tmp_path: Path, transport: str) ->
             key = sent(source, target, "r", parts).done.result(WAIT_S).key
         _, body = arrived(target, key)
         assert np.array_equal(body, parts[0])
-        with pytest.raises(NotFound, match=key):
+        with refused(NotFound, field="locator", value=key):
             arrived(target, key)
 
 
@@ -285,7 +286,7 @@ def test_a_peer_that_stops_in_the_middle_is_given_up(target: End) -> None:
     with hostile(target) as stream:
         opened(stream, 1000)
         assert target.plane.held_bytes()[1]
-        with pytest.raises(TransferFailed, match="disconnected"):
+        with refused(Gone):
             stream.receive()
     until(lambda: target.plane.held_bytes()[1] == 0)
 
@@ -318,9 +319,10 @@ WRONG: dict[str, Callable[[Stream, str], None]] = {
 def test_garbage_ends_the_connection_and_nothing_else(target: End, name: str) -> None:
     with hostile(target) as stream:
         WRONG[name](stream, opened(stream, 1000))
-        with pytest.raises(TransferFailed, match=r"disconnected|instead of|malformed|damaged|reset|limit"):
+        with pytest.raises(TransferFailed) as caught:
             while stream.receive().kind is Kind.REFUSED:
                 pass
+        assert not isinstance(caught.value.__cause__, BlockingIOError | TimeoutError), "it was ended, and did not stall"
     until(lambda: target.plane.held_bytes()[1] == 0)
     with a_plane(target.plane._settings.folder, 1, ("tcp",)) as honest:
         moved(honest, target, "s", made([3000]))
@@ -351,7 +353,7 @@ def test_a_stranger_is_told_nothing(target: End) -> None:
     host, _, port = target.address.rpartition(":")
     stream = Stream(socket.create_connection((host, int(port))), WAIT_S)
     nobody = Identity("w9", 9, "f", "h")
-    with pytest.raises(TransferFailed, match="does not hold the secret"):
+    with refused(TransferFailed, field="secret", value=target.peer.address):
         greet(stream, nobody, target.peer, bytes(32))
     stream.close()
 

@@ -15,6 +15,7 @@ from dora.errors import CanaryMismatch
 from dora.weights.canary import compute_canary
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import GREEDY, VersionFolder, make_request, mixed_requests, run
+from tests.refusals import refused
 
 AGREEMENT = 1e-3  # 5e-5 was measured on larger models
 
@@ -97,11 +98,11 @@ def test_a_patch_that_does_not_take_is_named_at_the_start(
     verify(engine)
     with monkeypatch.context() as broken:
         broken.setattr(tied_head, "_repack", nothing)
-        with pytest.raises(PatchFailed, match="'tied_head'"):
+        with refused(PatchFailed, field="patch", value="tied_head"):
             verify(engine)
     if kind == "vllm-moe":
         with monkeypatch.context() as broken:
             broken.setattr(moe_experts.CPUUnquantizedExperts, "process_weights_after_loading", nothing)
-            with pytest.raises(PatchFailed, match="'moe_experts'"):
+            with refused(PatchFailed, field="patch", value="moe_experts"):
                 verify(engine)
     verify(engine)

@@ -246,7 +246,7 @@ class Window:
         published, or whose weights are deleted.
         """
         if not max(1, self.oldest_kept) <= version <= self.newest:
-            raise IllegalTransition(f"version {version} cannot be quarantined: {self.summary()}")
+            raise IllegalTransition(f"version {version} cannot be quarantined: {self.summary()}", "version", version)
         self._quarantined.add(version)
 
     def reject(self, version: int) -> None:

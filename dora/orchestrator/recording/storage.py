@@ -132,7 +132,8 @@ def refusal(place: str, what: str, error: OSError, needed_bytes: int) -> LimitEx
     if is_full(error):
         size = f"{needed_bytes:,} bytes" if needed_bytes else "more bytes"
         return LimitExceeded(what, size, f"what the service's {place} has room for ({error.strerror}); repeat it later")
-    return ServiceUnavailable(f"{what}: the service's {place} cannot be written ({error.strerror}); repeat it later")
+    said = f"{what}: the service's {place} cannot be written ({error.strerror}); repeat it later"
+    return ServiceUnavailable(said, place, error.strerror)
 
 
 def check_room(folder: Path, room_bytes: int = 0) -> None:

@@ -30,6 +30,19 @@ SAMPLE_BYTES: Final = 64 << 10
 BUILT_IN: Final = "dora."  # modules whose functions come with DORA
 
 
+class NotOfOneTime(InvalidValue):
+    """The state folder contradicts its record, or what the run depends on. ``contradictions``: each by its subject."""
+
+    def __init__(self, folder: Path, newest: int, contradictions: Mapping[str, str]) -> None:
+        self.contradictions = dict(contradictions)
+        allowed = (
+            f"a folder that fits the rest; restore the one that is wrong, or carry on from step {newest} deliberately "
+            f"with --carry-on-from {newest}, which moves later content of the record aside and deletes nothing"
+        )
+        why = f"cannot be carried on ({'; '.join(self.contradictions.values())})"
+        super().__init__(SETTING, str(folder), allowed, why=why)
+
+
 def content_of(config: Config, model: Path, reward: str) -> dict[str, str]:
     """Returns the digests of what a run depends on, by setting. ``reward``: the function in force.
 
@@ -51,7 +64,7 @@ async def bind(
     """Checks that state, record and content belong together, and stores that they do. Returns the record, opened again
     if content was set aside.
 
-    Raises InvalidValue for a contradiction that ``service.carry_on_from`` does not accept; OSError.
+    Raises NotOfOneTime for a contradiction that ``service.carry_on_from`` does not accept; OSError.
     """
     newest = state.found.ledger.values["newest"]
     folder = Path(config.record)
@@ -60,11 +73,11 @@ async def bind(
         before = state.identity.content
         if (state.identity.source or source_of(state.found.ledger.values["config"])) != source:
             before = {name: digest for name, digest in before.items() if name != "prompts"}
-        contradictions = [*changed(config, before, content)]
+        contradictions = dict(changed(config, before, content))
         surplus = None
         if recorder is not None:
             surplus = first_surplus(state, recorder)
-            contradictions += of_record(config, state, recorder, surplus)
+            contradictions |= of_record(config, state, recorder, surplus)
         _check(config, state, contradictions, newest)
         if recorder is not None and surplus is not None:
             trained_at = recorder.committed.get(surplus - 1, 0.0)
@@ -80,22 +93,17 @@ async def bind(
     return recorder
 
 
-def _check(config: Config, state: StateFolder, contradictions: list[str], newest: int) -> None:
-    """Raises InvalidValue for contradictions, unless the configuration accepts them."""
+def _check(config: Config, state: StateFolder, contradictions: Mapping[str, str], newest: int) -> None:
+    """Raises NotOfOneTime for contradictions, unless the configuration accepts them."""
     if not contradictions:
         return
-    why = "; ".join(contradictions)
     if config.service.carry_on_from == newest:
-        log.warning("carrying on from step %d although %s", newest, why)
+        log.warning("carrying on from step %d although %s", newest, "; ".join(contradictions.values()))
         return
-    allowed = (
-        f"a folder that fits the rest; restore the one that is wrong, or carry on from step {newest} deliberately with "
-        f"--carry-on-from {newest}, which moves later content of the record aside and deletes nothing"
-    )
-    raise InvalidValue(SETTING, str(state.folder), allowed, why=f"cannot be carried on ({why})")
+    raise NotOfOneTime(state.folder, newest, contradictions)
 
 
-def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields what has other content than in the last incarnation. What an older DORA did not store is not compared."""
     named = {
         "model": config.model,
@@ -105,7 +113,8 @@ def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -
     }
     for name, digest in now.items():
         if before.get(name, digest) != digest:
-            yield f"the content of {name} = {named[name]!r} has changed: {before[name][:12]} then, {digest[:12]} now"
+            digests = f"{before[name][:12]} then, {digest[:12]} now"
+            yield name, f"the content of {name} = {named[name]!r} has changed: {digests}"
 
 
 def first_surplus(state: StateFolder, recorder: Recorder) -> int | None:
@@ -128,25 +137,31 @@ def first_surplus(state: StateFolder, recorder: Recorder) -> int | None:
     return None if last.step == newest and last.groups.keys() <= leased else newest
 
 
-def of_record(config: Config, state: StateFolder, recorder: Recorder, surplus: int | None) -> Iterator[str]:
-    """Yields the contradictions between the state and its record. Raises InvalidValue for another run's record."""
+def of_record(config: Config, state: StateFolder, recorder: Recorder, surplus: int | None) -> dict[str, str]:
+    """Returns the contradictions between the state and its record. Raises InvalidValue for another run's record."""
     newest, identity, record = state.found.ledger.values["newest"], state.identity, config.record
     known = run_of(recorder.folder)
     if known is not None and known.run != identity.run and not recorder.is_empty:
         allowed = f"the record of the run that {state.folder} holds ({identity.run}), or a new folder"
         raise InvalidValue("record", record, allowed, why=f"belongs to another run ({known.run})")
+    found = {}
     last = max(recorder.committed, default=-1)
+    ends = f"record {record!r} has steps up to {last}, and the state is at step {newest}"
     if surplus is not None and surplus < newest:
-        yield f"record {record!r} and the state have different commits of step {surplus}: one is of another time"
+        both = f"record {record!r} and the state"
+        found["commits"] = f"{both} have different commits of step {surplus}: one is of another time"
     elif surplus is not None:
-        yield f"record {record!r} has steps up to {last}, and the state is at step {newest}: the state is older"
+        found["state is older"] = f"{ends}: the state is older"
     elif recorder.is_empty and newest and identity.record == _name_of(recorder.folder):
-        yield f"record {record!r} is empty, and the state is at step {newest}: the record was removed"
+        found["record was removed"] = (
+            f"record {record!r} is empty, and the state is at step {newest}: the record was removed"
+        )
     elif not recorder.is_empty and last < newest - 1:
-        yield f"record {record!r} has steps up to {last}, and the state is at step {newest}: the record is older"
+        found["record is older"] = f"{ends}: the record is older"
     if recorder.missing_trajectories:
         what = f"{recorder.missing_trajectories} trajectories or more that {STEPS_FILE} counts"
-        yield f"record {record!r} lacks {what}: {TRAJECTORIES_FILE} is older"
+        found[TRAJECTORIES_FILE] = f"record {record!r} lacks {what}: {TRAJECTORIES_FILE} is older"
+    return found
 
 
 def _name_of(folder: Path) -> str:

@@ -120,13 +120,13 @@ class RecordQueue:
             write = self._waiting[0]
             await self._settled(write.appended)
             if self._journal.durable < write.appended:
-                self._give_up(f"the service's {STATE} cannot be written")
+                self._give_up(STATE, f"the service's {STATE} cannot be written")
                 continue
             try:
                 await asyncio.to_thread(write.write)
             except OSError as error:
                 self._storage.failed(RECORD, error)
-                self._give_up(f"the service's record cannot be written ({error.strerror})")
+                self._give_up(RECORD, f"the service's record cannot be written ({error.strerror})")
                 if self._waiting:
                     await self._storage.next_look()
             else:
@@ -146,7 +146,7 @@ class RecordQueue:
             for each in waits:
                 each.cancel()
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, place: str, reason: str) -> None:
         """Fails the writes that have waited long enough; at the end of the service, all."""
         now_s = asyncio.get_running_loop().time()
         lines = 0
@@ -157,7 +157,7 @@ class RecordQueue:
                 lines += not commit
                 if commit and not write.done.done():
                     write.done.set_exception(
-                        ServiceUnavailable(f"the write failed: {reason}; the call may be repeated")
+                        ServiceUnavailable(f"the write failed: {reason}; the call may be repeated", place)
                     )
         if lines:
             log.error("the run record lacks the last %d writes: %s", lines, reason)

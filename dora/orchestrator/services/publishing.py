@@ -123,7 +123,7 @@ class Publishing:
         except OSError as error:
             runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
             why = f"the write failed: the service's state folder cannot be written ({error.strerror})"
-            raise ServiceUnavailable(f"{why}; the call may be repeated") from error
+            raise ServiceUnavailable(f"{why}; the call may be repeated", KEPT, error.strerror) from error
         runtime.storage.works(KEPT)
 
     async def withdraw(self, version: int) -> None:
