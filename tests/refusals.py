@@ -28,6 +28,7 @@ def refused(kind: type[BaseException], /, *, names: Sequence[object] = (), **dat
     assert not wrong, f"{wrong} differ in: {error}"
     missing = [name for name in names if not any(form in str(error) for form in _written(name))]
     assert not missing, f"{missing} not named in: {error}"
+    del caught, error  # whose traceback has this frame: a cycle would keep what the block's frames hold
 
 
 def _written(name: object) -> set[str]:

@@ -6,11 +6,12 @@ import pytest
 from dora.config import RolloutConfig
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import Prompt
-from dora.errors import InvalidValue
 from dora.orchestrator.rollout.accepted import BegunSegment
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ReportError
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rpc.columns import columns_from_wire, columns_to_wire
+from tests.refusals import refused
 
 
 def reported(*stretches: TokenSpan) -> TokenColumns:
@@ -90,6 +91,6 @@ def test_nothing_of_a_report_that_mixes_versions_is_appended(buffer: ResponseBuf
 
 
 def test_nothing_of_a_report_with_a_gap_is_appended(buffer: ResponseBuffer) -> None:
-    with pytest.raises(InvalidValue, match=r"g0\.1: first token = 1"):
+    with refused(ReportError, field="g0.1: first token", value=1):
         buffer.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,)), TokenSpan(1, 1, (4,), (-1.0,))), 11.0)
     assert not len(buffer["g0.0"]) and buffer.held(np.array([0, 1, 2])).tolist() == [0, 0, 0]

@@ -9,9 +9,11 @@ import pytest
 
 from dora.config import WorkersConfig, load_config
 from dora.errors import InvalidValue
+from dora.host.launcher import WorkerStartError
 from dora.host.processes import Processes
 from dora.rewards import RewardRunner
 from dora.system.environment import DEVICES, child_environment, left_out
+from tests.refusals import refused
 
 FUNCTIONS = "tests.unit.reward_functions"
 SECRET = "the-owner's"
@@ -56,7 +58,7 @@ def test_no_pattern_passes_the_owners_token(pattern: str) -> None:
 @pytest.mark.parametrize("name", ["A=b", "", "A B", "1A", "A-B"])
 @pytest.mark.parametrize("section", ["workers", "reward"])
 def test_a_name_is_a_variables(section: str, name: str) -> None:
-    with pytest.raises(InvalidValue, match=f"{section}.environment"):
+    with refused(InvalidValue, field=f"{section}.environment.0", value=name):
         load_config(None, [f"{section}.environment=['{name}']"])
 
 
@@ -99,7 +101,7 @@ async def test_workers_get_the_stated_environment_and_what_differs_is_logged_onc
         )
         for name in ("worker-0", "worker-1"):
             launcher.start(name)
-        with pytest.raises(Exception, match="no worker is left"):
+        with refused(WorkerStartError, field="worker_id"):
             await launcher.failed
         await launcher.close()
     seen = dict(line.split("=", 1) for line in (tmp_path / "worker-0.log").read_text().splitlines() if "=" in line)

@@ -79,16 +79,16 @@ def test_bytes_that_are_no_delta_are_refused() -> None:
     length = len(after)
     bomb = b"\1\1" + (1 << 10).to_bytes(4, "little")
     bomb += b"\2" + len(zlib.compress(bytes(1 << 22))).to_bytes(4, "little") + zlib.compress(bytes(1 << 22))
-    for wrong, size in (
-        (b"", length),
-        (b"\0", length),
-        (b"\7" + encoded[1:], length),
-        (b"\1\3" + encoded[2:], length),
-        (encoded[:1] + b"\2" + (length).to_bytes(4, "little") + encoded[6:], length),
-        (encoded[:-1], length),
-        (encoded + b"\0", length),
-        (encoded[:6] + b"\x09" + encoded[7:], length),
-        (bomb, 1 << 10),
+    for wrong, size, field in (
+        (b"", length, "kind"),
+        (b"\0", length, "bytes"),
+        (b"\7" + encoded[1:], length, "kind"),
+        (b"\1\3" + encoded[2:], length, "elements"),
+        (encoded[:1] + b"\2" + (length).to_bytes(4, "little") + encoded[6:], length, "elements"),
+        (encoded[:-1], length, "part"),
+        (encoded + b"\0", length, "bytes"),
+        (encoded[:6] + b"\x09" + encoded[7:], length, "form of a part"),
+        (bomb, 1 << 10, "part"),
     ):
-        with pytest.raises(InvalidValue, match="delta"):
+        with refused(InvalidValue, field=f"delta: {field}"):
             decode(wrong, bytes(size) if wrong is bomb else before, size)

@@ -135,12 +135,15 @@ def test_a_prepared_folder_is_reused_and_never_overwritten(tmp_path: Path) -> No
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError("disk full")
+
     def make(empty: Path) -> None:
         (empty / "half").write_text("")
-        raise OSError("disk full")
+        raise full
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError) as caught:
         prepare_once(tmp_path / "made", {"recipe": 1}, make)
+    assert caught.value is full
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ import pytest
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.observation import view_of
-from dora.errors import Conflict, DoraError, InvalidValue
+from dora.errors import Conflict, InvalidValue, NotFound
 from dora.sim.invariants import check_empty
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
@@ -282,8 +282,12 @@ def test_an_operator_says_where_a_parked_request_goes_on() -> None:
     bench.answer(reserve, ok=False, error="no room", error_kind="refused")
     assert bench.parked and not bench.state.handoffs, "the worker rests, so nobody resumes it"
     bench.post(on.PoolJoined("pool-1", 1, 1000))
-    for target, why in (("pool-0", "is where g0.0 is"), ("pool-1", "is a pool"), ("w9", "w0")):
-        with pytest.raises(DoraError, match=why):
+    for target, kind, why in (
+        ("pool-0", Conflict, "is where g0.0 is"),
+        ("pool-1", Conflict, "is a pool"),
+        ("w9", NotFound, "is not known"),
+    ):
+        with refused(kind, field="--to", value=target, why=why):
             bench.post(on.MigrateAsked("g0.0", target))
     assert bench.parked and bench.row in bench.state.waiting[0]
     bench.post(on.MigrateAsked("g0.0", "w0"))

@@ -9,7 +9,7 @@ import reasoning_gym
 from transformers import AutoTokenizer
 
 from dora.config import PromptsConfig
-from dora.errors import Conflict, InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue, NotFound
 from dora.models.tiny_vocabulary import CLASSES
 from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
 from tests.refusals import refused
@@ -49,13 +49,13 @@ def test_tokens_of_the_real_model_are_those_of_transformers(smollm2: Path) -> No
 
 def test_a_chat_template_may_be_missing_wrong_or_refuse(tiny_dense: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tiny_dense / "tokenizer.json").read_bytes())
-    with pytest.raises(InvalidValue, match="has a chat template"):
+    with refused(InvalidValue, field="model", value=tmp_path):
         ChatTokenizer(tmp_path).render(CHAT)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(InvalidValue, match="a valid Jinja template"):
+    with refused(InvalidValue, field="chat_template", value=tmp_path):
         ChatTokenizer(tmp_path).render(CHAT)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
-    with pytest.raises(InvalidValue, match="no system message"):
+    with refused(InvalidValue, field="messages", value=list(CHAT), names=("(no system message)",)):
         ChatTokenizer(tmp_path).render(CHAT)
 
 
@@ -128,22 +128,22 @@ def test_mix_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "kind", "value"),
     [
-        "reasoning-gym:",
-        "reasoning-gym:chain_sum:0",
-        "reasoning-gym:chain_sum:-1",
-        "reasoning-gym:chain_sum:nan",
-        "reasoning-gym:chain_sum:much",
-        "reasoning-gym:chain_sum,chain_sum",
-        "reasoning-gym:no_such_task",
-        "reasoning-gym:arc_agi",  # its verifier wants tuples, which JSON does not have
-        "absent.jsonl",
-        "prompts.txt",
+        ("reasoning-gym:", InvalidValue, ""),
+        ("reasoning-gym:chain_sum:0", InvalidValue, "chain_sum:0"),
+        ("reasoning-gym:chain_sum:-1", InvalidValue, "chain_sum:-1"),
+        ("reasoning-gym:chain_sum:nan", InvalidValue, "chain_sum:nan"),
+        ("reasoning-gym:chain_sum:much", InvalidValue, "chain_sum:much"),
+        ("reasoning-gym:chain_sum,chain_sum", InvalidValue, "chain_sum,chain_sum"),
+        ("reasoning-gym:no_such_task", InvalidValue, "reasoning-gym:no_such_task"),
+        ("reasoning-gym:arc_agi", InvalidValue, "reasoning-gym:arc_agi"),  # its verifier takes tuples, no JSON
+        ("absent.jsonl", InvalidValue, "absent.jsonl"),
+        ("prompts.txt", InvalidValue, "prompts.txt"),
     ],
 )
-def test_a_bad_source_is_refused(spec: str, tokenizer: ChatTokenizer) -> None:
-    with pytest.raises(InvalidValue, match="--prompts"):
+def test_a_bad_source_is_refused(spec: str, kind: type[InvalidValue], value: str, tokenizer: ChatTokenizer) -> None:
+    with refused(kind, field="--prompts", value=value):
         resolve_prompts(spec, tokenizer)
 
 
@@ -172,35 +172,34 @@ def test_a_file_gives_its_prompts_in_order(tokenizer: ChatTokenizer, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("line", "field", "reason"),
+    ("line", "field", "value"),
     [
-        ("{", "line", "one JSON object"),
-        ("[1]", "line", "one JSON object"),
-        ({}, "prompt", "exactly one of prompt, prompt_token_ids, messages"),
-        ({"prompt": "a", "messages": []}, "prompt", "exactly one of"),
-        ({"prompt": ""}, "prompt", "a non-empty text"),
-        ({"prompt": 3}, "prompt", "a non-empty text"),
-        ({"prompt": "a", "anwser": 1}, "anwser", "only the fields prompt"),
-        ({"prompt_token_ids": "a"}, "prompt_token_ids", "a list of token ids"),
-        ({"prompt_token_ids": [1, 64]}, "prompt_token_ids", "integers from 0 to 63"),
-        ({"prompt_token_ids": [True]}, "prompt_token_ids", "integers"),
-        ({"messages": []}, "messages", "at least one"),
-        ({"messages": [{"role": "user"}]}, "messages", "role and content"),
-        ({"prompt": "a", "group_size": -1}, "group_size", "an integer from 0"),
-        ({"prompt": "a", "group_size": "4"}, "group_size", "an integer"),
-        ({"prompt": "a", "sampling": {"heat": 1}}, "sampling.heat", "ne of temperature"),
-        ({"prompt": "a", "sampling": {"max_tokens": 1.5}}, "sampling.max_tokens", "a whole number from 1"),
-        ({"prompt": "a", "prompt_id": 3}, "prompt_id", "a non-empty text"),
-        ({"prompt": "a", "verifier": "x"}, "verifier", "an object"),
+        ("{", "line", "{\n"),
+        ("[1]", "line", "[1]\n"),
+        ({}, "prompt", MISSING),
+        ({"prompt": "a", "messages": []}, "prompt", ["prompt", "messages"]),
+        ({"prompt": ""}, "prompt", ""),
+        ({"prompt": 3}, "prompt", 3),
+        ({"prompt": "a", "anwser": 1}, "anwser", 1),
+        ({"prompt_token_ids": "a"}, "prompt_token_ids", "a"),
+        ({"prompt_token_ids": [1, 64]}, "prompt_token_ids", 64),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids", True),
+        ({"messages": []}, "messages", []),
+        ({"messages": [{"role": "user"}]}, "messages", {"role": "user"}),
+        ({"prompt": "a", "group_size": -1}, "group_size", -1),
+        ({"prompt": "a", "group_size": "4"}, "group_size", "4"),
+        ({"prompt": "a", "sampling": {"heat": 1}}, "sampling.heat", 1),
+        ({"prompt": "a", "sampling": {"max_tokens": 1.5}}, "sampling.max_tokens", 1.5),
+        ({"prompt": "a", "prompt_id": 3}, "prompt_id", 3),
+        ({"prompt": "a", "verifier": "x"}, "verifier", "x"),
     ],
 )
 def test_a_malformed_line_is_named(
-    line: Any, field: str, reason: str, tokenizer: ChatTokenizer, tmp_path: Path
+    line: Any, field: str, value: object, tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
     file = write(tmp_path, {"prompt": "a"}, line)
-    with pytest.raises(InvalidValue, match=reason) as caught:
+    with refused(InvalidValue, field=f"{file}:2: {field}", value=value):
         resolve_prompts(str(file), tokenizer)
-    assert caught.value.field == f"{file}:2: {field}"
 
 
 OVER = "x" * (1 << 20)
@@ -252,8 +251,9 @@ def test_a_duplicate_prompt_id_is_a_conflict(tokenizer: ChatTokenizer, tmp_path:
 
 
 def test_an_empty_file_is_refused(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="at least one prompt"):
-        resolve_prompts(str(write(tmp_path, "")), tokenizer)
+    file = write(tmp_path, "")
+    with refused(InvalidValue, field="--prompts", value=file, allowed="a file with at least one prompt"):
+        resolve_prompts(str(file), tokenizer)
 
 
 def test_a_prompt_over_the_limit_is_named_with_length_and_limit(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def test_a_head_of_other_shards_than_its_layout_has_fits_no_engine(
     layers = changed(list(sent.layers), what, *places)
     extra = len(layers) - len(sent.layers)
     interiors = (*sent.interiors, *sent.interiors[:extra])[: len(layers)]
-    with pytest.raises(SnapshotRefused, match=r"layout\.(shards|layers|interiors)"):
+    with pytest.raises(SnapshotRefused) as caught:
         check_layout(replace(sent, layers=tuple(layers), interiors=interiors), expected)
+    assert caught.value.field in ("layout.shards", "layout.layers", "layout.interiors")
 
 
 @given(shards=st.sampled_from([2, 4]), what=CHANGED, places=PLACES, chunk_bytes=st.integers(1, 4096), data=st.data())
@@ -129,7 +130,7 @@ def test_shards_travel_rank_by_rank_and_one_that_is_not_as_it_was_voids_all(
     made = b"".join((held[name] * 2)[:size] for name, size in parts)
     assert seal.damaged(memoryview(made), b"")
     if len(made) != len(body):
-        with pytest.raises(SnapshotRefused, match="body bytes"):
+        with refused(SnapshotRefused, field="body bytes", value=len(made)):
             snapshot_of(head, made)
 
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_cut_between_heads_is_refused_with_the_reason() -> None:
         with refused(LayoutMisfit, names=("layers.0.attn", "8")):
             resharded(whole().layout, shards)
     odd = replace(whole().layout, layers=tuple((name, 97) for name in LAYERS))
-    with pytest.raises(LayoutMisfit, match="KV heads in a row"):
+    with refused(LayoutMisfit, field="layout.shards", value=1, names=(LAYERS[0], 2)):
         resharded(odd, 2)
 
 

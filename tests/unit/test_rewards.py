@@ -153,7 +153,7 @@ async def test_closing_ends_calls_that_wait(start: Start) -> None:
     await runner.close()
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
-    with pytest.raises(RuntimeError, match="closed"):
+    with refused(RuntimeError, names=(runner.spec,)):
         await runner.score("", "", [], "{}")
 
 
@@ -216,7 +216,7 @@ def test_the_answer_verifier_takes_the_last_tag_or_everything() -> None:
     assert answer.score("", "<answer>3</answer> no, <answer> 4 </answer>", [], {"answer": 4})["reward"] == 1.0
     assert answer.score("", " 4\n", [], {"answer": "4"})["reward"] == 1.0
     assert answer.score("", "It is 4", [], {"answer": "4"})["reward"] == 0.0
-    with pytest.raises(ValueError, match="no answer"):
+    with refused(ValueError, names=("--reward",)):
         answer.score("", "4", [], {})
 
 

@@ -18,7 +18,7 @@ from dora.data.run_record import CANCELLED_FILE, Recorder
 from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Int32Array
 from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
-from dora.errors import IllegalTransition, InvalidValue
+from dora.errors import IllegalTransition, InvalidValue, NotFound
 from dora.kvtransfer.segments import SegmentPool
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.response_state import ReportError
@@ -278,7 +278,7 @@ async def test_a_bug_in_the_midst_of_an_event_ends_the_service(shell: Shell) -> 
 
 async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
     failed = shell.runtime.failed
-    with pytest.raises(Exception, match="nobody"):
+    with refused(NotFound, field="worker_id", value="nobody"):
         shell.runtime.post(on.DrainAsked("nobody"))
     assert not failed.done()
 

@@ -4,15 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import pytest
-
 from dora.errors import Conflict, InvalidValue
+from dora.orchestrator.rollout.presence import clock_time
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
 from tests.unit.test_runtime import Shell, shell
 
 __all__ = ["shell"]
-ATTACHED_SINCE = r"has been attached since \d\d:\d\d:\d\d"
 
 
 def attaching(name: str, **options: Any) -> pb.AttachRequest:
@@ -31,7 +29,7 @@ async def living(shell: Shell, name: str, **options: Any) -> AsyncIterator[pb.At
 
 async def test_a_living_trainer_is_not_replaced_unasked(shell: Shell) -> None:
     async with living(shell, "first", client_id=b"1") as first:
-        with pytest.raises(Conflict, match=ATTACHED_SINCE):
+        with refused(Conflict, field="trainer", value="first", names=(clock_time(shell.runtime.trainer.since),)):
             await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
         assert shell.runtime.trainer.name == "first"
         assert first.trainer_epoch == shell.state.trainer_epoch
@@ -61,7 +59,8 @@ async def test_the_loser_hears_who_took_over_and_when(shell: Shell) -> None:
     async with living(shell, "first", client_id=b"1") as first:
         second = await shell.trainer.Attach(attaching("second", client_id=b"2", take_over=True), None)
         request = pb.StreamStepRequest(trainer_epoch=first.trainer_epoch, step=0)
-        with pytest.raises(Conflict, match=r"trainer second attached at \d\d:\d\d:\d\d"):
+        names = ("second", clock_time(shell.runtime.trainer.since))
+        with refused(Conflict, field="trainer_epoch", value=first.trainer_epoch, names=names):
             await anext(shell.trainer.StreamStep(request, None))
         assert shell.runtime.trainer.name == "second" and second.trainer_epoch == first.trainer_epoch + 1
 

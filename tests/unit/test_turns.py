@@ -47,10 +47,12 @@ async def test_a_turn_of_the_loop_is_bounded_and_nobody_is_left_out() -> None:
 async def test_who_fails_or_is_cancelled_holds_nobody_up() -> None:
     clock = Clock()
     turns = Turns(clock)
-    with pytest.raises(ValueError, match="wrong"):
+    wrong = ValueError("wrong")
+    with pytest.raises(ValueError) as caught:
         async with turns:
             clock.now_s += 2 * TURN_S
-            raise ValueError("wrong")
+            raise wrong
+    assert caught.value is wrong
 
     async def wait() -> None:
         async with turns:

@@ -177,7 +177,7 @@ class Window:
         closed or would become infeasible.
         """
         if self.admissible(version) < 1:
-            raise IllegalTransition(f"a group of version {version} does not fit: {self.summary()}")
+            raise IllegalTransition(f"a group of version {version} does not fit: {self.summary()}", "version", version)
         self._count(version, self.deadline(version), 1)
 
     def takeable(self, deadline: int) -> bool:

@@ -160,8 +160,10 @@ def test_an_output_that_is_closed_is_one_line_and_a_failure() -> None:
 
 
 def test_the_failure_of_another_file_is_not_the_outputs() -> None:
-    with pytest.raises(OSError, match="elsewhere"), checked_output():
-        raise OSError("elsewhere")
+    elsewhere = OSError("elsewhere")
+    with pytest.raises(OSError) as caught, checked_output():
+        raise elsewhere
+    assert caught.value is elsewhere
 
 
 # -------------------------------------------------------------------------------------------------------------- serve
