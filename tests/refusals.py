@@ -5,7 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
+
+from dora.errors import DoraError
+from dora.rpc.errors import from_rpc_error
 
 DATA_WORD = re.compile(r"[\w./<>-]*[\d_][\w./<>-]*")  # a number, an id, the name of a setting
 
@@ -29,6 +33,16 @@ def refused(kind: type[BaseException], /, *, names: Sequence[object] = (), **dat
     missing = [name for name in names if not any(form in str(error) for form in _written(name))]
     assert not missing, f"{missing} not named in: {error}"
     del caught, error  # whose traceback has this frame: a cycle would keep what the block's frames hold
+
+
+@contextmanager
+def refused_call(kind: type[DoraError], /, **data: Any) -> Iterator[Any]:
+    """The block is a call of grpc's own stubs that ends with such an error's status and data."""
+    with refused(kind, **data) as caught:
+        try:
+            yield caught
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
 
 def _written(name: object) -> set[str]:

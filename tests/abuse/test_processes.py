@@ -9,6 +9,7 @@ from dora.config import WorkersConfig
 from dora.host import processes as launching
 from dora.host.launcher import WorkerStartError
 from dora.host.processes import DEATHS_WITHIN_S, Processes, _Worker
+from tests.refusals import refused
 
 DIES = ["-c", "raise SystemExit('no memory')"]
 LIVES = ["-c", "import signal; signal.pause()"]
@@ -38,7 +39,7 @@ def logged(folder: Path) -> str:
 async def test_the_service_ends_when_no_worker_is_left(tmp_path: Path) -> None:
     launcher = launcher_of({"w0": DIES, "w1": DIES}, tmp_path, restarts=0)
     launcher.scale(2)
-    with pytest.raises(WorkerStartError, match=r"no worker is left: w. ended 1 times lately, last with 1: no memory"):
+    with refused(WorkerStartError, field="worker_id", names=(1, "no memory")):
         await asyncio.wait_for(launcher.failed, 60)
     await launcher.close()
 
@@ -49,7 +50,7 @@ async def test_a_process_that_waits_is_told_what_it_is_for(tmp_path: Path, monke
     launcher = launcher_of({"w0": ["-c", "told"]}, tmp_path, restarts=0)
     await launcher.begin(1)
     launcher.scale(1)
-    with pytest.raises(WorkerStartError, match="last with 0"):
+    with refused(WorkerStartError, field="worker_id", value="w0"):
         await asyncio.wait_for(launcher.failed, 60)
     assert '["-c", "told"]' in logged(tmp_path)
     await launcher.close()

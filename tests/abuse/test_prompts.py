@@ -36,8 +36,9 @@ def test_a_sampling_parameter_is_a_whole_number_or_refused(name: str, value: Any
     if name == "seed" and value == 1 << 40:
         return
     message = pb.Prompt(prompt_id="p", token_ids=IDS, sampling_json=json.dumps({name: value}))
-    with pytest.raises(InvalidValue, match=r"prompt p: sampling"):
+    with pytest.raises(InvalidValue) as caught:
         CHECK.from_wire(message)
+    assert caught.value.field in (f"prompt p: sampling.{name}", "prompt p: sampling_json")
     with refused(InvalidValue, names=(name,)):
         CHECK.checked(Prompt("p", "", (1,), sampling={name: value}))
 
@@ -220,7 +221,7 @@ def test_json_is_read_within_bounds() -> None:
     assert read_json('{"a": [1, 2.5, null, "\\ud83d\\ude00"]}', "x", 100) == {"a": [1, 2.5, None, "😀"]}
     assert read_json("[" * 64 + "]" * 64, "x", 1000)
     for text in ("[" * 66 + "]" * 66, "[" * 10**6, "", "1e", '"\\ud800"', '{"\\udfff": 1}', "-" + "9" * 309, "x" * 101):
-        with pytest.raises(InvalidValue, match="x"):
+        with refused(InvalidValue, field="x: characters" if text.startswith("x") else "x"):
             read_json(text, "x", 100 if text.startswith("x") else 1 << 20)
 
 

@@ -1,5 +1,6 @@
 """Shared memory without room: nothing is admitted, no stream breaks, nothing is half written."""
 
+import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -83,20 +84,22 @@ async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) 
 
 def test_a_snapshot_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     segments = SegmentPool(tmp_path, "1", 1 << 20)
-    with files_up_to(100), pytest.raises(SnapshotRefused, match="no room left"):
+    with files_up_to(100), refused(SnapshotRefused, field="snapshot folder", value=tmp_path) as caught:
         segments.lend(1000)
+    assert caught.value.__cause__.errno == errno.EFBIG
     assert [file.name for file in (tmp_path / "1").iterdir()] == ["owner.lock"] and not segments.lent_bytes()
     segments.close()
-    with pytest.raises(SnapshotRefused, match="No such file"):
+    with refused(SnapshotRefused, field="snapshot folder", value=tmp_path) as caught:
         segments.lend(1000)
+    assert caught.value.__cause__.errno == errno.ENOENT
 
 
 def test_room_is_looked_for_by_taking_it(tmp_path: Path) -> None:
     check_room(tmp_path)
     found = os.statvfs(tmp_path)
-    with pytest.raises(OSError, match="No space left"):
+    with refused(OSError, errno=errno.ENOSPC):
         check_room(tmp_path, found.f_blocks * found.f_frsize + 1)
-    with files_up_to(100), pytest.raises(OSError, match="File too large"):
+    with files_up_to(100), refused(OSError, errno=errno.EFBIG):
         check_room(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -130,7 +130,7 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             with refused(InvalidValue, field="service.state"):
                 check(configured(tmp_path / "good"))
             state.found.ledger.close()
-    with files_up_to(10), pytest.raises(InvalidValue, match=r"service\.state"):
+    with files_up_to(10), refused(InvalidValue, field="service.state"):
         state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
 
 
@@ -166,8 +166,9 @@ async def test_the_message_names_the_process_that_has_the_folder(tmp_path: Path,
         assert state is not None
         if removed:
             (tmp_path / LOCK_FILE).unlink()
-        words = "a running process" if removed else f"process {os.getpid()} on "
+        known = {"why": "is in use by a running process"} if removed else {"names": (os.getpid(),)}
+        known |= {"field": "service.state", "value": tmp_path, "allowed": "a folder that no running service has"}
         for check in (check_state, lambda config: state_folder_of(config, DEFAULT_SIZES).__enter__()):
-            with pytest.raises(InvalidValue, match=f"is in use by {words}"):
+            with refused(InvalidValue, **known):
                 check(config)
         state.found.ledger.close()
