@@ -179,5 +179,5 @@ def test_a_process_whose_torch_was_replaced_is_refused(kind: str, monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, kind, Replaced)
     if kind == "Stream":
-        with pytest.raises(RuntimeError, match=r"torch\.cuda\.Stream"):
+        with refused(RuntimeError, names=("torch.cuda.Stream",)):
             CudaStreams(torch.device("cuda"))

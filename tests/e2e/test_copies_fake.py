@@ -13,6 +13,7 @@ from dora.client import Operator
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing
 from tests.e2e.restarts import Killed, settings_of
+from tests.refusals import refused
 
 GROUPS = 4
 
@@ -77,7 +78,7 @@ async def test_two_services_cannot_have_one_record(tiny_dense: Path, tmp_path: P
     try:
         for state in ("", str(tmp_path / "other")):
             second = service(tmp_path / "second", settings, **{"service.state": state})
-            with pytest.raises(AssertionError, match=f"record = .* is in use by process {first.pid} on "):
+            with refused(AssertionError, names=(f"record = {record!r}", f"process {first.pid} on")):
                 await second.start()
         assert await step_of(first, tiny_dense) == 0
     finally:
@@ -93,11 +94,11 @@ async def test_removed_lock_files_let_no_second_service_in(tiny_dense: Path, tmp
         for folder in ("state", "run", "record"):
             os.unlink(tmp_path / folder / "dora.lock")
         changes: dict[str, str] = {}
-        for setting, word in (("service.state", "state"), ("service.run_folder", "run_folder"), ("record", "record")):
+        for setting, folder in (("service.state", "state"), ("service.run_folder", "run"), ("record", "record")):
             second = service(tmp_path / "second", settings, **changes)
-            with pytest.raises(AssertionError, match=f"{word} = .* is in use by a running process"):
+            with refused(AssertionError, names=(f"{setting} = {str(tmp_path / folder)!r}",)):
                 await second.start()
-            changes[setting] = str(tmp_path / f"another-{word}")
+            changes[setting] = str(tmp_path / f"another-{folder}")
         assert await step_of(first, tiny_dense) == 0
     finally:
         await first.stop()
@@ -118,7 +119,7 @@ async def test_an_older_state_beside_a_newer_record_trains_no_group_twice(tiny_d
         await told.stop()
         shutil.rmtree(tmp_path / "state")
         (tmp_path / "older").rename(tmp_path / "state")
-        with pytest.raises(AssertionError, match="has steps up to 2, and the state is at step 1: the state is older"):
+        with refused(AssertionError, names=("service.state = ", f"record {str(record)!r}", 2, "--carry-on-from 1")):
             await told.start()
         told.change(**{"service.carry_on_from": 1})
         told.address = ""  # a copy's address is its own

@@ -60,13 +60,13 @@ async def test_nothing_is_trained_meanwhile(tiny_dense: Path) -> None:
         for group in again.groups:  # the seeds follow from prompt and sample: versions can be compared
             for one, other in zip(group.trajectories, first[group.prompt_id], strict=True):
                 assert one.response_token_ids.tolist() == other.response_token_ids.tolist()
-        for wrong, error, words in (
-            ({"version": 3}, NotFound, "version = 3 is not live: it must be a live version, 0 to 0"),
-            ({"share": 0.6}, InvalidValue, r"share = 0.6 .* 0 to 0.5"),
-            ({"share": float("nan")}, InvalidValue, "share = nan"),
-            ({"name": "two\nlines"}, InvalidValue, "name"),
+        for wrong, error, field, value in (
+            ({"version": 3}, NotFound, "version", 3),
+            ({"share": 0.6}, InvalidValue, "share", 0.6),
+            ({"share": float("nan")}, InvalidValue, "share", float("nan")),
+            ({"name": "two\nlines"}, InvalidValue, "name", "two\nlines"),
         ):
-            with pytest.raises(error, match=words):
+            with refused(error, field=field, value=value):
                 await prompts.evaluate(asked, **wrong).whole()  # type: ignore[arg-type]
         with refused(Conflict, names=("p1",)):
             await prompts.evaluate([prompt(1), prompt(1)]).whole()

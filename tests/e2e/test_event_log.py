@@ -16,6 +16,7 @@ from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
+from tests.refusals import refused
 from tests.service import configured, during, move_one, running, train, until
 
 
@@ -44,7 +45,7 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
-        with pytest.raises(NotFound, match="nobody"):
+        with refused(NotFound, field="worker_id", value="nobody"):
             await operator.drain("nobody")
         await during(training, move_one(operator))
         taken = until(operator, lambda status: status.counters["groups_trained"] >= 2 * GROUPS)
@@ -66,8 +67,8 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
     summary = run.summary()
     assert summary.newest == 4 and summary.counters["groups_trained"] == 4 * GROUPS
     assert summary.counters["workers_lost"] >= 1 and summary.counters["migrations_kv"] > 0
-    refused = [decision for decision in decisions if decision.refusal]
-    assert any(type(decision.event).__name__ == "DrainAsked" and "nobody" in decision.refusal for decision in refused)
+    turned_down = [each for each in decisions if each.refusal]
+    assert any(type(each.event).__name__ == "DrainAsked" and "nobody" in each.refusal for each in turned_down)
 
     again = Replay(log.config, log)
     assert list(again) == decisions

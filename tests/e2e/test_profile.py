@@ -46,7 +46,7 @@ def test_two_engines_are_timed_while_both_are_at_work(tiny_dense: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_all(tiny_dense: Path) -> None:
-    with pytest.raises(ProfilerFailed, match="ended early"):
+    with refused(ProfilerFailed, field="output", value=""):
         measure_side_by_side(timing(tiny_dense.parent), 2)  # no model there
     with refused(InvalidValue, names=("max_model_len_tokens",)):
         measure_side_by_side(replace(timing(tiny_dense), max_model_len_tokens=32), 2)

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 
 import dora
@@ -124,7 +123,7 @@ async def test_what_is_cancelled_is_queued_or_admitted_and_never_taken(tiny_dens
                 ("cancelled", next(name for name, prompt in open_groups.items() if prompt == by_prompt)),
             ]
             assert [state for state, _ in await cancel(by_group, by_prompt)] == ["before"] * 2
-            with pytest.raises(InvalidValue, match="reason"):
+            with refused(InvalidValue, field="reason", value="two\nlines"):
                 await prompts.cancel(["p1"], "two\nlines")
             with refused(InvalidValue, names=("4096",)):
                 await prompts.cancel(["p1"] * 5000)
@@ -193,5 +192,5 @@ async def test_the_context_is_the_models_within_the_cache(tiny_dense: Path) -> N
         config = config_of(tiny_dense, workers__max_model_len_tokens=0, workers__kv_tokens=kv_tokens, workers__count=1)
         async with running(config) as handle, dora.Prompts(handle.address, handle.token) as prompts:
             await prompts.submit([{"token_ids": [5] * (context - 48)}])
-            with pytest.raises(InvalidValue, match=rf"at most {context - 48}: .*{context} less max_tokens 48"):
+            with refused(InvalidValue, field="tokens", value=context - 47, names=(context - 48, context, 48)):
                 await prompts.submit([{"token_ids": [5] * (context - 47)}])

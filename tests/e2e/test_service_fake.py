@@ -14,7 +14,7 @@ import dora
 from dora.client import Operator
 from dora.data.run_record import CANCELLED_FILE
 from dora.data.types import Prompt
-from dora.errors import Conflict, DoraError, InvalidValue, NotFound
+from dora.errors import MISSING, Conflict, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services import publishing
 from dora.orchestrator.setup import WEIGHTS_FOLDER
@@ -152,15 +152,15 @@ async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> Non
             await submitter.submit([good])
         with refused(InvalidValue, field="tokens", value=250, names=("208",)):
             await submitter.submit([Prompt("long", "echo", (1,) * 250)])
-        with pytest.raises(InvalidValue, match="temperature"):
+        with refused(InvalidValue, field="sampling.temperature", value=99.0):
             await submitter.submit([Prompt("hot", "echo", (1,), sampling={"temperature": 99.0})])
         with refused(LimitExceeded, names=("8",)):
             await submitter.submit([Prompt(f"many{i}", "echo", (1,)) for i in range(9)])
         async with dora.Prompts(handle.address, "wrong") as stranger:
-            with pytest.raises(Unauthenticated, match="token"):
+            with refused(Unauthenticated, field="token"):
                 await stranger.submit([Prompt("p1", "echo", (1,))])
         async with Operator(handle.address, handle.token) as operator:
-            with pytest.raises(NotFound, match="nobody"):
+            with refused(NotFound, field="worker_id", value="nobody"):
                 await operator.drain("nobody")
             with refused(NotFound, names=("g99.0",)):
                 await operator.migrate("g99.0", "w0")
@@ -169,17 +169,17 @@ async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "fields", "message"),
+    ("model", "fields", "field", "value"),
     [
-        ("", {"prompts": "nothing-such"}, "--prompts"),
-        ("", {"reward__function": "no_module:fn"}, "--reward"),
-        ("/nowhere", {}, "--model"),
+        ("", {"prompts": "nothing-such"}, "--prompts", "nothing-such"),
+        ("", {"reward__function": "no_module:fn"}, "--reward", "no_module:fn"),
+        ("/nowhere", {}, "--model", "/nowhere"),
     ],
 )
 async def test_a_bad_start_says_what_is_wrong(
-    tiny_dense: Path, model: str, fields: dict[str, str], message: str
+    tiny_dense: Path, model: str, fields: dict[str, str], field: str, value: str
 ) -> None:
-    with pytest.raises(DoraError, match=message):
+    with refused(InvalidValue, field=field, value=value):
         async with running(configured(Path(model) if model else tiny_dense, workers__engine="fake", **fields)):
             pass
 
@@ -216,7 +216,7 @@ async def test_a_commit_is_refused_where_nothing_leaves_the_store(
 
 async def test_a_busy_port_is_named(tiny_dense: Path) -> None:
     async with running(configured(tiny_dense, workers__engine="fake")) as handle:
-        with pytest.raises(InvalidValue, match=handle.address):
+        with refused(InvalidValue, field="listen", value=handle.address):
             async with running(configured(tiny_dense, workers__engine="fake", service__listen=handle.address)):
                 pass
 
@@ -231,7 +231,7 @@ async def test_a_drained_worker_leaves(tiny_dense: Path) -> None:
         await until(operator, lambda status: status.counters["groups_admitted"] > 0)
         await operator.drain("w0")
         await until(operator, lambda status: any(w.worker_id == "w0" and w.state == "drained" for w in status.workers))
-        with pytest.raises(Conflict, match="last"):
+        with refused(Conflict, field="worker_id", value="w1"):
             await operator.drain("w1")
         steps = await training
     check_promises(steps, window=2, groups=GROUPS)
@@ -248,11 +248,11 @@ async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) 
     ):
         async for step in trainer.steps(groups=GROUPS):
             assert len([group async for group in step]) == GROUPS
-            with pytest.raises(InvalidValue, match=first):
+            with refused(InvalidValue, field=f"weights: {first}", value=MISSING):
                 await step.commit(weights={name: tensors[name] for name in tensors if name != first}, wait=True)
-            with pytest.raises(InvalidValue, match=first):
+            with refused(InvalidValue, field=f"weights: {first}: shape"):
                 await step.commit(weights={**tensors, first: tensors[first][:1]}, wait=True)
-            with pytest.raises(InvalidValue, match="stranger"):
+            with refused(InvalidValue, field="weights: tensor", value="stranger"):
                 await step.commit(weights={**tensors, "stranger": tensors[first]}, wait=True)
             request = pb.CommitStepRequest(trainer_epoch=trainer.attachment.epoch, step=step.number, version=7)
             with refused(Conflict, field="version", value=7, names=("1",)):
