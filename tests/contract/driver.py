@@ -154,7 +154,7 @@ class Driver:
         try:
             self.engine.full_blocks(request_id, 0)
         except Conflict as error:
-            return "is preempted" in str(error)
+            return error.why == "is preempted"
         return False
 
     def _fill(self, index: int, prompt_tokens: int) -> None:

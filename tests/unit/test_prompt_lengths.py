@@ -150,44 +150,49 @@ def test_the_kv_holds_the_longest_prompt_of_the_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "value"),
     [
-        ({}, "None"),
-        ({"input_length": 0}, "0"),
-        ({"input_length": -3}, "-3"),
-        ({"input_length": 2.5}, "2.5"),
-        ({"input_length": "7"}, "'7'"),
-        ({"input_length": True}, "True"),
-        ({"input_length": None}, "None"),
-        ({"input_length": 2**30 + 1}, "1073741825"),
+        ({}, None),
+        ({"input_length": 0}, 0),
+        ({"input_length": -3}, -3),
+        ({"input_length": 2.5}, 2.5),
+        ({"input_length": "7"}, "7"),
+        ({"input_length": True}, True),
+        ({"input_length": None}, None),
+        ({"input_length": 2**30 + 1}, 2**30 + 1),
     ],
 )
 def test_a_line_without_a_prompt_is_refused_where_prompts_are_asked_for(
-    tmp_path: Path, second: dict[str, Any], value: str
+    tmp_path: Path, second: dict[str, Any], value: object
 ) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"output_length": 5, "input_length": 9}\n' + json.dumps({"output_length": 5, **second}))
-    with pytest.raises(InvalidValue) as refused:
+    with refused(InvalidValue, field=f"{file}:2: input_length", value=value) as caught:
         WorkloadStream(traced(str(file)), 0, 1)
-    assert str(refused.value).startswith(f"{file}:2: input_length = {value} is not valid: it must be a whole number")
-    if value in ("None", "0", "1073741825") and second != {"input_length": None}:
-        assert "1 to 1073741824, as workload.prompt_lengths is trace" in str(refused.value)
+    if second in ({}, {"input_length": 0}, {"input_length": 2**30 + 1}):
+        assert f"1 to {2**30}" in caught.value.allowed and "workload.prompt_lengths" in caught.value.allowed
         assert load_trace(file).output_tokens.tolist() == [5, 5], "as ever where they are not"
 
 
 @pytest.mark.parametrize(
-    ("workload", "message"),
+    ("workload", "field", "value", "cause"),
     [
-        ({}, "workload.prompt_lengths = 'trace' is not valid: it must be lognormal: lengths.kind is lognormal"),
-        ({"lengths": {"kind": "histogram", "file": "x"}}, "lengths.kind is histogram, and only a trace has prompts"),
+        ({}, "workload.prompt_lengths", "trace", "lengths.kind is lognormal"),
+        (
+            {"lengths": {"kind": "histogram", "file": "x"}},
+            "workload.prompt_lengths",
+            "trace",
+            "lengths.kind is histogram",
+        ),
         (
             {
                 "lengths": {"kind": "trace", "file": "x"},
                 "tasks": [{"name": "a", "share": 1.0, "prompt_tokens": 5}],
             },
-            "workload.tasks.0.prompt_tokens = 5 is not valid: it must be left out: workload.prompt_lengths is trace",
+            "workload.tasks.0.prompt_tokens",
+            5,
+            "workload.prompt_lengths is trace",
         ),
     ],
 )
-def test_prompts_of_a_trace_need_a_trace(workload: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValue) as refused:
+def test_prompts_of_a_trace_need_a_trace(workload: dict[str, Any], field: str, value: object, cause: str) -> None:
+    with refused(InvalidValue, field=field, value=value, names=(cause,)):
         validated_as(Scenario, {"workload": {"prompt_lengths": "trace", **workload}})
-    assert message in str(refused.value)

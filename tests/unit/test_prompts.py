@@ -9,7 +9,7 @@ import reasoning_gym
 from transformers import AutoTokenizer
 
 from dora.config import PromptsConfig
-from dora.errors import MISSING, Conflict, InvalidValue, NotFound
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.models.tiny_vocabulary import CLASSES
 from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
 from tests.refusals import refused
