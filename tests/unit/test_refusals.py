@@ -1,6 +1,7 @@
 """Every refusal reads as a reason: what was given, why not, what is allowed; one form, made in dora/errors.py."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import dora
 from dora.errors import MISSING, Conflict, InvalidValue, NotFound
 
 ROOT = Path(dora.__file__).parent
+PINS_WORDING = re.compile(r"\braises\((?:[^()]|\([^()]*\))*\bmatch=")
 KINDS = {"InvalidValue", "Conflict", "NotFound", "LimitExceeded", "Unauthenticated"}
 
 
@@ -79,3 +81,11 @@ def test_what_is_not_there_is_missing() -> None:
 )
 def test_the_form(refusal: InvalidValue, sentence: str) -> None:
     assert str(refusal) == sentence
+
+
+def test_no_test_pins_the_wording_of_an_error() -> None:
+    """Tests assert data, by tests/refusals.py; the wording is in the catalogue of errors."""
+    root = ROOT.parent
+    files = [*(root / "tests").rglob("*.py"), *(root / "experiments").rglob("*.py")]
+    assert len(files) > 300
+    assert not [str(file) for file in files if PINS_WORDING.search(file.read_text(encoding="utf-8"))]
