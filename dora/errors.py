@@ -107,6 +107,12 @@ class LimitExceeded(InvalidValue):
     REFUSED = "is too much"
 
 
+class DeadlineExceeded(Conflict):
+    """An operation did not end in the time that its size allows. A repetition may succeed."""
+
+    REFUSED = "is too long"
+
+
 class SnapshotRefused(DoraError):
     """A KV snapshot failed its check (identity, layout, version or checksum); the request must be re-prefilled."""
 

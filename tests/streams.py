@@ -47,6 +47,7 @@ class Simulated:
     random: random.Random
     copies: deque[Work] = field(default_factory=deque)
     engine: deque[Work] = field(default_factory=deque)
+    freed: list[torch.Tensor] = field(default_factory=list)
     _last_copy: Work | None = None
     _last_engine: Work | None = None
 
@@ -56,7 +57,17 @@ class Simulated:
         """Queues a kernel on the engine's stream."""
         return Event(self, self._queue_engine(Work(run)))
 
+    def free(self, memory: torch.Tensor) -> None:
+        """Returns device memory, as an allocator gets it back: work that is queued may still use it."""
+        self.freed.append(memory)
+
     # ``Streams``.
+
+    def device_memory(self, size_bytes: int) -> torch.Tensor:
+        fitting = [at for at, memory in enumerate(self.freed) if len(memory) >= size_bytes]
+        if fitting:
+            return self.freed.pop(self.random.choice(fitting))[:size_bytes]
+        return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def host_memory(self, size_bytes: int) -> np.ndarray:
         return np.zeros(size_bytes, np.uint8)

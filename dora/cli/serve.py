@@ -27,6 +27,7 @@ EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record
 TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it is writable; set DORA_TOKEN for them"
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers.
+Versions of the weights: {versions}.
 {ends}
 
   export DORA_TOKEN={token}
@@ -237,6 +238,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
                 model=config.service.begin_from or config.model,
                 window=config.window.size,
                 workers=config.workers.count,
+                versions=handle.versions or "their size is not known",
                 groups=config.window.groups_per_step or 16,
             )
         )

@@ -1,13 +1,14 @@
-"""Loads weights from memory-mapped files of the host: a backend of vLLM's weight transfer.
+"""Loads weights from files of the host: a backend of vLLM's weight transfer.
 
 vLLM's own backends receive from a trainer's process, by NCCL or CUDA IPC. This backend is registered beside them and
-driven the same way (start, update, finish). Each tensor is a view of the mapped file until a layer's loader takes its
-part, so a rank of tensor, pipeline or expert parallelism reads only the pages of its own part. Layers are loaded one by
-one over the running model's tensors; then the patches repair what vLLM leaves stale (registry.py). Source:
-vllm/distributed/weight_transfer/base.py, nccl_engine.py.
+driven the same way (start, update, finish). The device port says how tensors get from the files to the device: a CPU
+maps the files (``mapped_tensors``), a GPU copies through pinned memory (dora/worker/weight_ring.py). Layers are loaded
+one by one over the running model's tensors, whose addresses stay; then the patches repair what vLLM leaves stale
+(registry.py). Source: vllm/distributed/weight_transfer/base.py, nccl_engine.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ from dora.engine_patches.quantised import quantised
 NAME: Final = "mapped_weights"
 BACKEND: Final = "dora"  # the name in vLLM's ``weight_transfer_config``
 
+Tensors = Generator[tuple[str, torch.Tensor], None, None]
+Source = Callable[[Sequence[str], float], Tensors]  # files, and the seconds after which their load has failed
+
 
 @dataclass
 class NothingToInit(WeightTransferInitInfo):
@@ -32,9 +36,13 @@ class NothingToInit(WeightTransferInitInfo):
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
-    """Paths of verified safetensors files of the whole model. ``changed``, ``token_ids``: see ``reload_proof``."""
+    """Paths of verified safetensors files of the whole model, and the time that they may take to load.
+
+    ``changed``, ``token_ids``: see ``reload_proof``.
+    """
 
     files: Sequence[str]
+    limit_s: float
     changed: str = ""
     token_ids: Sequence[int] = ()
 
@@ -47,6 +55,7 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
     init_info_cls = NothingToInit
     update_info_cls = WeightFiles
     supports_draft_weight_update = False
+    source: Source  # the device's, set by the rank
 
     def init_transfer_engine(self, init_info: NothingToInit) -> None:
         pass
@@ -64,12 +73,13 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: WeightFiles) -> None:
-        tensors = mapped_tensors(update_info.files)
-        if update_info.changed:
-            tensors = reload_proof.changed(tensors, update_info.changed, update_info.token_ids)
-        if self.vllm_config.model_config.quantization is not None:
-            tensors = quantised(tensors)
-        self.model.load_weights(tensors)
+        with closing(self.source(update_info.files, update_info.limit_s)) as found:
+            tensors: Iterator[tuple[str, torch.Tensor]] = found
+            if update_info.changed:
+                tensors = reload_proof.changed(tensors, update_info.changed, update_info.token_ids)
+            if self.vllm_config.model_config.quantization is not None:
+                tensors = quantised(tensors)
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -79,7 +89,9 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
 
 
 def mapped_tensors(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and tensor. Each tensor is a view of the file's pages, which are read on first use."""
+    """Yields name and tensor. Each tensor is a view of the file's pages, which are read when a layer's loader takes its
+    part: a rank of tensor, pipeline or expert parallelism reads only the pages of its own part.
+    """
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - a safetensors file is no mapping

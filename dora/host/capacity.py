@@ -4,16 +4,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from dora.host.placement import gpus
 from dora.rpc import dora_pb2 as pb
+from dora.system.memory import available_bytes, memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of one machine. ``store_free_bytes``: for versions, the lesser of the free bytes of their folder and
-    of the memory. ``gpus``: the model of each.
+    """The capacity of one machine, its memory within the limits of this process's control groups.
+
+    ``store_free_bytes``: for versions, the lesser of the free bytes of their folder and of the memory. ``gpus``: the
+    model of each.
     """
 
     cores: int
@@ -27,16 +28,16 @@ def capacity_of(folder: Path) -> Capacity:
     """Measures the capacity. ``folder``: the store of versions, whose file system may be in memory. A missing folder
     has no free bytes.
     """
-    memory = psutil.virtual_memory()
+    free_bytes = available_bytes()
     try:
         room = os.statvfs(folder)
-        store_free_bytes = min(room.f_bavail * room.f_frsize, memory.available)
+        store_free_bytes = min(room.f_bavail * room.f_frsize, free_bytes)
     except OSError:
         store_free_bytes = 0
     return Capacity(
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory.total,
-        memory_free_bytes=memory.available,
+        memory_bytes=memory_bytes(),
+        memory_free_bytes=free_bytes,
         store_free_bytes=store_free_bytes,
         gpus=tuple(gpu.model for gpu in gpus()),
     )

@@ -51,6 +51,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--tensor-parallel": config.tensor_parallel,
         "--pipeline-parallel": config.pipeline_parallel,
         "--gpu-memory-utilisation": config.gpu_memory_utilisation,
+        "--load-timeout-s": config.load_timeout_s,
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
         **({"--host-folder": context.folder} if context.folder else {}),
         **({"--kv-host": context.kv_host} if context.kv_host else {}),

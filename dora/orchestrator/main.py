@@ -53,13 +53,16 @@ from dora.orchestrator.setup import (
     run_folder_of,
     store_of,
     with_context,
+    with_load_time,
     writable,
 )
+from dora.orchestrator.version_memory import VersionMemory, version_memory
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
 from dora.system.memory import collecting_rarely, keep_freed_memory
 from dora.system.private import private_files
 from dora.weights.holds import VERSIONS_FOLDER
+from dora.weights.reference import read_reference
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -78,6 +81,7 @@ class ServiceHandle:
     run_folder: Path
     model: Path
     model_s: float  # event-loop time at which the model was prepared
+    versions: VersionMemory | None = None  # None: not known yet
 
     @property
     def token(self) -> str:
@@ -161,11 +165,17 @@ class _Start:
     address: str = ""
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
+    versions: VersionMemory | None = None
     orphaned: set[str] = field(default_factory=set)  # processes of an earlier incarnation
 
     @property
     def handle(self) -> ServiceHandle:
-        return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s)
+        return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s, self.versions)
+
+    @property
+    def _kept(self) -> int:
+        """The number of versions of an earlier incarnation."""
+        return 0 if self.state is None else len(self.state.found.ledger.versions())
 
     async def launch(self) -> OwnLauncher:
         """Starts the worker processes, which import their libraries meanwhile, and adopts those still running."""
@@ -211,13 +221,18 @@ class _Start:
         return launcher
 
     async def prepare(self) -> None:
-        """Prepares the model, and the stored versions of an earlier incarnation."""
+        """Prepares the model, and the stored versions of an earlier incarnation, if the host's memory can hold all."""
         self.progress(f"preparing the model {self.config.model}")
         self.model = await prepared_model(self.config, self.progress, self.umask)
         self.model_s = asyncio.get_running_loop().time()
         self.config = with_context(self.config, self.model)
         for warning in await asyncio.to_thread(check_model, self.config, self.model):
             self.progress(f"warning: {self.config.model}: {warning}")
+        reference = await asyncio.to_thread(read_reference, self.model)
+        self.config = with_load_time(self.config, reference)
+        self.versions = version_memory(self.config, reference, self.run_folder, self._kept)
+        self.versions.check()
+        self.progress(f"weights: {self.versions}")
         state = self.state
         if state is not None:
             state.check_settings(self.config)
@@ -229,8 +244,7 @@ class _Start:
         """Builds everything around the core. Nothing is connected yet."""
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
-        kept = 0 if state is None else len(state.found.ledger.versions())
-        store = await asyncio.to_thread(store_of, self.run_folder, model, config, kept)
+        store = await asyncio.to_thread(store_of, self.run_folder, model, config, self._kept)
         if state is None or state.found.is_new:
             canary = await first_canary(config, model, self.progress)
             if canary is not None:

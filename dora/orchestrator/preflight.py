@@ -27,8 +27,10 @@ from dora.orchestrator.setup import (
     check_record,
     check_run_folder,
     routing_wanted,
+    shared_memory,
     with_context,
 )
+from dora.orchestrator.version_memory import version_memory
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from dora.system.files import try_folder
 from dora.weights.reference import read_reference
@@ -93,6 +95,10 @@ async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config,
     context = context_tokens(model)
     longest = f", contexts of up to {context:,} tokens" if context is not None else ""
     said("model", f"{model}, {len(reference.tensors):,} tensors{longest}")
+    run_folder = Path(config.service.run_folder or shared_memory())
+    memory = await asyncio.to_thread(version_memory, config, reference, run_folder)
+    memory.check()
+    said("weights", str(memory))
     return config, reference.vocab_size
 
 

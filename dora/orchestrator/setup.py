@@ -24,11 +24,14 @@ from dora.journal.finding import is_new
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
+from dora.orchestrator.version_memory import weight_versions
 from dora.system.environment import DOWNLOADS, child_environment
 from dora.system.files import try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned, is_held, owner_of
 from dora.system.private import check_owner, is_own_folder, private_folder
 from dora.weights.host_store import bound_of
+from dora.weights.load_time import load_limit_s
+from dora.weights.reference import Reference
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -108,6 +111,12 @@ def with_context(config: Config, model: Path) -> Config:
     return config
 
 
+def with_load_time(config: Config, reference: Reference) -> Config:
+    """The configuration with a ``workers.load_timeout_s`` that the model's size allows (``load_limit_s``)."""
+    limit_s = load_limit_s(reference.content_bytes, config.workers.load_timeout_s)
+    return config.model_copy(update={"workers": config.workers.model_copy(update={"load_timeout_s": limit_s})})
+
+
 def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
     """The shape of the routed experts that workers report; None if they report none. Raises InvalidValue for a dense
     model.
@@ -141,7 +150,7 @@ def run_folder_of(config: Config, secret: str = "") -> Iterator[Path]:
             yield folder
             shutil.rmtree(folder, ignore_errors=True)  # an error must not end the service
         return
-    parent = _memory()
+    parent = shared_memory()
     for left in parent.glob(f"{MADE_PREFIX}*"):
         if is_own_folder(left) and is_abandoned(left / MADE_LOCK_FILE):
             log.warning("%s was removed: its service had been killed", left)
@@ -166,10 +175,10 @@ def made_for_state(config: Config, secret: str) -> Path:
     """
     place = f"{secret}/{os.getuid()}/{Path(config.service.state).resolve()}"
     name = hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
-    return _memory() / f"{STATE_PREFIX}{name}"
+    return shared_memory() / f"{STATE_PREFIX}{name}"
 
 
-def _memory() -> Path:
+def shared_memory() -> Path:
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -201,15 +210,6 @@ def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> We
             f"{store.bound_bytes:,}",
         )
     return store
-
-
-def weight_versions(config: Config, kept: int = 0) -> int:
-    """The number of versions that a host's weight store may hold: the window's, the next one, those that
-    evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
-    """
-    reference = 1 if config.rollout.reference_version else 0
-    versions = max(config.window.most, kept) + 1 + config.evaluation_versions
-    return config.service.weight_versions or versions + reference
 
 
 @contextlib.contextmanager

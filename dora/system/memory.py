@@ -1,8 +1,9 @@
-"""Tunes Python and the C library for a process of many objects and large columns, which they release too eagerly."""
+"""The host's memory: how much there is, and a Python that does not release large columns too eagerly."""
 
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Final
 COLLECT_OBJECTS: Final = 100_000  # new ones between two searches
 KEPT_BYTES: Final = 256 * 2**20
 HEAP_BYTES: Final = 32 * 2**20  # the most that glibc allows
+PROC: Final = Path("/proc")
+GROUPS: Final = Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -47,10 +50,62 @@ def give_back_memory() -> bool:
     return trim is not None and bool(trim(0))
 
 
-def available_bytes() -> int:
-    """Host memory that new processes can use without swapping. Source: proc(5), ``MemAvailable`` of /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+def memory_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Host memory that this process may ever use: the machine's, or less by a limit of its control groups."""
+    return min([_meminfo(proc, "MemTotal"), *(limit for limit, _ in _limits(proc, groups))])
+
+
+def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Host memory that new processes can use without swapping, within the limits of this process's control groups.
+
+    Source: proc(5), ``MemAvailable`` of /proc/meminfo.
+    """
+    within = (max(0, limit - used) for limit, used in _limits(proc, groups))
+    return min([_meminfo(proc, "MemAvailable"), *within])
+
+
+def is_in_memory(folder: Path, proc: Path = PROC) -> bool:
+    """Returns whether the files of an existing folder are in memory (tmpfs). Source: proc(5), mountinfo."""
+    found, kind = Path(), ""
+    for line in (proc / "self" / "mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        fields, _, rest = line.partition(" - ")
+        place = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4]))
+        if folder.resolve().is_relative_to(place) and len(place.parts) >= len(found.parts):  # the last one is on top
+            found, kind = place, rest.split()[0]
+    return kind in ("tmpfs", "ramfs")
+
+
+def _meminfo(proc: Path, field: str) -> int:
+    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
         name, _, size = line.partition(":")
-        if name == "MemAvailable":
+        if name == field:
             return int(size.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """Yields limit and use of each control group around this process, of version 2 or 1, that has a limit.
+
+    Pages of files that were not used lately do not count as used. Source: cgroups(7), and the kernel's cgroup-v2.rst.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit_file, use_file, unused = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, unused = groups / "memory", "total_inactive_file"
+            limit_file, use_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+            try:
+                limit = int((folder / limit_file).read_text())  # "max": there is none
+                kept = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                yield limit, int((folder / use_file).read_text()) - int(kept.get(unused, 0))
+            except (OSError, ValueError):
+                continue

@@ -133,6 +133,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         quantisation=options.quantisation,
         device=options.device,
         memory_share=options.gpu_memory_utilisation,
+        load_timeout_s=options.load_timeout_s,
     )
 
 
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory-utilisation", type=float, default=0.9, help="of a GPU's memory, for everything together"
     )
+    parser.add_argument("--load-timeout-s", type=float, default=60.0, help="of a version's load; longer if it is large")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV-cache, in tokens; 0: as many as fit")
     parser.add_argument("--block-tokens", type=int, default=32, help="0: the attention backend's own")
     parser.add_argument("--max-model-len-tokens", type=int, default=2048)

@@ -1,4 +1,4 @@
-"""The streams on which a device copies KV, and their order against the engine's own stream.
+"""The streams on which a device copies KV and weights, and their order against the engine's own stream.
 
 Copies on one stream run in order. The engine's stream and the copies run side by side, unless one waits for the other:
 ``entered`` makes copies wait for the engine's work so far, and ``hold_up`` makes the engine wait for copies.
@@ -24,6 +24,11 @@ class Streams(Protocol):
 
     def host_memory(self, size_bytes: int) -> np.ndarray:
         """Returns new host memory that the device can copy from and to."""
+
+    def device_memory(self, size_bytes: int) -> torch.Tensor:
+        """Returns memory on the device, in bytes. Work that is queued on the engine's stream may still use it, and once
+        it is released, later work there may. Not within ``entered``.
+        """
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Copies in this context wait for the work that is already queued on the engine's stream."""
@@ -55,6 +60,9 @@ class HostStreams:
     def host_memory(self, size_bytes: int) -> np.ndarray:
         return torch.empty(size_bytes, dtype=torch.uint8).numpy()
 
+    def device_memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
     def entered(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -84,6 +92,9 @@ class CudaStreams:
 
     def host_memory(self, size_bytes: int) -> np.ndarray:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    def device_memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.models.ends import end_token_ids
+from dora.weights.load_time import READ_SHARE, load_limit_s
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
@@ -73,8 +74,10 @@ class VllmEngine(BaseEngine[_Live]):
         quantisation: str = "",
         device: Kind | Device = "cpu",
         memory_share: float = 0.9,
+        load_timeout_s: float = 60.0,
     ) -> None:
         """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
+        ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
 
         ``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
 
@@ -89,6 +92,7 @@ class VllmEngine(BaseEngine[_Live]):
         if quantisation not in QUANTISATIONS:
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
+        self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
         vllm_environment.prepare(self._device.environment)
         from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_weights
 
@@ -145,7 +149,7 @@ class VllmEngine(BaseEngine[_Live]):
 
     def _replace_weights(self, version: int, folder: Path) -> None:
         files = self._weights.check_files(folder, self._reference)
-        self._ranks.replace_weights([str(file) for file in files])
+        self._ranks.replace_weights([str(file) for file in files], self._load_s)
         self._reset_prefix_cache()
 
     def _prove_reloads(self, folder: Path, found: Canary) -> None:
@@ -157,11 +161,11 @@ class VllmEngine(BaseEngine[_Live]):
 
         files = [str(file) for file in self._weights.check_files(folder, self._reference)]
         for kind in reload_proof.kinds(tensor.name for tensor in self._reference.tensors):
-            self._ranks.replace_weights(files, kind, found.token_ids)
+            self._ranks.replace_weights(files, self._load_s, kind, found.token_ids)
             self._reset_prefix_cache()
             if tuple(self._score(found.token_ids)) == found.logprobs:
                 raise PatchFailed("reload_proof", f"changed weights ({kind}) do not change the model's logprobs")
-        self._ranks.replace_weights(files)
+        self._ranks.replace_weights(files, self._load_s)
         self._reset_prefix_cache()
         if tuple(self._score(found.token_ids)) != found.logprobs:
             raise PatchFailed("reload_proof", "the same weights give other logprobs after others were loaded")

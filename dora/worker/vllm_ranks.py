@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.core import EngineCore
 
 from dora.data.types import RoutingShape
 from dora.engine_patches.patch import PatchFailed
-from dora.errors import InvalidValue
+from dora.errors import Conflict, DeadlineExceeded, InvalidValue
 from dora.kvtransfer.reslice import shard_name
 from dora.worker.device.port import Device
 from dora.worker.device.rank import RankKv, RankRouting
@@ -81,12 +82,23 @@ class Ranks:
         self.layers = dict(sorted(named.items()))  # each shard of each layer
         self.store = self._store(shown)
 
-    def replace_weights(self, files: Sequence[str], changed: str = "", token_ids: Sequence[int] = ()) -> None:
+    def replace_weights(
+        self, files: Sequence[str], limit_s: float, changed: str = "", token_ids: Sequence[int] = ()
+    ) -> None:
         """Makes each rank load its part of verified files into the running model.
 
-        ``changed``, ``token_ids``: a kind of tensor to change, see ``dora.engine_patches.reload_proof``.
+        ``limit_s``, ``changed``, ``token_ids``: see ``Rank.replace_weights``. Raises DeadlineExceeded, and Conflict if
+        the device lacks memory for a layer that arrives. Either way the weights then belong to no version.
         """
-        self._core.collective_rpc("replace_weights", args=(files, changed, token_ids))
+        try:
+            refusals = self._core.collective_rpc("replace_weights", args=(files, limit_s, changed, token_ids))
+        except torch.OutOfMemoryError as error:
+            share = self._core.vllm_config.cache_config.gpu_memory_utilization
+            allowed = f"less: a reload holds a model's largest layer twice ({error})"
+            raise Conflict("workers.gpu_memory_utilisation", share, allowed, why="leaves no room to load") from error
+        for refusal in refusals:
+            if refusal is not None:
+                raise DeadlineExceeded(*refusal)
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.evaluation import EVALUATIONS_MAX, UNHOSTED_S
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.orchestrator.setup import weight_versions
+from dora.orchestrator.version_memory import weight_versions
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
 

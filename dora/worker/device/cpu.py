@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
-from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -56,6 +56,11 @@ class Cpu:
         from dora.engine_patches.cpu.exact_resume import OUTPUTS_KEY, PROMPT_KEY
 
         return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt}
+
+    def weight_source(self, device: "torch.device") -> WeightSource:
+        from dora.worker.weight_sources import mapped
+
+        return mapped
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -67,6 +67,11 @@ class Cuda:
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         return None
+
+    def weight_source(self, device: "torch.device") -> WeightSource:
+        from dora.worker.weight_sources import pinned
+
+        return pinned(device)
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's

@@ -1,6 +1,6 @@
 """The protocol of a device, and the settings of an engine. Imports neither torch nor vLLM."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -51,6 +51,10 @@ class EngineSettings:
         return self.tensor_parallel * self.pipeline_parallel
 
 
+Tensors = Generator[tuple[str, "torch.Tensor"], None, None]
+WeightSource = Callable[[Sequence[str], float], Tensors]  # files, and the seconds after which their load has failed
+
+
 class Device(Protocol):
     """One kind of device, for one engine in this process."""
 
@@ -74,6 +78,12 @@ class Device(Protocol):
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
+
+    def weight_source(self, device: "torch.device") -> WeightSource:
+        """Returns the way of tensors from safetensors files to the model of a rank, with memory for it.
+
+        Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
+        """
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         """Returns by how much a loaded version's logprobs may differ from the published canary."""

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from dora.data.types import RoutingShape
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
+from dora.errors import DeadlineExceeded
 from dora.system.process_tree import die_with
 from dora.worker import vllm_environment, vllm_groups, vllm_routing
 from dora.worker.device.port import Device
@@ -47,8 +48,10 @@ class Rank:
     """A mixin over a device's class of vLLM's workers: patches it before it creates its model runner."""
 
     device_port: ClassVar[Device]
+    device: Any
     model_runner: Any
     vllm_config: Any
+    weight_transfer_engine: Any
     rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +62,10 @@ class Rank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host: nobody else can reach them
         registry.apply(self.device_port.patches())
         super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.weight_transfer_engine.source = self.device_port.weight_source(self.device)
 
     def unproven_patch(self) -> str:
         """Returns why this rank must not serve, such as a patch without effect; empty: it may."""
@@ -107,13 +114,22 @@ class Rank:
         kv = RankKv(os.getpid(), routed.descriptor, routed.size_bytes, routed.layers, frozenset())
         return RankRouting(kv, routed.found)
 
-    def replace_weights(self, files: Sequence[str], changed: str = "", token_ids: Sequence[int] = ()) -> None:
+    def replace_weights(
+        self, files: Sequence[str], limit_s: float, changed: str = "", token_ids: Sequence[int] = ()
+    ) -> tuple[str, Any, str] | None:
         """Loads this rank's part of verified files into the running model through vLLM's weight transfer.
 
-        ``changed``, ``token_ids``: a kind of tensor to change, see ``dora.engine_patches.reload_proof``.
+        ``limit_s``: the time for their bytes. ``changed``, ``token_ids``: a kind of tensor to change, see
+        ``dora.engine_patches.reload_proof``. Returns the parts of a DeadlineExceeded, which another process cannot
+        raise here; None: the weights are loaded.
         """
+        found = {"files": list(files), "limit_s": limit_s, "changed": changed, "token_ids": list(token_ids)}
         self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights({"files": list(files), "changed": changed, "token_ids": list(token_ids)})  # type: ignore[attr-defined]
+        try:
+            self.update_weights(found)  # type: ignore[attr-defined]
+        except DeadlineExceeded as error:
+            return error.field, error.value, error.allowed
         self.finish_weight_update()  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):
             registry.after_reload(self.model_runner.get_model(), self.device_port.patches())
+        return None

@@ -1,0 +1,65 @@
+"""The host memory that the versions of a service's weight store take, known before its start."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.config import Config
+from dora.errors import LimitExceeded
+from dora.system.memory import is_in_memory, memory_bytes
+from dora.weights.host_store import bound_of
+from dora.weights.reference import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMemory:
+    """The host memory that a weight store's versions may take, beside what its folder can ever have."""
+
+    versions: int
+    version_bytes: int
+    needed_bytes: int  # with the files' headers
+    limit_bytes: int  # 0: the folder is on a disk
+    folder: Path
+
+    def check(self) -> None:
+        """Raises LimitExceeded if the versions can never fit."""
+        if 0 < self.limit_bytes < self.needed_bytes:
+            fitting = self.limit_bytes * self.versions // self.needed_bytes
+            allowed = (
+                f"at most {fitting}, by a smaller window.size: versions of {self.version_bytes:,} bytes may take "
+                f"{self.needed_bytes:,}, and {self.folder} has {self.limit_bytes:,} bytes of host memory"
+            )
+            raise LimitExceeded("service.weight_versions", self.versions, allowed)
+
+    def __str__(self) -> str:
+        place = f"{gigabytes(self.limit_bytes)} of host memory" if self.limit_bytes else f"{self.folder}, on a disk"
+        each, all_of_them = gigabytes(self.version_bytes), gigabytes(self.needed_bytes)
+        return f"up to {self.versions} of {each}, together {all_of_them}, in {place}"
+
+
+def gigabytes(size_bytes: int) -> str:
+    """A size for people, to three digits."""
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.3g} MB"
+
+
+def version_memory(config: Config, reference: Reference, folder: Path, kept: int = 0) -> VersionMemory:
+    """The memory for the versions of a store in ``folder``, which need not exist. ``kept``: see ``weight_versions``."""
+    versions = weight_versions(config, kept)
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    limit_bytes = 0
+    if is_in_memory(folder):
+        room = os.statvfs(folder)
+        size_bytes = room.f_blocks * room.f_frsize  # 0: it is not limited
+        limit_bytes = min(memory_bytes(), size_bytes or memory_bytes())
+    return VersionMemory(versions, reference.content_bytes, bound_of(reference, versions), limit_bytes, folder)
+
+
+def weight_versions(config: Config, kept: int = 0) -> int:
+    """The number of versions that a host's weight store may hold: the window's, the next one, those that
+    evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
+    """
+    reference = 1 if config.rollout.reference_version else 0
+    versions = max(config.window.most, kept) + 1 + config.evaluation_versions
+    return config.service.weight_versions or versions + reference
