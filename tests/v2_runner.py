@@ -36,6 +36,11 @@ class V2OnCpu(Cpu):
 
         return Cuda().check_runner(runner)
 
+    def weight_source(self, device: Any) -> Any:
+        from dora.worker.device.cuda import Cuda
+
+        return Cuda().weight_source(device)
+
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         return None
 

@@ -50,10 +50,14 @@ def version_memory(config: Config, reference: Reference, folder: Path, kept: int
         folder = folder.parent
     limit_bytes = 0
     if is_in_memory(folder):
-        room = os.statvfs(folder)
-        size_bytes = room.f_blocks * room.f_frsize  # 0: it is not limited
-        limit_bytes = min(memory_bytes(), size_bytes or memory_bytes())
+        limit_bytes = min(memory_bytes(), size_of(folder) or memory_bytes())
     return VersionMemory(versions, reference.content_bytes, bound_of(reference, versions), limit_bytes, folder)
+
+
+def size_of(folder: Path) -> int:
+    """The size of a folder's file system; 0: it has no limit."""
+    room = os.statvfs(folder)
+    return room.f_blocks * room.f_frsize
 
 
 def weight_versions(config: Config, kept: int = 0) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
 
+from dora.config import ServiceConfig
 from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
 from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
@@ -27,6 +28,7 @@ ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
 
+EVALUATION_VERSIONS: Final[int] = ServiceConfig().evaluation_versions
 GPUS_MAX: Final = 1 << 16  # a search over all splits of more would take minutes
 
 
@@ -48,6 +50,11 @@ class Question:
     gpus_per_engine: int = 0  # 0: the planner chooses
     cost: CostModel | None = None  # measured cost of an engine of ``gpus_per_engine``; None: the roofline's
     efficiency: float = EFFICIENCY
+
+    @property
+    def host_versions(self) -> int:
+        """The versions that each host's weight store holds at most, with the default of evaluations."""
+        return self.window + 1 + EVALUATION_VERSIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class PlanReport:
     kv_tokens: Annotated[int, "KV cache of one engine"]
     kv_token_bytes: Annotated[float, "KV size of one token"]
     weights_bytes: Annotated[float, "the model's weights"]
+    host_versions: Annotated[int, "versions that a host keeps in its memory: the window's, the next, an evaluation's"]
+    host_weights_bytes: Annotated[float, "host memory that they take, on each host"]
     cost: Annotated[dict[str, float], "cost of an engine's step, like a scenario's `cluster.cost`"]
     n_tokens: Annotated[float, "response tokens per step"]
     c_tokens: Annotated[float, "total context tokens attended to, summed over the response tokens"]
@@ -155,6 +157,8 @@ def plan_tree(question: Question, answer: Plan) -> dict[str, Any]:
         kv_tokens=option.kv_tokens,
         kv_token_bytes=question.model.kv_token_bytes,
         weights_bytes=question.model.weights_bytes,
+        host_versions=question.host_versions,
+        host_weights_bytes=question.host_versions * question.model.weights_bytes,
         cost={field: getattr(option.cost, field) for field in option.cost.__slots__},
         n_tokens=question.workload.n_tokens,
         c_tokens=question.workload.c_tokens,
@@ -255,6 +259,11 @@ def _in_words(answer: Plan) -> str:
 
 def _notes(question: Question, answer: Plan, extrapolated: bool) -> list[str]:
     notes = ["* extrapolated"] if extrapolated else []
+    versions, version_bytes = question.host_versions, question.model.weights_bytes
+    notes.append(
+        f"each host keeps {versions} versions of {version_bytes / 1e9:.1f} GB in memory: "
+        f"{versions * version_bytes / 1e9:.1f} GB"
+    )
     on_policy = question.window == 1
     if on_policy:
         notes.append("window 1: training overlaps generation only as responses of the same step finish")

@@ -1,0 +1,35 @@
+"""An engine on a CPU whose weights come as on a GPU: through the ring. A test can make the disk slow."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dora.engine_patches.mapped_weights import Tensors
+from dora.weights.load_time import LoadDeadline
+from dora.worker.device.cpu import Cpu
+from dora.worker.device.cpu_rank import CpuRank
+from dora.worker.weight_ring import WeightRing
+
+
+class RingOnCpu(Cpu):
+    """``slow_from``: the tensor from which on a load takes too long; None: none does."""
+
+    worker_class = "tests.ring_rank.RingRank"
+    slow_from: int | None = None
+
+    def weight_source(self, device: Any) -> Any:
+        ring = WeightRing(device, slots=3, slot_bytes=1000)
+
+        def tensors(files: Sequence[str], limit_s: float) -> Tensors:
+            now_s = 0.0
+            deadline = LoadDeadline(limit_s, 1, lambda: now_s)
+            for number, found in enumerate(ring.tensors([Path(file) for file in files], deadline), 1):
+                if number == RingOnCpu.slow_from:
+                    now_s = limit_s
+                yield found
+
+        return tensors
+
+
+class RingRank(CpuRank):
+    device_port = RingOnCpu()
