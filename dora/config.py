@@ -250,8 +250,8 @@ class WorkersConfig(Section):
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
     load_timeout_s: Timeout = Field(
         60.0,
-        description="a worker that takes longer to load a version is replaced; its silence does not count then; at least "
-        "30 s and 10 s for each GB of the weights",
+        description="a worker that takes longer to load a version is replaced; its silence does not count then; it is "
+        "at least 30 s and 10 s for each GB of the weights",
     )
     stall_timeout_s: Seconds = Field(
         300.0,

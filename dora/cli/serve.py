@@ -27,7 +27,7 @@ EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record
 TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it is writable; set DORA_TOKEN for them"
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers.
-Versions of the weights: {versions}.
+Weights: {versions}.
 {ends}
 
   export DORA_TOKEN={token}

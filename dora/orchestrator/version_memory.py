@@ -34,7 +34,7 @@ class VersionMemory:
     def __str__(self) -> str:
         place = f"{gigabytes(self.limit_bytes)} of host memory" if self.limit_bytes else f"{self.folder}, on a disk"
         each, all_of_them = gigabytes(self.version_bytes), gigabytes(self.needed_bytes)
-        return f"up to {self.versions} of {each}, together {all_of_them}, in {place}"
+        return f"up to {self.versions} versions of {each}, {all_of_them} with their headers, in {place}"
 
 
 def gigabytes(size_bytes: int) -> str:

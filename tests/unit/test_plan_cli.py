@@ -75,6 +75,15 @@ def test_it_prints_one_json_object() -> None:
     ]
 
 
+@pytest.mark.parametrize(("window", "versions"), [("1", 3), ("2", 4), ("3", 5)])
+def test_it_says_what_the_versions_take_of_a_hosts_memory(window: str, versions: int) -> None:
+    arguments = ("--gpus", "64", "--model", "qwen2.5-32b", "--hardware", "h800", "--window", window)
+    found = json.loads(run(*arguments, "--json").stdout)
+    assert found["host_versions"] == versions
+    assert found["host_weights_bytes"] == versions * found["weights_bytes"]
+    assert f"{versions} versions of 65.5 GB in memory: {versions * 65.528:.1f}"[:-3] in run(*arguments).stdout
+
+
 def test_it_plans_two_datacentres() -> None:
     result = run("--model", "qwen2.5-7b", "--rollout-gpus", "32", "--train-gpus", "96", "--rollout-hardware", "h20",
                  "--link-gbps", "80", "--json")  # fmt: skip

@@ -14,9 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dora.config import Config
 from dora.errors import DeadlineExceeded, InvalidValue
-from dora.weights.load_time import LoadDeadline, load_limit_s
-from dora.weights.reference import read_layout
+from dora.host.command import LaunchContext, worker_argv
+from dora.orchestrator.setup import with_load_time
+from dora.rpc import dora_pb2 as pb
+from dora.session.failure import fail
+from dora.weights.load_time import READ_SHARE, LoadDeadline, load_limit_s
+from dora.weights.reference import DTYPE_BYTES, Reference, TensorHeader, read_layout
 from dora.worker import weight_ring
 from dora.worker.streams import DONE, Mark
 from dora.worker.weight_ring import DTYPES, Piece, Slot, WeightRing
@@ -86,8 +91,6 @@ def test_tensors_arrive_as_they_are_in_the_files(versions: list[list[Path]], slo
 
 
 def test_every_dtype_of_safetensors_has_one_of_torch() -> None:
-    from dora.weights.reference import DTYPE_BYTES
-
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == DTYPE_BYTES
 
 
@@ -409,3 +412,20 @@ def test_a_fill_that_fails_ends_the_load_and_the_next_load_is_whole(versions: li
 )
 def test_the_limit_of_a_load_follows_from_its_bytes(weights_bytes: int, asked_s: float, limit_s: float) -> None:
     assert load_limit_s(weights_bytes, asked_s) == limit_s
+
+
+def test_a_load_that_is_too_slow_counts_against_the_worker_and_not_the_version() -> None:
+    outcome = pb.WorkerOutcome()
+    fail("load_version", outcome, LoadDeadline(1.0, 1000, Clock()).exceeded())
+    assert (outcome.ok, outcome.error_kind) == (False, "refused")
+
+
+def test_the_service_and_its_workers_have_the_same_limit() -> None:
+    """The worker refuses before the service replaces it."""
+    large = Reference(Path(), (), (TensorHeader("w", "BF16", (65 * 10**9 // 2,)),), 10)
+    workers = with_load_time(Config(), large).workers
+    assert workers.load_timeout_s == load_limit_s(large.content_bytes, Config().workers.load_timeout_s) == 680.0
+    argv = worker_argv(workers, "w0", LaunchContext("localhost:1", Path()))
+    assert float(argv[argv.index("--load-timeout-s") + 1]) == workers.load_timeout_s
+    assert with_load_time(with_load_time(Config(), large), large).workers == workers
+    assert READ_SHARE < 1

@@ -7,6 +7,7 @@ import pytest
 from dora.cli.serve import _print_attach
 from dora.config import load_config
 from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.version_memory import VersionMemory
 from dora.rpc.roles import Tokens
 
 
@@ -18,3 +19,11 @@ def test_the_banner_says_what_ctrl_c_does(state: str, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert ("Ctrl-C drains and stops." in said) is not bool(state)
     assert (f"the next start with --state {state} carries on" in said) is bool(state)
+
+
+def test_the_banner_says_what_the_versions_take(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = VersionMemory(4, 65 * 10**9, 260 * 10**9, 512 * 10**9, Path("run"))
+    handle = ServiceHandle("127.0.0.1:7070", Tokens("secret").of, Path("run"), Path("model"), 0.0, memory)
+    _print_attach(handle, load_config(), as_json=False)
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("4 versions", "65 GB", "260 GB", "512 GB"))
