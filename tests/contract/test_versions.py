@@ -137,9 +137,9 @@ def test_a_load_that_fails_half_way_serves_nothing_and_the_next_one_is_whole(
 ) -> None:
     if kind.ranks > 1:
         pytest.skip("ranks in processes of their own read the files themselves")
-    from dora.engine_patches import mapped_weights  # with vLLM, which only this test's process needs
+    from dora.worker import weight_sources  # with vLLM, which only this test's process needs
 
-    whole = mapped_weights.mapped_tensors
+    whole = weight_sources.mapped_tensors
 
     gone = OSError("the host's memory is gone")
 
@@ -151,7 +151,7 @@ def test_a_load_that_fails_half_way_serves_nothing_and_the_next_one_is_whole(
 
     engine.load_weights(1, folders[1], None)
     with monkeypatch.context() as broken:
-        broken.setattr(mapped_weights, "mapped_tensors", cut)
+        broken.setattr(weight_sources, "mapped_tensors", cut)
         with pytest.raises(OSError) as caught:
             engine.load_weights(2, folders[2], None)
     assert caught.value is gone

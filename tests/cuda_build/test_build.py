@@ -36,10 +36,11 @@ def test_the_build_is_the_one_for_cuda_and_its_platform_is_asked() -> None:
 
 
 def test_no_module_of_the_engine_imports_vllms_cpu_modules() -> None:
-    from dora.worker import vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights
+    from dora.worker import vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, weight_sources
     from dora.worker.device import cuda_rank
 
-    assert all((vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, cuda_rank))
+    modules = (vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, weight_sources, cuda_rank)
+    assert all(modules)
     assert not [name for name in sys.modules if name.startswith(REPLACED)]
     assert torch.cuda.Stream.__module__.startswith("torch.") and torch.cuda.Event.__module__.startswith("torch.")
     assert inspect.ismethoddescriptor(torch.Tensor.pin_memory)
