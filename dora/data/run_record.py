@@ -14,60 +14,35 @@ shell calls it in a thread. A failed write or fsync raises OSError, leaves nothi
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final, Self
 
+from dora.data.record_content import (
+    ALL_WEIGHTS,
+    CANCELLED_FILE,
+    LINES_FILES,
+    REPUBLISHED,
+    STEPS_FILE,
+    TRAJECTORIES_FILE,
+    WITHDRAWN,
+    CancelledGroup,
+    CommittedStep,
+    RecordContent,
+    unwritable,
+)
 from dora.data.trajectory import Trajectory
-from dora.errors import InvalidValue
 from dora.system.files import link_or_copy, sync_folder
 from dora.system.line_file import LineFile
 
-TRAJECTORIES_FILE: Final = "trajectories.jsonl"
-CANCELLED_FILE: Final = "cancelled.jsonl"
-STEPS_FILE: Final = "steps.jsonl"
-LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
 VERSIONS_FOLDER: Final = "versions"
 ROLLOUT_FILE: Final = "rollout.json"
-WITHDRAWN: Final = "withdrawn_version"  # the only key of a line: no worker could load this version
-REPUBLISHED: Final = "republished_version"  # the only key of a line: the version was republished
-ALL_WEIGHTS: Final = "all"
 NO_WEIGHTS: Final = "none"
 EVERY: Final = "every "  # then a number
 _OWN_PREFIX: Final = "dora-"  # prefix of the store's own files, which are not copied
-# Begin of a trajectory's line: a start reads only the ids of a file of gigabytes.
-_FIRST_ID: Final = re.compile(rb'\{"trajectory_id": "([^"\\]+)", ')
-
-
-@dataclass(frozen=True, slots=True)
-class CancelledGroup:
-    """A group that was ended by a filter, redundant rollout, a user, or an engine that cannot take it."""
-
-    group_id: str
-    prompt_id: str
-    task_id: str
-    version: int
-    reason: str
-    length_tokens: tuple[int, ...]  # of each response at that time
-    rewards: tuple[float | None, ...]  # None: no verdict, or a failed one
-    cancelled_at: float  # seconds since the Unix epoch
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedStep:
-    """A step that a trainer has committed, and its part of the record."""
-
-    step: int
-    version: int  # that it published: step + 1
-    groups: Mapping[str, int]  # group id -> its trajectories
-    committed_at: float  # seconds since the Unix epoch
-    staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
-    waited_s: float | None = None  # the trainer's wait for groups; None: unknown
-    weights: str = ALL_WEIGHTS  # the service's ``record_weights``; the recorder fills it in
 
 
 def keeps_weights(weights: str, version: int) -> bool:
@@ -77,12 +52,7 @@ def keeps_weights(weights: str, version: int) -> bool:
     return weights != NO_WEIGHTS and version % int(weights.removeprefix(EVERY)) == 0
 
 
-def unwritable(folder: Path, error: OSError) -> InvalidValue:
-    """The refusal of a folder to which no record can be written."""
-    return InvalidValue("record", str(folder), f"a writable folder ({error.strerror})")
-
-
-class Recorder:
+class Recorder(RecordContent):
     """Appends to a record, or continues one of an earlier process, even after a torn line."""
 
     def __init__(self, folder: Path, quantisation: str = "", weights: str = ALL_WEIGHTS) -> None:
@@ -90,7 +60,6 @@ class Recorder:
 
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
-        self.folder = folder
         self._quantisation = quantisation
         self._weights = weights
         self._passing: set[int] = set()  # versions whose weights are deleted after two later commits
@@ -105,25 +74,15 @@ class Recorder:
             sync_folder(folder)
         except OSError as error:
             raise unwritable(folder, error) from error
-        self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
-        self.committed: dict[int, float] = {}  # step -> when it was committed
-        self.last: CommittedStep | None = None  # its line is the first of
-        self._last_lines: list[bytes] = []
+        super().__init__(folder)
         self._unwritten = b""  # lines that a repeated commit keeps, until its own line is written
-        self._counts: dict[int, int] = {}  # step -> its trajectories
-        self._read_steps()
-        self._ended = self._read_ended()
         self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
         self._doubted: set[int] = set()  # versions of which a write or fsync failed last
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self._written or self._ended or self.committed)
-
-    @property
-    def missing_trajectories(self) -> int:
-        """At least so many trajectories of committed steps are not in the record."""
-        return max(0, sum(self._counts.values()) - len(self._written))
+    def _lines(self, name: str) -> Iterator[bytes]:
+        """Yields a file's lines, and makes them durable."""
+        files = {TRAJECTORIES_FILE: self._trajectories, CANCELLED_FILE: self._cancelled, STEPS_FILE: self._steps}
+        return files[name].lines()
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
         """Writes trajectories that are not yet recorded; returns their number."""
@@ -181,11 +140,10 @@ class Recorder:
             self.last, self._last_lines = None, []
         self._steps.append_durably(self._unwritten + line)
         self._unwritten = b""
-        self._took(step, line)
+        self._take(step, line)
 
-    def _took(self, step: CommittedStep, line: bytes) -> None:
-        self.committed[step.step], self._counts[step.step] = step.committed_at, sum(step.groups.values())
-        self.last, self._last_lines = step, [line]
+    def _take(self, step: CommittedStep, line: bytes) -> None:
+        super()._take(step, line)
         (self._passing.discard if keeps_weights(step.weights, step.version) else self._passing.add)(step.version)
 
     def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
@@ -260,38 +218,25 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _read_steps(self) -> None:
-        for number, line in enumerate(self._steps.lines(), start=1):
-            try:
-                tree = json.loads(line)
-                if WITHDRAWN in tree or REPUBLISHED in tree:
-                    self._last_lines.append(line)
-                    continue
-                tree["staleness_groups"] = tuple(tree.get("staleness_groups", ()))
-                self._took(CommittedStep(**tree), line)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InvalidValue(f"{STEPS_FILE} line {number}", line[:80], "a committed step") from error
-
-    def _read_ended(self) -> set[str]:
-        """The groups that were cancelled."""
-        ended = set()
-        for number, line in enumerate(self._cancelled.lines(), start=1):
-            try:
-                ended.add(str(json.loads(line)["group_id"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidValue(f"{CANCELLED_FILE} line {number}", line[:80], "a cancelled group") from error
-        return ended
-
-    def _read_ids(self) -> set[str]:
-        ids = set()
-        for number, line in enumerate(self._trajectories.lines(), start=1):
-            found = _FIRST_ID.match(line)
-            try:
-                ids.add(found[1].decode() if found else str(json.loads(line)["trajectory_id"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a trajectory record") from error
-        return ids
-
 
 def _withdrawn_line(version: int) -> bytes:
     return json.dumps({WITHDRAWN: version}).encode() + b"\n"
+
+
+__all__ = [
+    "ALL_WEIGHTS",
+    "CANCELLED_FILE",
+    "LINES_FILES",
+    "NO_WEIGHTS",
+    "REPUBLISHED",
+    "ROLLOUT_FILE",
+    "STEPS_FILE",
+    "TRAJECTORIES_FILE",
+    "VERSIONS_FOLDER",
+    "WITHDRAWN",
+    "CancelledGroup",
+    "CommittedStep",
+    "Recorder",
+    "keeps_weights",
+    "unwritable",
+]

@@ -17,6 +17,15 @@ from dora.system.files import sync_folder
 UNSYNCED_BYTES_MAX: Final = 16 << 20  # lines in memory; beyond it the next line waits for an fsync
 
 
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, except one at the end that a crash has torn. Changes nothing. Raises OSError."""
+    with path.open("rb") as stream:
+        for line in stream:
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
 class LineFile:
     """Appends whole lines to a file. Its lines must be read once first. Synchronous, for one thread at a time."""
 
@@ -34,12 +43,9 @@ class LineFile:
         and is cut off.
         """
         self._whole_bytes = 0
-        with self._path.open("rb") as stream:
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self._whole_bytes += len(line)
-                yield line
+        for line in whole_lines(self._path):
+            self._whole_bytes += len(line)
+            yield line
         self._cut()
         try:
             os.fsync(self._stream.fileno())
