@@ -30,6 +30,7 @@ class Step:
 
     def __init__(self, session: Session, number: int) -> None:
         self.number = number
+        self.ended = ""  # with it: what has ended, and what one can do
         self.end_of_prompts = False  # known after iterating: the step is short, and the last one
         self._session = session
         self._stream: Any = None
@@ -178,6 +179,7 @@ class Step:
         self._session.patience.progress()
         batch, tokens = message
         self.end_of_prompts = self.end_of_prompts or batch.end_of_prompts
+        self.ended = batch.ended or self.ended
         for group in packed_groups(batch, tokens, self._session.decode):
             if self._is_new(group.group_id):
                 self._pending.append(group)

@@ -24,9 +24,9 @@ from dora.rpc.errors import ServiceUnavailable
 
 log = logging.getLogger("dora.client")
 
-ENDED = (
-    "step %d has no groups: the service at %s admits no more prompts, because they have ended or it is draining. "
-    "Start a new service to train further."
+ENDED = "step %d has no groups: the service at %s admits no more prompts (%s)"
+UNSAID = (
+    "they have ended, or it is draining; to train further, start a new service"  # of an older service
 )
 
 
@@ -65,7 +65,7 @@ class Trainer(Session):
                 self.make_ready(number + 1)
                 if not await step.has_groups():
                     if number == first:
-                        log.warning(ENDED, number, self.connection.address)
+                        log.warning(ENDED, number, self.connection.address, step.ended or UNSAID)
                     return
             yield step
             if step.end_of_prompts:

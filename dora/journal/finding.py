@@ -10,10 +10,13 @@ generated again. Otherwise the start is refused.
 
 import logging
 import os
+import shutil
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from dora.errors import InvalidValue
@@ -73,21 +76,40 @@ def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
     Raises InvalidValue if that would lose acknowledged data; OSError.
     """
     try:
-        return _found(folder, sizes)
+        (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+        return _found(folder, sizes, folder / LEDGER_FILE, repairs=True)
     except sqlite3.Error as error:
         raise (disk_fault(error) or error) from error
 
 
-def _found(folder: Path, sizes: Sizes) -> Found:
+@contextmanager
+def finding(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Iterator[Found]:
+    """Finds what ``find`` would, and changes nothing: of the ledger, it reads a copy. Raises as ``find`` does."""
+    with TemporaryDirectory(prefix="dora-ledger-") as copies:
+        copy = Path(copies) / LEDGER_FILE
+        try:
+            for file in folder.glob(f"{LEDGER_FILE}*"):
+                if file.name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
+                    shutil.copyfile(file, copy.with_name(file.name))
+            found = _found(folder, sizes, copy, repairs=False)
+        except sqlite3.Error as error:
+            raise (disk_fault(error) or error) from error
+        try:
+            yield found
+        finally:
+            found.ledger.close()
+
+
+def _found(folder: Path, sizes: Sizes, ledger_file: Path, *, repairs: bool) -> Found:
+    """``ledger_file``: the ledger or a copy of it. ``repairs``: what a crash has cut short is removed from the log."""
     log_folder = folder / LOG_FOLDER
-    log_folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
-    segments = _segments(log_folder, said)
-    ledger = _ledger(folder / LEDGER_FILE, said)
+    segments = _segments(log_folder, said, repairs)
+    ledger = _ledger(ledger_file, folder / LEDGER_FILE, said)
     try:
         if not segments and ledger.values["position"]:
             raise _lost(folder, f"{log_folder} is empty, though the ledger has what it said: it was removed", said)
-        read = _read(segments, ledger, said)
+        read = _read(segments, ledger, said, repairs)
         groups, arrivals = ledger.lacking()
         if groups or arrivals:
             what = ", ".join([*groups[:8], *(f"queued prompt {arrival}" for arrival in arrivals[:8])])
@@ -105,8 +127,8 @@ def _found(folder: Path, sizes: Sizes) -> Found:
     return Found(ledger, live, requests, compaction, number, ledger.values["position"], said)
 
 
-def _segments(folder: Path, said: list[str]) -> list[Segment]:
-    """Returns the segments by number. A last segment without a record is removed."""
+def _segments(folder: Path, said: list[str], repairs: bool) -> list[Segment]:
+    """Returns the segments by number. A last segment without a record is left out."""
     found = []
     paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
     for index, path in enumerate(paths):
@@ -115,7 +137,8 @@ def _segments(folder: Path, said: list[str]) -> list[Segment]:
             found.append(segment)
         elif index == len(paths) - 1 and not _has_records(path):
             said.append(f"{path}: cut short by a crash before anything was in it")
-            path.unlink()
+            if repairs:
+                path.unlink()
         else:
             said.append(f"{path}: its header is damaged, and nothing of it can be read")
             found.append(Segment(path, int(path.stem), -1, -1, path.stat().st_size))
@@ -127,13 +150,16 @@ def _has_records(path: Path) -> bool:
     return next(frames.records(Segment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
 
 
-def _ledger(path: Path, said: list[str]) -> Ledger:
-    """Opens the ledger, or creates a new one if it is damaged or of an older DORA: the log has all of its content."""
+def _ledger(path: Path, named: Path, said: list[str]) -> Ledger:
+    """Opens the ledger, or creates a new one if it is damaged or of an older DORA: the log has all of its content.
+
+    ``named``: the path for messages.
+    """
     if not path.exists():
         return Ledger(path)
     ledger: Ledger | None = None
     try:
-        ledger = Ledger(path)
+        ledger = Ledger(path, named)
         ledger.check()
         if ledger.version == LEDGER_VERSION:
             ledger.upgrade()
@@ -145,14 +171,14 @@ def _ledger(path: Path, said: list[str]) -> Ledger:
         why = f"damaged ({error})"
     if ledger is not None:
         ledger.close()
-    said.append(f"{path}: {why}; it is made anew from the log")
+    said.append(f"{named}: {why}; it is made anew from the log")
     for left in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
         with suppress(FileNotFoundError):
             left.rename(left.with_name(f"{left.name}.damaged"))
     return Ledger(path)
 
 
-def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
+def _read(segments: list[Segment], ledger: Ledger, said: list[str], repairs: bool) -> _Read:
     """Reads the segments and updates the ledger from them. Works segment by segment, so only live data is held."""
     known = ledger.values["position"]
     read = _Read()
@@ -169,7 +195,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
         if cut is not None:
             raw_records = [(offset, body) for offset, body in raw_records if offset < cut]
             said.append(f"{segment.path}: the last {segment.size_bytes - cut} bytes were cut short by a crash")
-            _cut(segment, cut)
+            _cut(segment, cut, repairs)
         share = read.shares[segment.number] = Share(segment.path, segment.base, segment.end)
         read.says_end(segment.number - 1, segment.base)
         for hole in segment.holes:
@@ -242,14 +268,16 @@ def _torn_at(segment: Segment) -> int | None:
     return next((hole.offset for hole in segment.holes if hole.offset >= segment.last_write), None)
 
 
-def _cut(segment: Segment, offset: int) -> None:
+def _cut(segment: Segment, offset: int, repairs: bool) -> None:
+    segment.size_bytes = offset
+    if not repairs:
+        return
     descriptor = os.open(segment.path, os.O_WRONLY)
     try:
         os.ftruncate(descriptor, offset)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    segment.size_bytes = offset
 
 
 def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:

@@ -131,14 +131,16 @@ def admitted_again(group: LiveGroup) -> records.Admitted:
 class Ledger:
     """Used by one thread. Raises sqlite3.Error if it cannot be read or written."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Opens or creates it. ``path`` None: in memory. Raises InvalidValue for a newer DORA's."""
+    def __init__(self, path: Path | None, named: Path | None = None) -> None:
+        """Opens or creates it. ``path`` None: in memory. Raises InvalidValue, with the name ``named``, for a newer
+        DORA's.
+        """
         self._database = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         self.version = version or LEDGER_VERSION
         if version > LEDGER_VERSION:
             raise InvalidValue(
-                f"{path}: ledger version", version, f"at most {LEDGER_VERSION}; a newer DORA may read it"
+                f"{named or path}: ledger version", version, f"at most {LEDGER_VERSION}; a newer DORA may read it"
             )
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")  # the log is what must not be lost

@@ -19,9 +19,12 @@ REPLACED_SUFFIX: Final = ".replaced"  # suffix of a version that is being replac
 class KeptVersions:
     """Synchronous. Raises OSError if something cannot be written, and leaves nothing incomplete."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, repairs: bool = True) -> None:
+        """``repairs`` False: the folder is only read, and the result has the methods that read."""
         self.folder = folder
         self._doubted: set[int] = set()  # versions of which a write or fsync failed last
+        if not repairs:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         for replaced in folder.glob(f".*{REPLACED_SUFFIX}"):
             kept = folder / replaced.name[1 : -len(REPLACED_SUFFIX)]
@@ -65,7 +68,22 @@ class KeptVersions:
 
     def lacking(self, versions: Iterable[int]) -> list[int]:
         """Returns the versions that are not kept."""
-        return [version for version in versions if not (self.folder / str(version)).is_dir()]
+        return [version for version in versions if not self._kept(version).is_dir()]
+
+    def damaged(self, versions: Iterable[int], store: Path, is_sound: Callable[[Path], bool]) -> list[int]:
+        """Returns the versions that ``bring_back`` would find damaged, and changes nothing."""
+        return [
+            version
+            for version in versions
+            if version
+            and not (_is_alike(store / str(version), self._kept(version)) and is_sound(store / str(version)))
+            and not is_sound(self._kept(version))
+        ]
+
+    def _kept(self, version: int) -> Path:
+        """The folder of a version. If a crash came while it was replaced, the one before is put back."""
+        kept, replaced = self.folder / str(version), self.folder / f".{version}{REPLACED_SUFFIX}"
+        return kept if kept.exists() or not replaced.exists() else replaced
 
     def bring_back(self, versions: Iterable[int], store: Path, is_sound: Callable[[Path], bool]) -> list[int]:
         """Makes a store's folder hold the kept versions and version 0; sound copies are left in place.
@@ -78,7 +96,7 @@ class KeptVersions:
         for entry in list(store.iterdir()):
             if entry.name == "0":
                 continue
-            if entry.name not in wanted or not (_alike(entry, wanted[entry.name]) and is_sound(entry)):
+            if entry.name not in wanted or not (_is_alike(entry, wanted[entry.name]) and is_sound(entry)):
                 shutil.rmtree(entry)
         for name, kept in wanted.items():
             if name != "0" and not (store / name).is_dir():
@@ -102,8 +120,10 @@ def _copied(source: Path, target: Path, *, may_link: bool = True) -> None:
     sync_folder(target)
 
 
-def _alike(left: Path, right: Path) -> bool:
-    """Returns whether two folders have the same files; large ones are compared by size."""
+def _is_alike(left: Path, right: Path) -> bool:
+    """Returns whether two folders exist and have the same files; large ones are compared by size."""
+    if not (left.is_dir() and right.is_dir()):
+        return False
     names = {file.name for file in left.iterdir()}
     if names != {file.name for file in right.iterdir()}:
         return False

@@ -6,6 +6,7 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -449,6 +450,7 @@ async def _drain(config: Config, runtime: Runtime, failures: Failures) -> None:
     runtime.post(on.AdmissionEnded())
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + config.service.drain_timeout_s
+    runtime.drain_ends_s = time.monotonic() + config.service.drain_timeout_s
     while runtime.trainer_present() and loop.time() < ends_s:
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)

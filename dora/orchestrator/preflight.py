@@ -10,30 +10,39 @@ from typing import Final
 
 from dora.config import Config
 from dora.core.policies import check_live
+from dora.data.record_run import SET_ASIDE
 from dora.errors import InvalidValue
 from dora.host.placement import Placement, placement_of
+from dora.journal.log import Sizes
+from dora.kvtransfer.listener import Listener
+from dora.kvtransfer.plane import local_host
 from dora.models import context_tokens, made_model, unwritable_cache
-from dora.orchestrator.hosts.tier_server import check_tier
+from dora.orchestrator.first_canary import first_canary
+from dora.orchestrator.hosts.tier_server import check_socket, check_tier
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recovery.begin_from import check_from
-from dora.orchestrator.recovery.state_folder import check_state
+from dora.orchestrator.recovery.binding import check_binding, content_of
+from dora.orchestrator.recovery.state_folder import StateFolder, reading_state
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import check_address
 from dora.orchestrator.setup import (
+    WEIGHTS_FOLDER,
     cache_of,
     check_engine,
     check_record,
     check_run_folder,
+    lacking_room,
     routing_wanted,
-    shared_memory,
     with_context,
 )
 from dora.orchestrator.version_memory import version_memory
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.rpc.roles import Tokens
 from dora.system.files import try_folder
-from dora.weights.reference import read_reference
+from dora.weights.holds import VERSIONS_FOLDER
+from dora.weights.reference import Reference, read_reference
 
 NOT_CHECKED: Final = "a start or `dora prepare {model}` must make it first: its prompts are not checked"
 
@@ -46,30 +55,80 @@ async def run_preflight(config: Config, said: Said) -> None:
     check_live(config.balance, config.window)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
-    vocab_size = 0
-    workers = config.workers
-    placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
-    placement.check(workers.count, workers.ranks)
-    said("workers", f"{workers.count}, engine {workers.engine}, on {_devices(placement)}")
     said("KV tier", await check_tier(config))
-    config = await asyncio.to_thread(check_from, config)
+    await asyncio.to_thread(Tokens, config.service.token)
+    sizes = Sizes(compacts=not config.service.keep_events)
+    with reading_state(config, sizes) as state:
+        config = await asyncio.to_thread(check_from, config)
+        if state is not None:
+            config = state.carried_on(config)
+        said("state folder", _described(config, state))
+        said("token", "as given" if config.service.token else "a new one at the start")
+        secret = state.identity.kv_secret if state is not None else ""
+        run_folder = await asyncio.to_thread(check_run_folder, config, secret)
+        if config.kv.tier != "none":
+            check_socket(run_folder.resolve())
+        said("run folder", config.service.run_folder or f"a new one in {_parent(run_folder, config)}")
+        workers = config.workers
+        placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
+        placement.check(workers.count, workers.ranks)
+        said("workers", f"{workers.count}, engine {workers.engine}, on {_devices(placement)}")
+        await _check_content(config, state, run_folder, said)
+    await check_address(config)
+    Listener(config.kv.host or local_host(config.service.listen)).close()
+    said("address", config.service.listen)
+
+
+def _described(config: Config, state: StateFolder | None) -> str:
+    if state is None:
+        return "none"
+    newest = state.found.ledger.values["newest"]
+    return f"{state.folder}, " + ("new" if state.found.is_new else f"of a run at step {newest}")
+
+
+def _parent(run_folder: Path, config: Config) -> Path:
+    return run_folder.parent if config.service.state else run_folder
+
+
+async def _check_content(config: Config, state: StateFolder | None, run_folder: Path, said: Said) -> None:
+    """Checks the model, the state against it, prompts, record, reward and filter."""
+    carries_on = state is not None and not state.found.is_new
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
         await asyncio.to_thread(_check_cache, config)
         said("model", NOT_CHECKED.format(model=config.model))
+        source = None
     else:
-        config, vocab_size = await _check_model(config, model, said)
-    await asyncio.to_thread(check_state, config)
-    said("state folder", config.service.state or "none")
-    await asyncio.to_thread(check_run_folder, config)
-    said("run folder", config.service.run_folder or "a new one in shared memory")
-    await asyncio.to_thread(check_record, config)
+        config, reference = await _check_model(config, model, said)
+        if state is not None:
+            state.check_settings(config)
+            store = run_folder / WEIGHTS_FOLDER / VERSIONS_FOLDER
+            await asyncio.to_thread(state.check_brings_back, store)
+        kept = 0 if state is None else len(state.found.ledger.versions())
+        memory = await asyncio.to_thread(version_memory, config, reference, run_folder, kept)
+        memory.check()
+        said("weights", str(memory))
+        if warning := lacking_room(run_folder, memory.needed_bytes):
+            said("run folder", f"warning: {warning}")
+        if not carries_on:
+            await _check_first_version(config, model, said)
+        source = await _check_prompts(config, model, reference.vocab_size, said)
+    record = await asyncio.to_thread(check_record, config, carries_on)
+    if state is not None and model is not None and source is not None:
+        content = await asyncio.to_thread(content_of, config, model, config.reward.function or source.reward)
+        against, surplus = check_binding(config, state, record, content)
+        if against:
+            said("record and state", f"the start carries on although {against}")
+        if surplus is not None:
+            said("record", f"the start moves its content from step {surplus} on to {SET_ASIDE}-N in it")
     said("record", config.record or "none")
-    source = await _check_prompts(config, model, vocab_size, said) if model is not None else None
     await _check_functions(config, model, source, said)
-    await check_address(config)
-    said("address", config.service.listen)
-    said("token", "as given" if config.service.token else "a new one at the start")
+
+
+async def _check_first_version(config: Config, model: Path, said: Said) -> None:
+    canary = await first_canary(config, model, lambda line: said("version 0", line))
+    if canary is not None:
+        said("version 0", f"{len(canary.logprobs)} logprobs of its canary by transformers, all finite")
 
 
 def _devices(placement: Placement) -> str:
@@ -85,8 +144,8 @@ def _check_cache(config: Config) -> None:
         raise InvalidValue("--model", config.model, allowed) from error
 
 
-async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, int]:
-    """Returns the configuration with the model's context, and the size of its vocabulary."""
+async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, Reference]:
+    """Returns the configuration with the model's context, and its tensors."""
     config = with_context(config, model)
     routing_wanted(config, model)
     for warning in await asyncio.to_thread(check_model, config, model):
@@ -95,11 +154,7 @@ async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config,
     context = context_tokens(model)
     longest = f", contexts of up to {context:,} tokens" if context is not None else ""
     said("model", f"{model}, {len(reference.tensors):,} tensors{longest}")
-    run_folder = Path(config.service.run_folder or shared_memory())
-    memory = await asyncio.to_thread(version_memory, config, reference, run_folder)
-    memory.check()
-    said("weights", str(memory))
-    return config, reference.vocab_size
+    return config, reference
 
 
 async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Said) -> PromptSource:
@@ -107,7 +162,13 @@ async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Sai
     routing = routing_wanted(config, model)
     check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
     source = await asyncio.to_thread(
-        resolve_prompts, config.prompts, tokenizer, config.rollout.seed, check=check.well_formed
+        resolve_prompts,
+        config.prompts,
+        tokenizer,
+        config.rollout.seed,
+        check=check.well_formed,
+        progress=lambda line: said("prompts", line),
+        longest_tokens=config.rollout.max_tokens,
     )
     first = await asyncio.to_thread(source.at, 0)
     begins = f", the first has {len(first.token_ids):,} tokens" if first is not None else ""

@@ -132,6 +132,7 @@ class Runtime:
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
+        self.drain_ends_s: float | None = None  # monotonic: the end of the drain that a stop has begun
         self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
             deque()
         )  # not yet durable: with the journal's count at that time

@@ -16,11 +16,11 @@ from typing import Final
 
 from dora.config import Config, validated
 from dora.data.extras import install
+from dora.data.record_content import RecordContent
 from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.host.launchers import launcher_named
-from dora.journal.finding import is_new
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
@@ -125,12 +125,21 @@ def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
 
 
 def check_engine(config: Config) -> None:
-    """Raises InvalidValue if the workers' engine is not installed, or a transport or the launcher is unknown."""
+    """Raises InvalidValue if the workers' engine is not installed, a transport or the launcher is unknown, or the pool
+    could not write to its disk.
+    """
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
         allowed = f"an engine that is installed, or fake. vLLM comes with {install('cpu')}, or with [cuda]"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
     check_transports(config.kv.transports)
     launcher_named(config.workers.launcher)
+    if config.kv.pool_mb and config.kv.spill_mb:
+        folder = Path(config.kv.spill_folder)
+        try:
+            try_folder(folder)
+        except OSError as error:
+            allowed = f"a folder with room to write in ({error.strerror})"
+            raise InvalidValue("kv.spill_folder", str(folder), allowed) from error
 
 
 @contextlib.contextmanager
@@ -200,16 +209,19 @@ def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> We
         (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
         store = WeightStore(run_folder / WEIGHTS_FOLDER, model, config.rollout.reference_version or None)
     store.bound_bytes = bound_of(store.reference, weight_versions(config, kept))
-    room = os.statvfs(run_folder)
-    free_bytes = room.f_bavail * room.f_frsize
-    if free_bytes < store.bound_bytes:
-        log.warning(
-            "%s has room for %s bytes; the versions of the window may take %s: a commit may be refused",
-            run_folder,
-            f"{free_bytes:,}",
-            f"{store.bound_bytes:,}",
-        )
+    if warning := lacking_room(run_folder, store.bound_bytes):
+        log.warning("%s", warning)
     return store
+
+
+def lacking_room(run_folder: Path, bound_bytes: int) -> str:
+    """A warning if the file system lacks room for the versions of the window; else empty. The folder need not exist."""
+    room = os.statvfs(next(each for each in (run_folder, *run_folder.absolute().parents) if each.exists()))
+    free_bytes = room.f_bavail * room.f_frsize
+    if free_bytes >= bound_bytes:
+        return ""
+    versions = f"the versions of the window may take {bound_bytes:,}"
+    return f"{run_folder} has room for {free_bytes:,} bytes; {versions}: a commit may be refused"
 
 
 @contextlib.contextmanager
@@ -238,11 +250,17 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
         held.close()
 
 
-def check_run_folder(config: Config) -> None:
-    """Raises InvalidValue in the cases in which ``run_folder_of`` would; changes nothing."""
-    folder = Path(config.service.run_folder)
-    if not config.service.run_folder:
-        return
+def check_run_folder(config: Config, secret: str = "") -> Path:
+    """Returns the folder in which ``run_folder_of`` would have its folder or that folder itself; changes nothing.
+
+    ``secret``: of the state folder. Raises InvalidValue in the cases in which ``run_folder_of`` would.
+    """
+    named = Path(config.service.run_folder) if config.service.run_folder else None
+    folder = named or (made_for_state(config, secret) if config.service.state else None)
+    if folder is None:
+        with writable(RUN_FOLDER, shared_memory()):
+            try_folder(shared_memory())
+        return shared_memory()
     check_owner(folder, RUN_FOLDER)
     try:
         try_folder(folder)
@@ -251,6 +269,7 @@ def check_run_folder(config: Config) -> None:
     if is_held(folder / LOCK_FILE):
         raise _in_use(RUN_FOLDER, folder)
     _check_left(folder, _is_ours(folder))
+    return folder
 
 
 def _is_ours(folder: Path) -> bool:
@@ -332,22 +351,24 @@ def _own_folders(config: Config) -> list[Path]:
     return [Path(named).resolve() for named in (config.service.run_folder, config.service.state) if named]
 
 
-def check_record(config: Config) -> None:
-    """Raises InvalidValue if the record cannot be written, a running service has it, or an earlier run; changes
-    nothing.
+def check_record(config: Config, carries_on: bool) -> RecordContent | None:
+    """Returns the record's content; changes nothing. ``carries_on``: an earlier incarnation may have begun it.
+
+    Raises InvalidValue if the record cannot be written, a running service has it, or an earlier run.
     """
     folder = Path(config.record)
     if not config.record:
-        return
+        return None
     check_owner(folder, "record")
     try:
         try_folder(folder)
+        if (folder / VERSIONS_FOLDER).exists():
+            try_folder(folder / VERSIONS_FOLDER)
     except OSError as error:
         raise unwritable(folder, error) from error
     if folder.resolve() not in _own_folders(config) and is_held(folder / LOCK_FILE):
         raise _in_use("record", folder)
-    if not config.service.state or is_new(Path(config.service.state)):
-        _new_record(config)
+    return RecordContent(folder if carries_on else _new_record(config))
 
 
 def _new_record(config: Config) -> Path:

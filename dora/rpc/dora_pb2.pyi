@@ -77,18 +77,20 @@ class StreamStepRequest(_message.Message):
     def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., packed: _Optional[bool] = ...) -> None: ...
 
 class TrajectoryBatch(_message.Message):
-    __slots__ = ("step", "groups", "end_of_prompts", "packed", "tokens")
+    __slots__ = ("step", "groups", "end_of_prompts", "packed", "tokens", "ended")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     END_OF_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     step: int
     groups: _containers.RepeatedCompositeFieldContainer[TrajectoryGroup]
     end_of_prompts: bool
     packed: _containers.RepeatedCompositeFieldContainer[PackedGroup]
     tokens: bytes
-    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ..., packed: _Optional[_Iterable[_Union[PackedGroup, _Mapping]]] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    ended: str
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ..., packed: _Optional[_Iterable[_Union[PackedGroup, _Mapping]]] = ..., tokens: _Optional[bytes] = ..., ended: _Optional[str] = ...) -> None: ...
 
 class TrajectoryGroup(_message.Message):
     __slots__ = ("group_id", "trajectories", "continues")
@@ -534,7 +536,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -566,6 +568,7 @@ class Status(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -590,7 +593,18 @@ class Status(_message.Message):
     evaluations: _containers.RepeatedCompositeFieldContainer[EvaluationStatus]
     adaptive_window: AdaptiveWindow
     hosts: _containers.RepeatedCompositeFieldContainer[HostStatus]
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ...) -> None: ...
+    drain: Draining
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("ended", "waits_for", "remedy")
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    ended: str
+    waits_for: str
+    remedy: str
+    def __init__(self, ended: _Optional[str] = ..., waits_for: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class EvaluationStatus(_message.Message):
     __slots__ = ("evaluation_id", "name", "version", "share", "prompts", "prompts_done", "running", "waiting", "preempted", "asked_at")

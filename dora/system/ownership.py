@@ -47,8 +47,7 @@ class Held:
 
     def __init__(self, descriptors: tuple[int, ...]) -> None:
         self._descriptors = descriptors
-        stat = os.fstat(descriptors[0])
-        self.place = f"{stat.st_dev}:{stat.st_ino}"  # of the lock file: a copy of the folder has another one
+        self.place = _place(os.fstat(descriptors[0]))  # of the lock file: a copy of the folder has another one
 
     def close(self) -> None:
         """Releases the locks. May be called again."""
@@ -102,6 +101,18 @@ def owner_of(file: Path) -> str:
         return f"process {int(pid)} on {host}"
     except (OSError, ValueError):
         return "a running process"
+
+
+def place_of(file: Path) -> str:
+    """The ``place`` that a lock file would have if it were held; empty: there is no such file."""
+    try:
+        return _place(file.stat())
+    except OSError:
+        return ""
+
+
+def _place(stat: os.stat_result) -> str:
+    return f"{stat.st_dev}:{stat.st_ino}"
 
 
 def is_abandoned(file: Path) -> bool:

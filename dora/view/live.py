@@ -19,6 +19,7 @@ from dora.view.service import (
     STATE,
     WAITING,
     by_version,
+    drain_rows,
     filling,
     refusals,
     state_style,
@@ -52,7 +53,8 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
     """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: without an end."""
     workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
-    head = [_progress(status, steps_asked), *_faults(status), *refusals(status)]
+    drain = [Text(f"{name}: {told}", "cyan") for name, told in drain_rows(status)]
+    head = [_progress(status, steps_asked), *drain, *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
     return Panel(
         Group(*(Note(line) for line in head), Text(), workers, Text(), *below),

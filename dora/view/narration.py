@@ -2,7 +2,7 @@
 
 from dora.rpc.dora_pb2 import Status, StepMetrics
 from dora.view.metrics import alarms, metrics
-from dora.view.service import faults_of, filling
+from dora.view.service import drain_rows, faults_of, filling
 
 NEWS_PERIOD_S = 2.0  # minimum time between batches of lines
 METRICS_TOLD = 4  # per commit; `dora status` shows all
@@ -31,6 +31,8 @@ def news(before: Status, after: Status) -> list[str]:
     if faults_of(after) != faults_of(before):
         fault = faults_of(after)
         lines.append(f"storage fault: {fault}; no group is admitted" if fault else "storage has recovered")
+    if after.drain.ended and (not before.drain.ended or bool(before.drain.waits_for) > bool(after.drain.waits_for)):
+        lines.append(sign_of_progress(after))
     if after.prompts_failed and not before.prompts_failed:
         lines.append(f"the prompt source failed: {after.prompts_failed}")
     for name, what in COUNTED_EVENTS.items():
@@ -43,6 +45,8 @@ def news(before: Status, after: Status) -> list[str]:
 def sign_of_progress(status: Status) -> str:
     """A sentence on a service without new events."""
     running = sum(worker.running for worker in status.workers)
+    if rows := drain_rows(status):
+        return "draining: " + "; ".join(f"{name}: {told}" for name, told in rows)
     return f"filling step {filling(status)}, {running} requests running"
 
 

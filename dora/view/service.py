@@ -203,6 +203,8 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
     table.add_row("state", "draining" if status.draining else "serving")
+    for name, told in drain_rows(status):
+        table.add_row(name, told)
     table.add_row("storage", storage(status))
     table.add_row("trainer", status.trainer or "none attached")
     for window in window_lines(status):
@@ -230,6 +232,14 @@ def status_table(status: Status, everything: bool = False) -> Facts:
             table.add_row(name, value)
     _add_counters(table, status, everything)
     return table
+
+
+def drain_rows(status: Status) -> list[tuple[str, str]]:
+    """Why a service drains, what it waits for and what one can do; empty while it serves."""
+    drain = status.drain
+    if not drain.ended:
+        return []
+    return [("ended", drain.ended), ("waits for", drain.waits_for or "nothing"), ("to do", drain.remedy)]
 
 
 def _add_counters(table: Facts, status: Status, everything: bool) -> None:

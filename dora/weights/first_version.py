@@ -1,7 +1,8 @@
 """``python -m dora.weights.first_version FOLDER``: the canary of version 0, computed by transformers in float32.
 
 It runs in a process of its own, because a service loads no torch. It prints JSON with the canary and with warnings. If
-the folder lacks weights, which transformers would replace by random ones, the exit code is 2, and stderr names them.
+the folder lacks weights, which transformers would replace by random ones, the exit code is 2, and stderr names them. If
+the logprobs are not finite, the exit code is 3.
 """
 
 import json
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dora.weights.canary import compute_canary
+from dora.errors import InvalidValue
+from dora.weights.canary import check_canary, compute_canary
 
 NAMES_MAX = 3
-LACKS = 2  # exit code
+LACKS = 2  # exit codes
+BAD_LOGPROBS = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -33,6 +36,11 @@ def main(arguments: list[str]) -> int:
         unused = _listed(report["unexpected_keys"])
         warnings.append(f"a trainer with transformers ignores tensors of the checkpoint: {unused}")
     canary = compute_canary(module)
+    try:
+        check_canary(canary, int(module.config.vocab_size))
+    except InvalidValue as error:
+        print(error, file=sys.stderr)
+        return BAD_LOGPROBS
     print(json.dumps({"token_ids": canary.token_ids, "logprobs": canary.logprobs, "warnings": warnings}))
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config, validated
+from dora.data.record_content import RecordContent
 from dora.data.record_run import RUN_FILE
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, CommittedStep, Recorder
 from dora.data.types import Prompt
@@ -22,8 +23,8 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
-from dora.orchestrator.recovery.binding import NotOfOneTime, bind, content_of
-from dora.orchestrator.recovery.state_folder import state_folder_of
+from dora.orchestrator.recovery.binding import NotOfOneTime, bind, check_binding, content_of
+from dora.orchestrator.recovery.state_folder import reading_state, state_folder_of
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused
 
@@ -63,7 +64,29 @@ class Run:
         (self.root / name).write_text(text)
 
     async def start(self, steps: range, *, carry_on_from: int = -1) -> None:
-        """A service starts, commits these steps, and stops."""
+        """A service starts, commits these steps, and stops. Before, a dry run says the same and changes nothing."""
+        before, told = files(self.root), self.dry(carry_on_from)
+        assert files(self.root) == before
+        try:
+            await self._start(steps, carry_on_from)
+        except InvalidValue as error:
+            assert told == str(error)
+            raise
+        assert not told
+
+    def dry(self, carry_on_from: int) -> str:
+        """The refusal of a dry run; empty: there is none."""
+        config = self.config(carry_on_from)
+        try:
+            with reading_state(config, DEFAULT_SIZES) as state:
+                assert state is not None
+                content = content_of(config, self.root / "model", config.reward.function)
+                check_binding(config, state, RecordContent(self.root / "record"), content)
+        except InvalidValue as error:
+            return str(error)
+        return ""
+
+    async def _start(self, steps: range, carry_on_from: int) -> None:
         config = self.config(carry_on_from)
         with state_folder_of(config, DEFAULT_SIZES) as state:
             assert state is not None
@@ -107,6 +130,10 @@ class Run:
         """Of the record, with what was set aside."""
         files = sorted((self.root / "record").rglob(TRAJECTORIES_FILE))
         return sorted(line for file in files for line in file.read_text().splitlines())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(each): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
 def commit(recorder: Recorder, step: int, model: Path, at: float) -> CommittedStep:

@@ -14,7 +14,7 @@ from dora.config import validated
 from dora.errors import InvalidValue
 from dora.host.folder import host_folder
 from dora.journal.log import DEFAULT_SIZES
-from dora.orchestrator.recovery.state_folder import SERVICE_FILE, check_state, state_folder_of
+from dora.orchestrator.recovery.state_folder import SERVICE_FILE, reading_state, state_folder_of
 from dora.orchestrator.setup import check_record, check_run_folder, made_for_state, run_folder_of
 from dora.pool.spill import SpillFolder
 from dora.system.private import PRIVATE_UMASK, private_files
@@ -100,10 +100,10 @@ def folders(named: Path) -> dict[str, tuple[str, Callable[[], object]]]:
 
     return {
         "state": ("service.state", lambda: entered(state_folder_of(state, DEFAULT_SIZES))),
-        "state, dry": ("service.state", lambda: check_state(state)),
+        "state, dry": ("service.state", lambda: reading_state(state, DEFAULT_SIZES).__enter__()),
         "run": ("service.run_folder", lambda: entered(run_folder_of(run))),
         "run, dry": ("service.run_folder", lambda: check_run_folder(run)),
-        "record, dry": ("record", lambda: check_record(record)),
+        "record, dry": ("record", lambda: check_record(record, carries_on=False)),
         "host": ("--folder", lambda: entered(host_folder(str(named)))),
     }
 

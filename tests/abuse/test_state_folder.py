@@ -15,7 +15,7 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
-from dora.orchestrator.recovery.state_folder import LOCK_FILE, SERVICE_FILE, StateFolder, check_state, state_folder_of
+from dora.orchestrator.recovery.state_folder import LOCK_FILE, SERVICE_FILE, StateFolder, reading_state, state_folder_of
 from tests.abuse.full import faults, files_up_to
 from tests.refusals import data_words, refused
 from tests.unit.test_runtime import Shell
@@ -120,15 +120,15 @@ async def test_settings_that_matter_must_not_change(tmp_path: Path, sections: di
 async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     await begun(tmp_path / "good")
-    for check in (check_state, lambda config: state_folder_of(config, DEFAULT_SIZES).__enter__()):
+    for opened in (reading_state, state_folder_of):
         with refused(InvalidValue, field="service.state"):
-            check(configured(tmp_path / "file"))
+            opened(configured(tmp_path / "file"), DEFAULT_SIZES).__enter__()
         with refused(InvalidValue, field="service.state", value="", names=("service.keep_events",)):
-            check(validated({"service": {"keep_events": True}}))
+            opened(validated({"service": {"keep_events": True}}), DEFAULT_SIZES).__enter__()
         with state_folder_of(configured(tmp_path / "good"), DEFAULT_SIZES) as state:
             assert state is not None
             with refused(InvalidValue, field="service.state"):
-                check(configured(tmp_path / "good"))
+                opened(configured(tmp_path / "good"), DEFAULT_SIZES).__enter__()
             state.found.ledger.close()
     with files_up_to(10), refused(InvalidValue, field="service.state"):
         state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
@@ -168,7 +168,7 @@ async def test_the_message_names_the_process_that_has_the_folder(tmp_path: Path,
             (tmp_path / LOCK_FILE).unlink()
         known = {"why": "is in use by a running process"} if removed else {"names": (os.getpid(),)}
         known |= {"field": "service.state", "value": tmp_path, "allowed": "a folder that no running service has"}
-        for check in (check_state, lambda config: state_folder_of(config, DEFAULT_SIZES).__enter__()):
+        for opened in (reading_state, state_folder_of):
             with refused(InvalidValue, **known):
-                check(config)
+                opened(config, DEFAULT_SIZES).__enter__()
         state.found.ledger.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dora
-from dora.client.trainer import ENDED
+from dora.client.trainer import ENDED, UNSAID
 from dora.data.types import Prompt
 from dora.errors import MISSING, Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
@@ -425,7 +425,7 @@ async def test_steps_end_with_the_prompts(
     async with trainer_of(service) as trainer:
         assert [step.number async for step in trainer.steps()] == []
     said = [record.getMessage() for record in caplog.records if record.name == "dora.client"]
-    assert said == [ENDED % (2, service.address)]
+    assert said == [ENDED % (2, service.address, UNSAID)]
     await service.server.stop(None)
 
 

@@ -39,6 +39,17 @@ def test_weights_that_transformers_would_make_up_are_named(
     assert "model.norm.weight" in capsys.readouterr().err
 
 
+def test_weights_that_give_no_finite_logprobs_are_refused_by_name(
+    tiny_dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(tiny_dense, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert first_version.main([str(folder)]) == first_version.BAD_LOGPROBS
+    assert "canary.logprobs = nan" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("workers", "refused_by", "newest", "ends"),
     [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config
+from dora.data.record_content import RecordContent
 from dora.data.record_run import RecordRun, run_of, set_aside, write_run
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.errors import InvalidValue
@@ -66,25 +67,17 @@ async def bind(
 
     Raises NotOfOneTime for a contradiction that ``service.carry_on_from`` does not accept; OSError.
     """
-    newest = state.found.ledger.values["newest"]
-    folder = Path(config.record)
+    newest, folder = state.found.ledger.values["newest"], Path(config.record)
+    against, surplus = check_binding(config, state, recorder, content)
+    if against:
+        log.warning("carrying on from step %d although %s", newest, against)
+    if recorder is not None and surplus is not None:
+        trained_at = recorder.committed.get(surplus - 1, 0.0)
+        recorder.close()
+        aside = await asyncio.to_thread(set_aside, folder, surplus, trained_at)
+        log.warning("the record's content from step %d on was moved to %s", surplus, aside)
+        recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
     source = source_of(config.model_dump_json(include={"prompts"}))
-    if not state.found.is_new:
-        before = state.identity.content
-        if (state.identity.source or source_of(state.found.ledger.values["config"])) != source:
-            before = {name: digest for name, digest in before.items() if name != "prompts"}
-        contradictions = dict(changed(config, before, content))
-        surplus = None
-        if recorder is not None:
-            surplus = first_surplus(state, recorder)
-            contradictions |= of_record(config, state, recorder, surplus)
-        _check(config, state, contradictions, newest)
-        if recorder is not None and surplus is not None:
-            trained_at = recorder.committed.get(surplus - 1, 0.0)
-            recorder.close()
-            aside = await asyncio.to_thread(set_aside, folder, surplus, trained_at)
-            log.warning("the record's content from step %d on was moved to %s", surplus, aside)
-            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
     state.remember(content=dict(content), source=source, record=_name_of(folder) if recorder is not None else "")
     if recorder is not None:
         known = run_of(folder)
@@ -93,14 +86,28 @@ async def bind(
     return recorder
 
 
-def _check(config: Config, state: StateFolder, contradictions: Mapping[str, str], newest: int) -> None:
-    """Raises NotOfOneTime for contradictions, unless the configuration accepts them."""
-    if not contradictions:
-        return
-    if config.service.carry_on_from == newest:
-        log.warning("carrying on from step %d although %s", newest, "; ".join(contradictions.values()))
-        return
-    raise NotOfOneTime(state.folder, newest, contradictions)
+def check_binding(
+    config: Config, state: StateFolder, record: RecordContent | None, content: Mapping[str, str]
+) -> tuple[str, int | None]:
+    """Returns the contradictions that ``service.carry_on_from`` accepts, and the first step whose content in the record
+    is to be set aside; changes nothing.
+
+    Raises NotOfOneTime for contradictions that it does not accept.
+    """
+    if state.found.is_new:
+        return "", None
+    before = state.identity.content
+    source = source_of(config.model_dump_json(include={"prompts"}))
+    if (state.identity.source or source_of(state.found.ledger.values["config"])) != source:
+        before = {name: digest for name, digest in before.items() if name != "prompts"}
+    contradictions, surplus = dict(changed(config, before, content)), None
+    if record is not None:
+        surplus = first_surplus(state, record)
+        contradictions |= of_record(config, state, record, surplus)
+    newest = state.found.ledger.values["newest"]
+    if contradictions and config.service.carry_on_from != newest:
+        raise NotOfOneTime(state.folder, newest, contradictions)
+    return "; ".join(contradictions.values()), surplus
 
 
 def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -117,7 +124,7 @@ def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -
             yield name, f"the content of {name} = {named[name]!r} has changed: {digests}"
 
 
-def first_surplus(state: StateFolder, recorder: Recorder) -> int | None:
+def first_surplus(state: StateFolder, recorder: RecordContent) -> int | None:
     """The first step that the record has and the state does not, or has otherwise; None: there is none.
 
     The record gets a step's line before the state commits the step, so it may be one step ahead, with the groups that
@@ -137,7 +144,7 @@ def first_surplus(state: StateFolder, recorder: Recorder) -> int | None:
     return None if last.step == newest and last.groups.keys() <= leased else newest
 
 
-def of_record(config: Config, state: StateFolder, recorder: Recorder, surplus: int | None) -> dict[str, str]:
+def of_record(config: Config, state: StateFolder, recorder: RecordContent, surplus: int | None) -> dict[str, str]:
     """Returns the contradictions between the state and its record. Raises InvalidValue for another run's record."""
     newest, identity, record = state.found.ledger.values["newest"], state.identity, config.record
     known = run_of(recorder.folder)

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from dora.config import Config, validated
 from dora.errors import MISSING, InvalidValue
-from dora.journal.finding import Found, find
-from dora.journal.log import Sizes
+from dora.journal.finding import Found, find, finding
+from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.versions import KeptVersions
 from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
 from dora.system.files import replace_durably, try_folder
-from dora.system.ownership import hold, is_held, owner_of
+from dora.system.ownership import hold, is_held, owner_of, place_of
 from dora.system.private import check_owner, private_folder
 from dora.weights.whole import is_sound
 
@@ -30,6 +30,7 @@ LOCK_FILE: Final = "dora.lock"
 SERVICE_FILE: Final = "service.json"
 LIVING_FILE: Final = "processes.json"
 VERSIONS_FOLDER: Final = "versions"
+UNDAMAGED: Final = "undamaged weights"
 
 
 _KV_SECRET: Final = re.compile("[0-9a-f]{64}")
@@ -78,6 +79,9 @@ class StateFolder:
     def check_versions(self) -> None:
         """Raises InvalidValue if the weights of a version that may be needed are missing."""
         self._check_lacks(self.versions.lacking(self.found.ledger.versions()), "the weights")
+
+    def drop_others(self) -> None:
+        """Drops the weights of versions that were never acknowledged."""
         self.versions.only(self.found.ledger.versions())
 
     def bring_back_versions(self, store: Path) -> None:
@@ -85,7 +89,11 @@ class StateFolder:
         OSError.
         """
         damaged = self.versions.bring_back(self.found.ledger.versions(), store, is_sound)
-        self._check_lacks(damaged, "undamaged weights")
+        self._check_lacks(damaged, UNDAMAGED)
+
+    def check_brings_back(self, store: Path) -> None:
+        """Raises InvalidValue if ``bring_back_versions`` would; changes nothing."""
+        self._check_lacks(self.versions.damaged(self.found.ledger.versions(), store, is_sound), UNDAMAGED)
 
     def _check_lacks(self, versions: Sequence[int], what: str) -> None:
         if versions:
@@ -144,6 +152,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
             raise _unusable(folder, error) from error
         try:
             state.check_versions()
+            state.drop_others()
         except BaseException:
             state.found.ledger.close()
             raise
@@ -152,19 +161,31 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         held.close()
 
 
-def check_state(config: Config) -> None:
-    """Raises InvalidValue if the folder cannot be used or a running service has it; changes nothing."""
+@contextlib.contextmanager
+def reading_state(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
+    """Yields what ``state_folder_of`` would, but changes and locks nothing. Raises InvalidValue in the same cases."""
     _check_keeps(config)
     if not config.service.state:
+        yield None
         return
     folder = Path(config.service.state)
     check_owner(folder, SETTING)
     try:
-        try_folder(folder)
+        for each in (folder, *(inner for name in (LOG_FOLDER, VERSIONS_FOLDER) if (inner := folder / name).exists())):
+            try_folder(each)
     except OSError as error:
         raise _unusable(folder, error) from error
     if is_held(folder / LOCK_FILE):
         raise _in_use(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            identity, versions = identity_in(folder), KeptVersions(folder / VERSIONS_FOLDER, repairs=False)
+            found = stack.enter_context(finding(folder, sizes))
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        state = StateFolder(folder, found, versions, identity, place_of(folder / LOCK_FILE))
+        state.check_versions()
+        yield state
 
 
 def _check_keeps(config: Config) -> None:

@@ -12,6 +12,7 @@ from dora.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.rollout.streams import DRAINED
 from dora.orchestrator.rollout.telemetry import StepRecord
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.draining import draining_of
 from dora.orchestrator.services.evaluation import evaluations_of
 from dora.rpc import dora_pb2 as pb
 
@@ -40,6 +41,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         counters=counters(runtime),
         steps=[_step(step) for step in runtime.telemetry.steps],
         draining=runtime.feed.closed,
+        drain=draining_of(runtime),
         prompts_queued=len(runtime.feed) + len(state.backlog),
         storage_faults=[
             pb.StorageFault(place=fault.place, reason=fault.reason, since=fault.since)

@@ -23,6 +23,7 @@ from dora.orchestrator.rollout.presence import CLIENT_ID_MAX
 from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import staleness_groups
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.draining import ended_line
 from dora.orchestrator.services.publishing import Publishing
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -156,7 +157,7 @@ class TrainerService(stubs.TrainerServicer):
         if stream.superseded:
             raise Conflict("step", request.step, "read from the latest stream", why="is streamed by a later call")
         if stream.exhausted:
-            yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
+            yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True, ended=ended_line(runtime))
 
     async def UploadWeights(
         self, request_iterator: AsyncIterator[pb.WeightChunk], context: ServicerContext

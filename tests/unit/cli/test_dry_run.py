@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from dora.orchestrator.main import serve
 from dora.orchestrator.preflight import run_preflight
 from dora.system.ownership import hold
 from tests.private_token import with_token
+from tests.refusals import refused
 from tests.service import configured
 from tests.unit.cli.service import dora
+
+REWARD = "def score(prompt_text, response_text, response_token_ids, verifier):\n    return 1.0\n"
+FILTER = "def keep(prompt_text, rewards, verifier):\n    return True\n"
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +179,8 @@ def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path
     assert load_config(file).record == "new/record"
     lines = [line.removeprefix("dora: checked ").partition(":")[0] for line in shown.stderr.splitlines()]
     assert lines == [
-        "policy", "workers", "KV tier", "model", "weights", "state folder", "run folder", "record", "prompts", "reward",
-        "filter", "address", "token", "dora",
+        "policy", "KV tier", "state folder", "token", "run folder", "workers", "model", "weights", "prompts", "record",
+        "reward", "filter", "address", "dora",
     ]  # fmt: skip
     assert "some.jsonl, the first has" in shown.stderr and "hush" not in shown.stderr
 
@@ -194,3 +199,135 @@ def test_a_model_that_could_not_be_made_is_refused(here: Path, monkeypatch: pyte
     refused = dora("serve", "--dry-run", "--model", "tiny", "--listen", "127.0.0.1:0", "--set", "cache=file/cache")
     assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
     assert "a writable cache folder" in refused.stderr
+
+
+async def begun(config: Config) -> None:
+    """A service begins a run on this configuration's state folder, and stops."""
+    stop = asyncio.Event()
+    await serve(config, ready=lambda handle: stop.set(), stop=stop, progress=lambda line: None)
+
+
+def cut_trajectories(here: Path) -> None:
+    (here / "record" / "steps.jsonl").write_text('{"step": 0}\n')
+
+
+def taken_run(here: Path) -> None:
+    (here / "record" / "record.json").write_text(json.dumps({"run": "another", "since": 0}))
+    (here / "record" / "cancelled.jsonl").write_text('{"group_id": "g0"}\n')
+
+
+def damage_log(here: Path) -> None:
+    segment = max((here / "state" / "log").glob("*.seg"))
+    (here / "state" / "ledger.db").unlink()
+    for left in (here / "state").glob("ledger.db-*"):
+        left.unlink()
+    body = bytearray(segment.read_bytes())
+    body[0] ^= 0xFF
+    segment.write_bytes(bytes(body))
+
+
+def remove_log(here: Path) -> None:
+    for segment in (here / "state" / "log").glob("*.seg"):
+        segment.unlink()
+
+
+def replace(name: str, text: str) -> Callable[[Path], None]:
+    return lambda here: (here / name).write_text(text) and None
+
+
+Change = tuple[Callable[[Path], object], dict[str, Any], str]  # what happens, settings of the next start, the field
+CHANGES: dict[str, Change] = {
+    "identity damaged": (replace("state/service.json", "{"), {}, "service.json"),
+    "log removed": (remove_log, {}, "service.state"),
+    "log damaged": (damage_log, {}, "service.state"),
+    "prompts changed": (replace("good.jsonl", '{"prompt": "OTHER"}\n'), {}, "service.state"),
+    "reward changed": (replace("dry_reward.py", REWARD + "# changed\n"), {}, "service.state"),
+    "filter changed": (replace("dry_filter.py", FILTER + "# changed\n"), {}, "service.state"),
+    "model changed": (replace("model/new.json", "{}"), {}, "service.state"),
+    "record of another run": (taken_run, {}, "record"),
+    "record damaged": (cut_trajectories, {}, "steps.jsonl line 1"),
+    "binding damaged": (replace("record/record.json", "{"), {}, "record.json"),
+    "setting that is fixed": (lambda here: None, {"rollout__temperature": 0.5}, "rollout.temperature"),
+    "carried on from another step": (
+        replace("good.jsonl", '{"prompt": "OTHER"}\n'), {"service__carry_on_from": 3}, "service.state"
+    ),
+    "not how the run began": (lambda here: None, {"service__begin_from": "other@0"}, "service.begin_from"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_state_and_what_belongs_to_it_are_compared_as_by_a_start(
+    here: Path, tiny_dense: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "good.jsonl").write_text('{"prompt": "DIGITS"}\n')
+    (here / "dry_reward.py").write_text(REWARD)
+    (here / "dry_filter.py").write_text(FILTER)
+    shutil.copytree(tiny_dense, here / "model")
+    fields = {
+        "prompts": "good.jsonl",
+        "reward__function": "dry_reward:score",
+        "selection__filter": "dry_filter:keep",
+        "record": str(here / "record"),
+        "service__state": str(here / "state"),
+        "service__run_folder": str(here / "run"),
+        "workers__count": 0,
+    }
+    await begun(fake(here / "model", **fields))
+    await run_preflight(fake(here / "model", **fields), lambda what, found: None)
+    happens, settings, field = CHANGES[change]
+    happens(here)
+    before = content(here)
+    config = fake(here / "model", **(fields | settings))
+    with refused(InvalidValue, field=field) as preflighted:
+        await run_preflight(config, lambda what, found: None)
+    assert content(here) == before, "a dry run writes and locks nothing"
+    assert await words_of_a_start(config) == str(preflighted.value)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+async def test_content_that_is_accepted_deliberately_is_named(here: Path, tiny_dense: Path) -> None:
+    (here / "good.jsonl").write_text('{"prompt": "DIGITS"}\n')
+    fields: dict[str, Any] = {"prompts": "good.jsonl", "service__state": str(here / "state"), "workers__count": 0}
+    await begun(fake(tiny_dense, **fields))
+    (here / "good.jsonl").write_text('{"prompt": "OTHER"}\n')
+    said: dict[str, str] = {}
+    await run_preflight(fake(tiny_dense, **fields, service__carry_on_from=0), said.__setitem__)
+    assert "good.jsonl" in said["record and state"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"service__token": "two\nlines"}, "service.token"),
+        ({"kv__host": "203.0.113.7"}, "kv address"),
+        ({"kv__pool_mb": 1, "kv__spill_mb": 1, "kv__spill_folder": "file/below"}, "kv.spill_folder"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+async def test_addresses_tokens_and_disks_are_checked_as_by_a_start(
+    here: Path, tiny_dense: Path, fields: dict[str, Any], field: str
+) -> None:
+    (here / "file").write_text("")
+    config = fake(tiny_dense, workers__count=0, **fields)
+    with refused(InvalidValue, field=field) as preflighted:
+        await run_preflight(config, lambda what, found: None)
+    assert await words_of_a_start(config) == str(preflighted.value)
+
+
+async def test_the_run_folder_of_a_state_that_is_in_use_is_refused(here: Path, tiny_dense: Path) -> None:
+    config = fake(tiny_dense, service__state=str(here / "state"), workers__count=0)
+    await begun(config)
+    secret = json.loads((here / "state" / "service.json").read_text())["kv_secret"]
+    folder = setup.made_for_state(config, secret)
+    folder.mkdir()
+    held = hold(folder / setup.LOCK_FILE)
+    assert held is not None
+    with refused(InvalidValue, field="service.run_folder", value=str(folder)) as preflighted:
+        await run_preflight(config, lambda what, found: None)
+    assert await words_of_a_start(config) == str(preflighted.value)
+    held.close()
+    shutil.rmtree(folder)
