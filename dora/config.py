@@ -337,7 +337,9 @@ class ServiceConfig(Section):
     """Addresses, secrets and limits of the service."""
 
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
-    token: str = Field("", description="the owner's; the roles' follow from it; empty: made at start and shown")
+    token: str = Field(
+        "", repr=False, description="the owner's; the roles' follow from it; empty: made at start and shown"
+    )
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
     begin_from: str = Field(

@@ -9,7 +9,7 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import ExitCode
-from dora.cli.options import WINDOW_METAVAR, JsonOption, SettingsOption, window_size
+from dora.cli.options import WINDOW_METAVAR, JsonOption, SettingsOption, check_no_secret, window_size
 from dora.cli.output import print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def demo(
     from dora.demo.screen import screen_for
     from dora.demo.summary import print_summary
 
+    check_no_secret(settings)
     options = DemoOptions(
         model=model,
         out=out,

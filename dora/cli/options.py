@@ -53,6 +53,16 @@ SettingsOption = Annotated[
 ]
 
 
+def check_no_secret(settings: Iterable[str] | None) -> None:
+    """Raises InvalidValue if a ``--set`` gives the owner's token, in whatever form."""
+    from dora.config import settings_tree
+
+    service = settings_tree(None, settings or ()).get("service")
+    if isinstance(service, dict) and "token" in service:
+        allowed = "in DORA_TOKEN, --token-file or the configuration file: other users can read arguments"
+        raise InvalidValue("service.token", "an argument", allowed)
+
+
 def window_size(option: str | None) -> "WindowSize | None":
     """Parses ``--window``. Other text is returned unchanged, for the settings to refuse."""
     try:

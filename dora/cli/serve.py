@@ -11,11 +11,10 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import say
-from dora.cli.options import WINDOW_METAVAR, SettingsOption, token_option, window_size
+from dora.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, token_option, window_size
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
-from dora.errors import InvalidValue
 from dora.system.log_limit import LogLimit
 from dora.system.signals import drain_on_signals
 
@@ -151,9 +150,7 @@ def serve(
             "service.token": token or None,
         }
     )
-    if any(each.partition("=")[0].strip() == "service.token" for each in settings or ()):
-        allowed = "in DORA_TOKEN, --token-file or the configuration file: other users can read arguments"
-        raise InvalidValue("service.token", "an argument", allowed)
+    check_no_secret(settings)
     config = load_config(config_file, [*(settings or ()), *short])
     if not dry_run:
         try:

@@ -16,6 +16,7 @@ ALIKE: Final = 0.6  # similarity from which an unknown name is taken for a known
 BOUNDS: Final = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 REACHED: Final = {"gt": 1, "lt": -1}  # added to an exclusive bound to name the nearest valid integer
 WRITTEN_OUT: Final = 1e7  # floats from here on are written like 1e+07
+NOT_SHOWN: Final = "(not shown)"  # in place of a secret
 WHOLE: Final = "configuration"  # the field of an error without a single field
 
 
@@ -41,6 +42,8 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
         why = ""
         if first["type"] == "extra_forbidden" and isinstance(value, Mapping):
             value, why = MISSING, "is not a section"
+        if _is_secret(typed, value, set(secret_fields(model))):
+            value = NOT_SHOWN
         raise InvalidValue(".".join((section, *typed) if section else typed) or WHOLE, value, allowed, why) from error
 
 
@@ -50,6 +53,24 @@ def _typed(path: tuple[str, ...], value: Any) -> tuple[tuple[str, ...], Any]:
         ((name, value),) = value.items()
         path = (*path, str(name))
     return path, value
+
+
+def secret_fields(model: type[BaseModel]) -> Iterator[str]:
+    """The names of all fields that hold a secret: those that are left out of ``repr``."""
+    for name, field in model.model_fields.items():
+        if not field.repr:
+            yield name
+        if (below := section_of(field)) is not None:
+            yield from secret_fields(below)
+
+
+def _is_secret(path: tuple[str, ...], value: Any, names: set[str]) -> bool:
+    """Returns whether the value at ``path`` may hold a secret. A field may be misspelt, or be in the wrong section."""
+    if any(nearest(part, names, ALIKE) for part in path):
+        return True
+    if isinstance(value, Mapping):
+        return any(_is_secret((str(name),), inner, names) for name, inner in value.items())
+    return isinstance(value, list | tuple) and any(_is_secret((), inner, names) for inner in value)
 
 
 def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from dora.errors import DoraError
 from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.rpc.dora_pb2 import Status, WorkerStatus
+from dora.rpc.roles import Role
 
 WATCH_PERIOD_MS = 250
 HELD_TRAJECTORIES_MAX = 1_000_000
@@ -185,7 +186,7 @@ async def _watched_run(
     threads = options.preset.trainer_threads
     async with (
         Operator(handle.address, handle.token) as operator,
-        TrainerProcess(arguments, handle.token, threads, folder.trainer_log, folder.trained) as trainer,
+        TrainerProcess(arguments, handle.tokens[Role.TRAINER], threads, folder.trainer_log, folder.trained) as trainer,
     ):
         strike = Strike(options.kill_worker_after_s, screen)
         training = asyncio.create_task(trainer.run())

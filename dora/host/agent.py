@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +60,7 @@ class AgentOptions:
     """
 
     address: str
-    token: str
+    token: str = field(repr=False)
     name: str
     workers: int = AS_THE_SERVICE
     device: str = ""

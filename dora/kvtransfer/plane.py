@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -45,7 +45,7 @@ HELPERS: Final = 2  # threads
 class PlaneSettings:
     """Settings shared by a whole run."""
 
-    secret: bytes  # 32 random bytes
+    secret: bytes = field(repr=False)  # 32 random bytes
     folder: Path  # for shared-memory segments: a tmpfs
     transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
     bandwidth_bytes_per_s: float = 0.0  # limit for everything that a worker sends; 0: no cap

@@ -78,7 +78,7 @@ class ServiceHandle:
     """The address and tokens of a running service."""
 
     address: str
-    tokens: Mapping[Role, str]
+    tokens: Mapping[Role, str] = field(repr=False)
     run_folder: Path
     model: Path
     model_s: float  # event-loop time at which the model was prepared

@@ -66,7 +66,7 @@ class Fetch:
 
     order: Order
     own: Identity
-    secret: bytes
+    secret: bytes = field(repr=False)
     hold: Hold  # starts or resumes the reception of a version
     receivers: Mapping[str, MakeReceiver]  # transports beside TCP, by name, in order of preference
     helpers: Executor

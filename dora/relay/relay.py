@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Final
@@ -45,7 +45,7 @@ TORCH: Final = ("gloo", "nccl")
 class RelaySettings:
     """The settings that all relays of a run share."""
 
-    secret: bytes  # 32 random bytes
+    secret: bytes = field(repr=False)  # 32 random bytes
     transports: tuple[str, ...] = (TCP,)  # in order of preference; TCP is tried last in any case
     bandwidth_bytes_per_s: float = 0.0  # limit of all that the relay sends; 0: none
     timeout_s: float = 30.0  # a peer that is silent for this long has failed; a busy host may answer late

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
@@ -29,7 +29,7 @@ class Address:
     """The service's address, and this process's identity."""
 
     orchestrator: str  # host:port
-    token: str
+    token: str = field(repr=False)
     name: str  # of the worker or pool
     kv_host: str = ""  # empty: that by which we reach the service
     host: str = ""  # the name of ours; empty: what the system calls it

@@ -23,7 +23,7 @@ _COMMON: Final = (
 @dataclass(frozen=True, slots=True)
 class GrpoConfig:
     address: str
-    token: str
+    token: str = field(repr=False)
     model: str = ""  # Hugging Face folder; empty: the service's newest version, which requires a shared host
     groups: int = 0  # prompt groups per step; 0: the service's setting
     steps: int = 0  # 0: until the prompts are exhausted

@@ -41,8 +41,8 @@ class Identity:
     """A service's identity for its clients."""
 
     address: str = ""
-    token: str = ""
-    kv_secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    token: str = field(default="", repr=False)
+    kv_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     run: str = field(default_factory=lambda: secrets.token_hex(16))  # of this run; its record has the same
     place: str = ""  # of the state folder: a copy is at another one
     record: str = ""  # the folder of the last incarnation's record

@@ -1,0 +1,74 @@
+"""Secrets stay out of what is printed: representations, refused values, arguments."""
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dora
+from dora.cli.exits import ExitCode
+from dora.cli.options import check_no_secret
+from dora.config import load_config, validated
+from dora.errors import InvalidValue
+from tests.refusals import refused
+from tests.unit.cli.service import dora as command
+
+SECRET = "s3cret-0123456789"
+NAMES = {"token", "tokens", "secret", "kv_secret", "owner_token"}
+KINDS = ("str", "bytes", "Mapping[Role, str]")
+
+
+def declared() -> Iterator[tuple[str, str]]:
+    """Fields of classes that hold a token or another secret, with their declarations."""
+    for file in sorted(Path(dora.__file__).parent.rglob("*.py")):
+        for each in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(each, ast.ClassDef):
+                continue
+            is_data = any("dataclass" in ast.unparse(decorator) for decorator in each.decorator_list) or each.bases
+            for field in each.body if is_data else ():
+                is_named = isinstance(field, ast.AnnAssign) and ast.unparse(field.target) in NAMES
+                if is_named and ast.unparse(field.annotation) in KINDS:
+                    yield f"{file.name}: {each.name}.{ast.unparse(field.target)}", ast.unparse(field)
+
+
+def test_no_representation_shows_a_secret() -> None:
+    found = dict(declared())
+    assert len(found) >= 8
+    assert not [name for name, field in found.items() if "repr=False" not in field]
+    assert SECRET not in repr(load_config(None, [("service.token", SECRET)]))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"service": {"token": [SECRET]}},
+        {"service": {"token": {"value": SECRET}}},
+        {"service": {"tokne": SECRET}},
+        {"service": {"Token": SECRET}},
+        {"token": SECRET},
+        {"servce": {"token": SECRET}},
+        {"servce": {"token": SECRET, "listen": "x:1"}},
+        {"service": [{"token": SECRET}]},
+        {"model": {"token": SECRET}},
+    ],
+    ids=json.dumps,
+)
+def test_a_refused_configuration_does_not_show_it(tree: dict[str, Any]) -> None:
+    with refused(InvalidValue) as error:
+        validated(tree)
+    assert SECRET not in str(error.value) and SECRET not in repr(error.value.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [f"service.token={SECRET}", f" service.token = {SECRET}", f'service={{token="{SECRET}"}}'],
+)
+def test_an_argument_with_it_is_refused(setting: str) -> None:
+    with refused(InvalidValue, field="service.token", value="an argument"):
+        check_no_secret([setting])
+    for name in ("serve", "demo"):
+        said = command(name, "--set", setting, *(["--dry-run"] if name == "serve" else []))
+        assert said.exit_code == ExitCode.USAGE and SECRET not in said.output
