@@ -456,6 +456,29 @@ class RewardConfig(Section):
     calls_max: int = Field(0, ge=0, description="calls after which a function's process is replaced; 0: no limit")
 
 
+class EvaluationConfig(Section):
+    """Evaluations by the service itself: every N-th version on the same prompts, beside training."""
+
+    prompts: str = Field(
+        "", description="a .jsonl or .parquet file, or a dataset's folder, with the columns of `prompts`; empty: none"
+    )
+    split: str = Field("", description="of a dataset with several, such as test; empty: it has one")
+    every: int = Field(0, ge=0, description="steps from one evaluated version to the next; 0: no evaluations")
+    share: float = Field(
+        0.0, ge=0.0, le=0.5, description="of the version's workers, kept for the evaluation; 0: only idle slots"
+    )
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        """Prompts and their period belong together, and nothing has an effect without them."""
+        if self.prompts and not self.every:
+            raise InvalidValue("evaluation.every", 0, "at least 1, because evaluation.prompts is set")
+        for name in ("every", "split", "share") if not self.prompts else ():
+            if value := getattr(self, name):
+                raise InvalidValue(f"evaluation.{name}", value, "left out, or with evaluation.prompts")
+        return self
+
+
 class Config(Section):
     """Everything that ``dora serve`` needs."""
 
@@ -477,6 +500,7 @@ class Config(Section):
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @property
     def evaluation_versions(self) -> int:

@@ -1,7 +1,7 @@
 """Clients of the service: for trainers, for submitting prompts, and for operators. Loads no torch."""
 
 from dora.client.all_ranks import AllRanks
-from dora.client.evaluation import Evaluation, Score, score_of, scores_by
+from dora.client.evaluation import Evaluation
 from dora.client.operator import Operator
 from dora.client.periodic import EvaluationSeries
 from dora.client.prompts import Cancelled, Prompts, Submitted
@@ -9,6 +9,7 @@ from dora.client.publishing import Commit
 from dora.client.session import Attachment
 from dora.client.step import Step
 from dora.client.trainer import Trainer
+from dora.data.score import Score, score_of, scores_by
 
 __all__ = [
     "AllRanks",

@@ -1,35 +1,15 @@
 """An evaluation at the client: yields the groups of one version as they finish, then their scores."""
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, Self
-
-import numpy as np
+from typing import Any, Self
 
 from dora.client.connection import Connection
-from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.trajectory import TrajectoryGroup
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import check_message_bytes
 from dora.rpc.convert import group_from_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.rpc.errors import ServiceUnavailable
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Statistics of responses. NaN means that no response gives the value."""
-
-    groups: Annotated[int, "prompts whose responses are complete"]
-    responses: Annotated[int, "their responses"]
-    reward_mean: Annotated[float, "mean reward, over valid verdicts"]
-    reward_error: Annotated[float, "standard error of that mean, with each prompt's mean as one sample"]
-    verdicts_failed: Annotated[int, "responses without a valid verdict of the reward function"]
-    length_mean_tokens: Annotated[float, "mean length of the responses"]
-    length_p90_tokens: Annotated[float, "90th percentile of the lengths"]
-    stopped: Annotated[int, "responses ended by the model, a stop string or a stop token"]
-    cut: Annotated[int, "responses cut at their maximum length"]
 
 
 class Evaluation:
@@ -106,38 +86,3 @@ class Evaluation:
                 self._come.append(group_from_wire(*parts))
         if part.HasField("end"):
             self.reason, self.ended = part.end.reason, True
-
-
-def score_of(groups: Iterable[TrajectoryGroup]) -> Score:
-    """Computes the statistics of the groups' responses."""
-    groups = list(groups)
-    trajectories = [each for group in groups for each in group.trajectories]
-    tokens = np.asarray([each.length_tokens for each in trajectories], np.float64)
-    means = [mean for group in groups if not math.isnan(mean := _mean(_rewards(group.trajectories)))]
-    return Score(
-        groups=len(groups),
-        responses=len(trajectories),
-        reward_mean=_mean(_rewards(trajectories)),
-        reward_error=float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan,
-        verdicts_failed=sum(not each.reward_valid for each in trajectories),
-        length_mean_tokens=_mean(tokens.tolist()),
-        length_p90_tokens=float(np.quantile(tokens, 0.9)) if len(tokens) else math.nan,
-        stopped=sum(each.finish_reason == "stop" for each in trajectories),
-        cut=sum(each.finish_reason == "length" for each in trajectories),
-    )
-
-
-def scores_by(groups: Iterable[TrajectoryGroup], column: Callable[[TrajectoryGroup], str]) -> dict[str, Score]:
-    """Computes the statistics for each value of ``column``, in the order of the values."""
-    parts: dict[str, list[TrajectoryGroup]] = {}
-    for group in groups:
-        parts.setdefault(column(group), []).append(group)
-    return {key: score_of(parts[key]) for key in sorted(parts)}
-
-
-def _rewards(trajectories: Iterable[Trajectory]) -> list[float]:
-    return [each.reward for each in trajectories if each.reward_valid]
-
-
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values)) if values else math.nan

@@ -15,6 +15,7 @@ from dora.system.line_file import whole_lines
 TRAJECTORIES_FILE: Final = "trajectories.jsonl"
 CANCELLED_FILE: Final = "cancelled.jsonl"
 STEPS_FILE: Final = "steps.jsonl"
+EVALUATIONS_FILE: Final = "evaluations.jsonl"
 LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
 WITHDRAWN: Final = "withdrawn_version"  # the only key of a line: no worker could load this version
 REPUBLISHED: Final = "republished_version"  # the only key of a line: the version was republished
@@ -69,6 +70,7 @@ class RecordContent:
             self._counts: dict[int, int] = {}  # step -> its trajectories
             self._read_steps()
             self._ended = self._read_ended()
+            self.evaluated = self._read_evaluated()  # versions
         except OSError as error:
             raise unwritable(folder, error) from error
 
@@ -115,6 +117,19 @@ class RecordContent:
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidValue(f"{CANCELLED_FILE} line {number}", line[:80], "a cancelled group") from error
         return ended
+
+    def _read_evaluated(self) -> set[int]:
+        """The versions of which an evaluation was completed."""
+        found = set()
+        file = self.folder / EVALUATIONS_FILE
+        for number, line in enumerate(whole_lines(file) if file.exists() else (), start=1):
+            try:
+                tree = json.loads(line)
+                if not tree["missing"]:
+                    found.add(int(tree["version"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidValue(f"{EVALUATIONS_FILE} line {number}", line[:80], "an evaluation") from error
+        return found
 
     def _read_ids(self) -> set[str]:
         ids = set()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dora.data.run_record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import CANCELLED_FILE, EVALUATIONS_FILE, STEPS_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.errors import MISSING, InvalidValue
 from dora.system.files import replace_durably, sync_folder
 
@@ -70,6 +70,8 @@ def set_aside(folder: Path, first: int, until: float) -> Path:
         (CANCELLED_FILE, lambda line: line["cancelled_at"] > until),
     ):
         _divide(folder / name, aside / name, moves)
+    if (folder / EVALUATIONS_FILE).exists():
+        _divide(folder / EVALUATIONS_FILE, aside / EVALUATIONS_FILE, lambda line: line["version"] > first)
     (aside / VERSIONS_FOLDER).mkdir()
     for version in (folder / VERSIONS_FOLDER).iterdir():
         if version.name.isdigit() and int(version.name) > first:

@@ -4,6 +4,7 @@
     DIR/cancelled.jsonl        one cancelled group a line, with the reason (keys: CancelledGroup)
     DIR/steps.jsonl            one committed step a line (keys: CommittedStep), each step once.
                                Lines between them name versions that were withdrawn and republished
+    DIR/evaluations.jsonl      one ended evaluation of the service's own series a line (keys: Evaluated and Score)
     DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json if the engines
                                have quantised it: {"quantisation": "int8"}. Unless the step's ``weights`` is "all", a
                                version's folder may be deleted after two later commits
@@ -15,6 +16,7 @@ shell calls it in a thread. A failed write or fsync raises OSError, leaves nothi
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -24,6 +26,7 @@ from typing import Final, Self
 from dora.data.record_content import (
     ALL_WEIGHTS,
     CANCELLED_FILE,
+    EVALUATIONS_FILE,
     LINES_FILES,
     REPUBLISHED,
     STEPS_FILE,
@@ -34,6 +37,7 @@ from dora.data.record_content import (
     RecordContent,
     unwritable,
 )
+from dora.data.score import Evaluated
 from dora.data.trajectory import Trajectory
 from dora.system.files import link_or_copy, sync_folder
 from dora.system.line_file import LineFile
@@ -98,6 +102,15 @@ class Recorder(RecordContent):
     def append_cancelled(self, group: CancelledGroup) -> None:
         self._cancelled.append(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
         self._ended.add(group.group_id)
+
+    def append_evaluation(self, evaluated: Evaluated) -> None:
+        """Writes the line of an ended evaluation of the service's own series, durably."""
+        file = LineFile(self.folder / EVALUATIONS_FILE)
+        try:
+            deque(file.lines(), maxlen=0)
+            file.append_durably(json.dumps(evaluated.to_json_dict(), allow_nan=False).encode() + b"\n")
+        finally:
+            file.close()
 
     def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
         """Continues after a restart: removes versions above ``newest``, which were not committed, and writes missing
@@ -226,6 +239,7 @@ def _withdrawn_line(version: int) -> bytes:
 __all__ = [
     "ALL_WEIGHTS",
     "CANCELLED_FILE",
+    "EVALUATIONS_FILE",
     "LINES_FILES",
     "NO_WEIGHTS",
     "REPUBLISHED",

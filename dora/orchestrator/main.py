@@ -40,6 +40,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
+from dora.orchestrator.services.evaluation_series import OwnEvaluations, evaluation_prompts
 from dora.orchestrator.services.server import serving
 from dora.orchestrator.setup import RUN_FOLDER as RUN_FOLDER_SETTING
 from dora.orchestrator.setup import (
@@ -167,6 +168,7 @@ class _Start:
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
     versions: VersionMemory | None = None
+    evaluations: OwnEvaluations | None = None
     orphaned: set[str] = field(default_factory=set)  # processes of an earlier incarnation
 
     @property
@@ -263,6 +265,7 @@ class _Start:
             progress=self.progress,
             longest_tokens=config.rollout.max_tokens,
         )
+        evaluated = await asyncio.to_thread(evaluation_prompts, config, tokenizer, check)
         recorder = await self._recorder(store, source.reward)
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
@@ -284,6 +287,7 @@ class _Start:
             routing=routing,
         )
         stack.push_async_callback(runtime.close)
+        self.evaluations = OwnEvaluations(runtime, evaluated)
         return runtime
 
     async def _recorder(self, store: WeightStore, reward: str) -> Recorder | None:
@@ -326,6 +330,8 @@ class _Start:
         launcher.open()
         launcher.scale(config.workers.count)
         await runtime.restore(restored)
+        if self.evaluations is not None:
+            self.evaluations.at(runtime.machine.state.window.newest)
 
 
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:

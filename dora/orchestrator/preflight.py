@@ -26,6 +26,7 @@ from dora.orchestrator.recovery.binding import check_binding, content_of
 from dora.orchestrator.recovery.state_folder import StateFolder, reading_state
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.scoring import filtering, verifying
+from dora.orchestrator.services.evaluation_series import evaluation_prompts
 from dora.orchestrator.services.server import check_address
 from dora.orchestrator.setup import (
     WEIGHTS_FOLDER,
@@ -171,6 +172,11 @@ async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Sai
         longest_tokens=config.rollout.max_tokens,
     )
     first = await asyncio.to_thread(source.at, 0)
+    evaluated = await asyncio.to_thread(evaluation_prompts, config, tokenizer, check)
+    if evaluated:
+        said(
+            "evaluation", f"{len(evaluated):,} prompts of {config.evaluation.prompts}, every {config.evaluation.every}"
+        )
     begins = f", the first has {len(first.token_ids):,} tokens" if first is not None else ""
     said("prompts", f"{config.prompts.source}{begins}")
     return source

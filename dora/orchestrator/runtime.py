@@ -132,6 +132,7 @@ class Runtime:
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
+        self.published: Callable[[int], None] = lambda version: None  # told of each committed version
         self.drain_ends_s: float | None = None  # monotonic: the end of the drain that a stop has begun
         self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
             deque()

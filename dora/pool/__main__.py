@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     """Serves until it is stopped, or until the service is away for longer than the orphan timeout. Its snapshots end
     with it.
     """
-    token = os.environ.get("DORA_TOKEN", "")
+    token = os.environ.pop("DORA_TOKEN", "")
     if not token:
         raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")
     if options.memory_mb < 1:

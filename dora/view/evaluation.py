@@ -6,8 +6,9 @@ from typing import Annotated, Final
 
 from rich.text import Text
 
-from dora.client.evaluation import Evaluation, Score, score_of, scores_by
-from dora.rpc.dora_pb2 import EvaluationStatus
+from dora.client.evaluation import Evaluation
+from dora.data.score import Score, score_of, scores_by
+from dora.rpc.dora_pb2 import EvaluatedVersion, EvaluationStatus
 from dora.view.numbers import measured, number, percent
 from dora.view.tables import Column, Sheet
 
@@ -92,6 +93,17 @@ def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
     return Text(
         f"{name}: v{status.version}{kept}, {done}, {status.running:,} running, {status.waiting:,} waiting, {share}"
     )
+
+
+def evaluated_line(evaluated: EvaluatedVersion) -> str:
+    """An ended evaluation of the service's own series in one line."""
+    line = f"v{evaluated.version}"
+    if evaluated.HasField("reward_mean"):
+        line += f": mean reward {evaluated.reward_mean:.4f}"
+    if evaluated.HasField("reward_error"):
+        line += f" ± {evaluated.reward_error:.4f}"
+    line += f", {evaluated.prompts - evaluated.missing - evaluated.refused:,} of {evaluated.prompts:,} prompts"
+    return f"{line} ({evaluated.reason})" if evaluated.reason else line
 
 
 def _share(part: int, score: Score) -> float | None:

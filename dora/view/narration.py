@@ -1,6 +1,7 @@
 """Events between two statuses, as sentences: replaces the live view without a terminal."""
 
 from dora.rpc.dora_pb2 import Status, StepMetrics
+from dora.view.evaluation import evaluated_line
 from dora.view.metrics import alarms, metrics
 from dora.view.service import drain_rows, faults_of, filling
 
@@ -26,6 +27,8 @@ def news(before: Status, after: Status) -> list[str]:
         f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"
         for step in new
     ]
+    known = {each.version for each in before.evaluated}
+    lines += [f"evaluated {evaluated_line(each)}" for each in after.evaluated if each.version not in known]
     lines += [f"ALARM: step {step.step}: {line}" for step in new for line in alarms(step.metrics)]
     lines += _version_news(before, after) + _worker_news(before, after)
     if faults_of(after) != faults_of(before):

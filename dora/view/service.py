@@ -15,7 +15,7 @@ from dora.rpc.dora_pb2 import (
     VersionStatus,
     WorkerStatus,
 )
-from dora.view.evaluation import evaluation_line
+from dora.view.evaluation import evaluated_line, evaluation_line
 from dora.view.hosts import hosts_line
 from dora.view.metrics import alarms, metrics
 from dora.view.numbers import NONE, duration, measured, number
@@ -191,6 +191,7 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
+EVALUATED_SHOWN: Final = 3  # ended evaluations, the latest
 WORKERS_NAMED: Final = 8  # if there are more, only their number is shown
 
 
@@ -223,6 +224,8 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     oldest = min((row.version for row in status.versions), default=0)
     for evaluation in status.evaluations:
         table.add_row("evaluation", evaluation_line(evaluation, oldest))
+    for evaluated in status.evaluated[-EVALUATED_SHOWN:]:
+        table.add_row("evaluated", evaluated_line(evaluated))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")

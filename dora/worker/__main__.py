@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = _arguments_from_stdin("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
-    token = os.environ.get("DORA_TOKEN", "")
+    token = os.environ.pop("DORA_TOKEN", "")  # its own children, such as the ranks of an engine, need none
     try:
         if not token:
             raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
+from dora.data.score import Evaluated
 from dora.data.trajectory import TrajectoryGroup
 from dora.orchestrator.recording.storage import RECORD, STATE, Storage
 from dora.orchestrator.rollout.journal import Journal
@@ -54,6 +55,14 @@ class RecordQueue:
         self._waiting: deque[_Write] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._ends = asyncio.Event()
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        if self._recorder is not None:
+            self._queue(functools.partial(self._recorder.append_evaluation, evaluated))
+
+    def is_evaluated(self, version: int) -> bool:
+        """Returns whether an earlier incarnation has recorded a whole evaluation of this version."""
+        return self._recorder is not None and version in self._recorder.evaluated
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:

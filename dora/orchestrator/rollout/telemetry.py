@@ -10,11 +10,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Histogram
 
 from dora.core.forecast.adjustment import groups_to_add
+from dora.data.score import Evaluated
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
 from dora.orchestrator.rollout.accepted import Accepted
 
 STEPS_KEPT = 512
+EVALUATED_KEPT = 64  # evaluations, the latest
 METRICS_KEPT = 8192  # of all steps together, the latest
 RATE_WINDOW_S = 5.0
 ADVICE_STEPS = 8  # steps whose times the advice on workers rests on
@@ -86,6 +88,7 @@ class Telemetry:
         self._blackouts = self._latency("dora_blackout_seconds", "Time without a token of a request that moved.")
         self._parked = self._latency("dora_parked_seconds", "Time without a token of a request that was in a pool.")
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self.evaluated: deque[Evaluated] = deque(maxlen=EVALUATED_KEPT)  # by the service's own series
         self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0

@@ -2,12 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from dora.core import events as on
 from dora.core.rules.evaluation import RESPONSES_MAX
 from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.rollout.evaluations import EvaluationStream
 from dora.orchestrator.runtime import Runtime
@@ -45,6 +46,7 @@ async def evaluating(
 
 
 async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio.Lock) -> EvaluationStream:
+    """Raises InvalidValue, Conflict, NotFound or LimitExceeded."""
     if not request.name.isprintable() or len(request.name) > NAME_MAX:
         raise InvalidValue("name", request.name, f"printable, of at most {NAME_MAX} characters")
     if not 1 <= len(request.prompts) <= RESPONSES_MAX:
@@ -54,7 +56,13 @@ async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio
     check = runtime.feed.check
     async with reading:
         prompts = await asyncio.to_thread(lambda: [check.from_wire(prompt) for prompt in request.prompts])
-    stream = runtime.evaluations.open(request.name, prompts)
+    version = request.version if request.HasField("version") else on.NEWEST
+    return begin(runtime, request.name, prompts, version, request.share)
+
+
+def begin(runtime: Runtime, name: str, prompts: Sequence[Prompt], version: int, share: float) -> EvaluationStream:
+    """Begins an evaluation of checked prompts. Raises InvalidValue, Conflict, NotFound or LimitExceeded."""
+    stream = runtime.evaluations.open(name, prompts)
     offered = tuple(
         on.OfferedPrompt(
             prompt.prompt_id,
@@ -67,9 +75,8 @@ async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio
         )
         for prompt in prompts
     )
-    version = request.version if request.HasField("version") else on.NEWEST
     try:
-        runtime.post(on.EvaluationAsked(stream.evaluation_id, offered, version, request.share))
+        runtime.post(on.EvaluationAsked(stream.evaluation_id, offered, version, share))
     except DoraError:
         runtime.evaluations.refused(stream)
         raise

@@ -9,6 +9,7 @@ import numpy as np
 
 from dora.core.fleet.worker import Worker
 from dora.core.state import GroupStatus, RequestStatus, State
+from dora.data.score import Evaluated
 from dora.orchestrator.rollout.streams import DRAINED
 from dora.orchestrator.rollout.telemetry import StepRecord
 from dora.orchestrator.runtime import Runtime
@@ -42,6 +43,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         steps=[_step(step) for step in runtime.telemetry.steps],
         draining=runtime.feed.closed,
         drain=draining_of(runtime),
+        evaluated=[_evaluated(each) for each in runtime.telemetry.evaluated],
         prompts_queued=len(runtime.feed) + len(state.backlog),
         storage_faults=[
             pb.StorageFault(place=fault.place, reason=fault.reason, since=fault.since)
@@ -96,6 +98,12 @@ def counters(runtime: Runtime) -> dict[str, float]:
 
 def _step(step: StepRecord) -> pb.StepMetrics:
     return pb.StepMetrics(**{name: getattr(step, name) for name in _STEP})
+
+
+def _evaluated(evaluated: Evaluated) -> pb.EvaluatedVersion:
+    tree = evaluated.to_json_dict()
+    names = [field.name for field in pb.EvaluatedVersion.DESCRIPTOR.fields]
+    return pb.EvaluatedVersion(**{name: tree[name] for name in names if tree[name] is not None})
 
 
 def _version(state: State, version: int) -> pb.VersionStatus:

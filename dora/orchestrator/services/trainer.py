@@ -230,6 +230,7 @@ class TrainerService(stubs.TrainerServicer):
             runtime.hosts.published(request.version)
             runtime.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
+            runtime.published(request.version)
         runtime.trainer.seen()
         reply = await self._committed()
         log.info("step %d is trained; version %d is published", request.step, request.version)

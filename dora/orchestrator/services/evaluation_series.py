@@ -1,0 +1,109 @@
+"""The service's own evaluations: every N-th version on the same prompts (``evaluation.every``).
+
+Results go to the log, the record (evaluations.jsonl) and the status. An evaluation that cannot begin, or ends early, is
+reported with its reason, and training continues.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from dora.config import Config, PromptsConfig
+from dora.core.rules.evaluation import RESPONSES_MAX
+from dora.data.score import Evaluated, Response, responses_of, score_of_responses
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt
+from dora.errors import DoraError, InvalidValue
+from dora.orchestrator.rollout.evaluations import EvaluationStream
+from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.evaluation import begin
+from dora.prompts import ChatTokenizer, resolve_prompts
+from dora.prompts.files import is_file_source
+
+log = logging.getLogger("dora.service")
+
+FIELD: Final = "evaluation.prompts"
+NAME: Final = "every"
+RUNNING_MAX: Final = 4  # at the same time; clients may run others
+TOO_MANY: Final = f"{RUNNING_MAX} earlier evaluations of the series still run"
+
+
+def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCheck) -> list[Prompt]:
+    """Returns the prompts of the series, checked; empty if there is none. Raises InvalidValue, naming the row."""
+    name = config.evaluation.prompts
+    if not name:
+        return []
+    if not is_file_source(name):
+        raise InvalidValue(FIELD, name, "a .jsonl or .parquet file, or a dataset's folder")
+    of_prompts = {field: getattr(config.prompts, field) for field in ("columns", "other_columns", "verifier_kb")}
+    settings = PromptsConfig(source=name, split=config.evaluation.split, **of_prompts)
+    try:
+        source = resolve_prompts(settings, tokenizer, config.rollout.seed, check=check.checked)
+    except InvalidValue as error:
+        field = FIELD if error.field == "--prompts" else error.field.replace("prompts.split", "evaluation.split")
+        raise InvalidValue(field, error.value, error.allowed, error.why) from error
+    found: list[Prompt] = []
+    while (prompt := source.at(len(found))) is not None:
+        found.append(check.checked(prompt))
+    responses = sum(prompt.group_size for prompt in found)
+    if responses > RESPONSES_MAX:
+        raise InvalidValue(FIELD, name, f"with at most {RESPONSES_MAX:,} responses in all", f"asks for {responses:,}")
+    return found
+
+
+class OwnEvaluations:
+    """The series of one service; without prompts it does nothing."""
+
+    def __init__(self, runtime: Runtime, prompts: Sequence[Prompt]) -> None:
+        self._runtime = runtime
+        self._prompts = prompts
+        self._settings = runtime.config.evaluation
+        self._last = -1  # version that was begun
+        self._running = 0
+        runtime.published = self.at
+
+    def at(self, version: int) -> None:
+        """Begins the evaluation of ``version``, the newest, if it is its turn."""
+        is_known = version <= self._last or self._runtime.recorder.is_evaluated(version)
+        if not self._prompts or version % self._settings.every or is_known:
+            return
+        self._last = version
+        begun_at = time.time()
+        try:
+            if self._running >= RUNNING_MAX:
+                raise InvalidValue("evaluation", version, "one of fewer", said=TOO_MANY)
+            stream = begin(self._runtime, NAME, self._prompts, version, self._settings.share)
+        except DoraError as error:
+            self._ended(version, begun_at, [], 0, str(error))
+            return
+        self._running += 1
+        self._runtime.spawn(self._collect(version, begun_at, stream))
+
+    async def _collect(self, version: int, begun_at: float, stream: EvaluationStream) -> None:
+        groups: list[list[Response]] = []
+        refused = 0
+        async for result in stream.results():
+            if isinstance(result, TrajectoryGroup):
+                groups.append(responses_of(result))
+            else:
+                refused += 1
+        self._running -= 1
+        self._ended(version, begun_at, groups, refused, stream.reason)
+
+    def _ended(self, version: int, begun_at: float, groups: list[list[Response]], refused: int, reason: str) -> None:
+        asked, score = len(self._prompts), score_of_responses(groups)
+        missing = asked - len(groups) - refused
+        evaluated = Evaluated(version, asked, missing, refused, reason, begun_at, time.time(), score)
+        self._runtime.telemetry.evaluated.append(evaluated)
+        self._runtime.recorder.evaluated(evaluated)
+        if missing or refused:
+            log.warning(
+                "evaluation of version %d: %d of %d prompts are missing, %d refused (%s)",
+                *(version, missing, asked, refused, reason),
+            )
+        if groups:
+            log.info(
+                "evaluation of version %d: mean reward %.4f of %d prompts", version, score.reward_mean, len(groups)
+            )
