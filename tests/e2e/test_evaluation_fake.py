@@ -14,8 +14,15 @@ import dora
 from dora.cli.app import app
 from dora.client import Evaluation, Operator
 from dora.config import Config
+from dora.data.record_content import RecordContent
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.services.evaluation_series import evaluation_prompts
+from dora.prompts import ChatTokenizer
+from dora.rpc.dora_pb2 import Status
+from dora.view.evaluation import evaluated_line
+from dora.view.narration import news
 from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
@@ -180,3 +187,73 @@ async def test_every_so_many_steps_a_version_is_evaluated_and_stays_until_that_i
             check_evaluation(evaluation, asked)
         with refused(InvalidValue, field="every", value=0):
             prompts.every(0, asked)
+
+
+async def test_the_service_evaluates_every_so_many_versions_by_itself(tiny_dense: Path, tmp_path: Path) -> None:
+    file, record = tmp_path / "held-out.jsonl", tmp_path / "record"
+    file.write_text("".join(json.dumps(prompt(number)) + "\n" for number in range(1, 6)))
+    series = {"evaluation__prompts": str(file), "evaluation__every": 2, "evaluation__share": 0.25}
+    config = config_of(tiny_dense, record=str(record), service__evaluation_versions=4, **series)
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        async for step in trainer.steps(groups=1):
+            async for _ in step:
+                pass
+            await step.commit(weights=handle.model, wait=True)
+            if step.number == 3:
+                break
+        status = await until(operator, lambda status: len(status.evaluated) == 3)
+    assert [each.version for each in status.evaluated] == [0, 2, 4]
+    for each in status.evaluated:
+        assert (each.prompts, each.missing, each.refused, each.reason, each.responses) == (5, 0, 0, "", 15)
+    assert "reward" in evaluated_line(status.evaluated[0])
+    lines = [json.loads(line) for line in (record / "evaluations.jsonl").read_text().splitlines()]
+    assert sorted(line["version"] for line in lines) == [0, 2, 4]
+    assert {line["version"]: line["reward_mean"] for line in lines} == {
+        each.version: each.reward_mean for each in status.evaluated
+    }
+    assert RecordContent(record).evaluated == {0, 2, 4}
+    assert sum("evaluat" in line for line in news(Status(), status)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"evaluation__prompts": "held-out.jsonl"}, "evaluation.every"),
+        ({"evaluation__every": 2}, "evaluation.every"),
+        ({"evaluation__share": 0.1}, "evaluation.share"),
+        ({"evaluation__split": "test"}, "evaluation.split"),
+        ({"evaluation__prompts": "held-out.jsonl", "evaluation__every": -1}, "evaluation.every"),
+        ({"evaluation__prompts": "held-out.jsonl", "evaluation__every": 1, "evaluation__share": 0.6}, "share"),
+    ],
+)
+def test_a_series_that_is_not_whole_is_refused_by_name(tiny_dense: Path, fields: dict[str, Any], field: str) -> None:
+    with refused(InvalidValue, field=field):
+        config_of(tiny_dense, **fields)
+
+
+@pytest.mark.parametrize(
+    ("rows", "field"),
+    [
+        (None, "evaluation.prompts"),  # no such file
+        ([], "evaluation.prompts"),
+        ([{"promt": "x"}], "held-out.jsonl:1: promt"),
+        ([prompt(1), prompt(2, sampling={"max_tokens": 10_000})], "sampling.max_tokens"),
+        ([prompt(1), prompt(1)], "prompt_id"),
+        ([prompt(n, group_size=4000) for n in range(1, 18)], "evaluation.prompts"),
+    ],
+    ids=["absent", "empty", "column", "too long", "twice", "too many"],
+)
+def test_prompts_of_a_series_are_refused_by_row(
+    tiny_dense: Path, tmp_path: Path, rows: list[dict[str, Any]] | None, field: str
+) -> None:
+    file = tmp_path / "held-out.jsonl"
+    if rows is not None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(tiny_dense, evaluation__prompts=str(file), evaluation__every=1)
+    tokenizer = ChatTokenizer(tiny_dense, tmp_path)
+    with refused(InvalidValue if field != "prompt_id" else Conflict, field=field):
+        evaluation_prompts(config, tokenizer, PromptCheck(config, tokenizer=tokenizer, vocab_size=1000))

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.console import Console
 from tokenizers import Tokenizer
 
 import dora
@@ -17,6 +19,10 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
+from dora.rpc.dora_pb2 import Status
+from dora.view.live import service_view
+from dora.view.narration import news, sign_of_progress
+from dora.view.service import drain_rows
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 
@@ -38,7 +44,9 @@ async def train_to_the_end(handle: ServiceHandle, groups: int = GROUPS) -> list[
     return taken
 
 
-async def test_a_file_is_gone_through_in_epochs_of_their_own_order(tiny_dense: Path, tmp_path: Path) -> None:
+async def test_a_file_is_gone_through_in_epochs_of_their_own_order(
+    tiny_dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"text": f"{number}+1", "answer": number}) + "\n" for number in range(5)))
     source = {"prompts__source": str(file), "prompts__epochs": 2, "prompts__shuffle": True}
@@ -46,10 +54,37 @@ async def test_a_file_is_gone_through_in_epochs_of_their_own_order(tiny_dense: P
         steps = await train_to_the_end(handle)
         async with Operator(handle.address, handle.token) as operator:
             status = await operator.status()
+        assert not await train_to_the_end(handle), "a trainer that comes again is told why"
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "dora.client"]
+    for told in (said, dict(drain_rows(status))["ended"], sign_of_progress(status)):
+        assert f"the prompts of {file} have ended" in told
+    assert "prompts.epochs" in said and "prompts.epochs" in status.drain.remedy and not status.drain.waits_for
+    assert len(news(Status(), status)) > len(news(status, status)) == 0
     assert [len(step) for step in steps] == [4, 4, 2]
     names = [group.prompt_id for step in steps for group in step]
     assert sorted(names) == sorted([f"sums:{n}" for n in range(1, 6)] + [f"sums:{n}#1" for n in range(1, 6)])
     assert (status.source_epoch, status.source_index) == (2, 0)
+
+
+async def test_a_service_that_drains_says_what_it_waits_for(tiny_dense: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{number}+1", "answer": number}) + "\n" for number in range(4)))
+    async with (
+        running(config_of(tiny_dense, prompts__source=str(file))) as handle,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        async with dora.Trainer(handle.address, token=handle.token) as trainer:
+            step = await anext(trainer.steps(groups=GROUPS))
+            assert len([group async for group in step]) == GROUPS
+            taken = await until(operator, lambda status: status.draining)
+            assert taken.drain.waits_for == f"{GROUPS} groups to be committed by the trainer"
+        left = await until(operator, lambda status: not status.trainer)
+        assert left.drain.waits_for.endswith("a trainer, as none is attached")
+        assert await train_to_the_end(handle)
+        done = await operator.status()
+        assert done.draining and not done.drain.waits_for
+        shown = "".join(segment.text for segment in Console(width=160).render(service_view(done, "it")))
+        assert "waits for: nothing" in shown
 
 
 async def test_a_service_waits_for_clients_after_its_file_until_they_say_that_no_more_will_come(

@@ -43,7 +43,7 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
         source = resolve_prompts(settings, tokenizer, config.rollout.seed, check=check.checked)
     except InvalidValue as error:
         field = FIELD if error.field == "--prompts" else error.field.replace("prompts.split", "evaluation.split")
-        raise InvalidValue(field, error.value, error.allowed, error.why) from error
+        raise type(error)(field, error.value, error.allowed, error.why) from error
     found: list[Prompt] = []
     while (prompt := source.at(len(found))) is not None:
         found.append(check.checked(prompt))
