@@ -8,6 +8,7 @@ from typing import Any
 
 from dora.doctor.verdict import Failed, Skipped, Subject
 from dora.host.last_words import reason_in
+from dora.system.environment import without_secrets
 
 BLOCKS = 64
 LAYERS = 4
@@ -120,7 +121,11 @@ def two_gpus(subject: Subject) -> dict[str, Any]:
     if count < 2:
         raise Skipped(f"{count} GPUs are visible")
     code = subprocess.run(
-        [sys.executable, "-m", "dora.doctor.nccl", str(subject.folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dora.doctor.nccl", str(subject.folder)],
+        env=without_secrets(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if code.returncode:
         raise Failed(f"exit code {code.returncode}: {reason_in(code.stderr)}")
@@ -130,7 +135,8 @@ def two_gpus(subject: Subject) -> dict[str, Any]:
 
 def _dora(*arguments: str) -> dict[str, Any]:
     """Returns the JSON document of a command. Raises Failed with its reason if it fails."""
-    done = subprocess.run([sys.executable, "-m", "dora", *arguments], capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-m", "dora", *arguments]
+    done = subprocess.run(argv, env=without_secrets(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(f"dora {arguments[0]} ended with {done.returncode}: {reason_in(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout)

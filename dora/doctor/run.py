@@ -11,6 +11,7 @@ from dora.doctor.stages import STAGES, Stage
 from dora.doctor.verdict import Subject, Verdict
 from dora.errors import InvalidValue, one_of
 from dora.host.last_words import reason_in
+from dora.system.environment import without_secrets
 
 
 def chosen(names: Sequence[str]) -> tuple[Stage, ...]:
@@ -46,6 +47,7 @@ def run_stage(stage: Stage, device: str, model: Path) -> Verdict:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "dora.doctor", *arguments],
+                env=without_secrets(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -49,6 +49,11 @@ def child_environment(
     return {**inherited, **(stated or {})}
 
 
+def without_secrets() -> dict[str, str]:
+    """Returns this process's variables except the secrets, for a command that examines its own surroundings."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
+
+
 def left_out(child: Mapping[str, str], given: Mapping[str, str] | None = None) -> list[str]:
     """Returns the notable variables of this process that ``child`` lacks, or has with another value; sorted."""
     source = os.environ if given is None else given

@@ -9,6 +9,7 @@ from typing import Final
 
 from dora.errors import DoraError
 from dora.planning.samples import Measurement, measurement_of
+from dora.system.environment import without_secrets
 from dora.worker.profiling import USUAL
 from dora.worker.timing import Timing
 
@@ -41,7 +42,8 @@ class _Profiler:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         argv = [sys.executable, "-m", "dora.worker.profiler", *arguments]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, env=without_secrets(), stdin=pipe, stdout=pipe, text=True)
 
     def __enter__(self) -> "_Profiler":
         return self

@@ -127,7 +127,7 @@ def drama(scene: Scene, model: Path) -> tuple[dict[str, bytes], set[tuple[str, s
     scene.end("bad", *common, "--set", "service.token=abc", token=OWNER, code=None)
     worker = next(each for each in service.children() if "w0" in each.cmdline())
     worker.kill()
-    trainer = (*given, "--groups", "4", "--steps", "2", "--model", str(model), "--lr", "0")
+    trainer = (*given, "--groups", "4", "--steps", "2", "--model", str(model), "--lr", "1e-6")
     scene.end("trainer", *trainer, token=tokens[Role.TRAINER], module="dora.trainers.grpo")
     scene.end("impostor", *trainer, token=tokens[Role.OPERATOR], module="dora.trainers.grpo", code=None)
     scene.end("hosts", "hosts", *given, "--json", token=tokens[Role.OPERATOR])

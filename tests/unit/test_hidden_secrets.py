@@ -34,6 +34,24 @@ def declared() -> Iterator[tuple[str, str]]:
                     yield f"{file.name}: {each.name}.{ast.unparse(field.target)}", ast.unparse(field)
 
 
+def started() -> Iterator[tuple[str, set[str | None]]]:
+    """The calls that start a process, with their keywords."""
+    starts = {"asyncio.create_subprocess_exec", "subprocess.run", "subprocess.Popen", "subprocess.check_call"}
+    for file in sorted(Path(dora.__file__).parent.rglob("*.py")):
+        for each in ast.walk(ast.parse(file.read_text())):
+            if isinstance(each, ast.Call) and ast.unparse(each.func) in starts:
+                yield f"{file.name}:{each.lineno}", {keyword.arg for keyword in each.keywords}
+
+
+def test_each_process_gets_a_stated_environment() -> None:
+    """One that inherits everything has the owner's token in its own environment."""
+    found = dict(started())
+    missing = [place for place, keywords in found.items() if "env" not in keywords]
+    assert len(found) >= 10 and not missing
+    inheriting = {file.name for file in Path(dora.__file__).parent.rglob("*.py") if "**os.environ" in file.read_text()}
+    assert inheriting == {"trainer_process.py"}, "which replaces DORA_TOKEN by a trainer's"
+
+
 def test_no_representation_shows_a_secret() -> None:
     found = dict(declared())
     assert len(found) >= 8

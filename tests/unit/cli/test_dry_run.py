@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dora.cli.exits import ExitCode
 from dora.config import Config, load_config
@@ -202,9 +203,11 @@ def test_a_model_that_could_not_be_made_is_refused(here: Path, monkeypatch: pyte
 
 
 async def begun(config: Config) -> None:
-    """A service begins a run on this configuration's state folder, and stops."""
+    """A service begins a run on this configuration's state folder, and stops. Another process may take its port."""
     stop = asyncio.Event()
     await serve(config, ready=lambda handle: stop.set(), stop=stop, progress=lambda line: None)
+    file = Path(config.service.state) / "service.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"address": ""}))
 
 
 def cut_trajectories(here: Path) -> None:
@@ -331,3 +334,22 @@ async def test_the_run_folder_of_a_state_that_is_in_use_is_refused(here: Path, t
     assert await words_of_a_start(config) == str(preflighted.value)
     held.close()
     shutil.rmtree(folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", ["missing", "not finite"])
+async def test_version_0_is_computed_and_refused_as_by_a_start(here: Path, tiny_dense: Path, damage: str) -> None:
+    """Of a folder of the user's."""
+    folder = Path(shutil.copytree(tiny_dense, here / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    if damage == "missing":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = configured(folder, workers__count=1)
+    said: list[str] = []
+    with refused(InvalidValue, field="--model", value=str(folder)) as preflighted:
+        await run_preflight(config, lambda what, found: said.append(f"{what}: {found}"))
+    assert any("about" in line for line in said)
+    assert await words_of_a_start(config) == str(preflighted.value)
