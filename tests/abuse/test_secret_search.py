@@ -18,6 +18,7 @@ from urllib.parse import quote
 import psutil
 import pytest
 
+import dora
 from dora.rpc.roles import Role, Tokens
 
 OWNER = "owner's s3cret/of+this=run?"
@@ -35,6 +36,18 @@ SETTINGS = (
     *("workers.engine=fake", "workers.max_model_len_tokens=512", "workers.kv_tokens=4096", "kv.pool_mb=16"),
     *("window.groups_per_step=4", "rollout.max_tokens=24", "service.keep_events=true", "reward.workers=1"),
 )
+TWO_STEPS = """
+import os, sys
+from pathlib import Path
+import dora.sync
+with dora.sync.Trainer(sys.argv[1], token=os.environ["DORA_TOKEN"]) as trainer:
+    for step in trainer.steps(groups=4):
+        for group in step:
+            pass
+        step.commit(weights=Path(sys.argv[2]), wait=True)
+        if step.number == 1:
+            break
+"""
 
 
 class Scene:
@@ -46,7 +59,8 @@ class Scene:
         self.seen: dict[tuple[int, float], dict[str, bytes]] = {}  # arguments and environment of each process
 
     def begin(self, name: str, *arguments: str, token: str = "", module: str = "dora") -> psutil.Popen:
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.root / "tokens"), "OTHER": "kept"}
+        path = os.pathsep.join([str(Path(dora.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "XDG_RUNTIME_DIR": str(self.root / "tokens"), "OTHER": "kept"}
         environment.pop("DORA_TOKEN", None)
         if token:
             environment["DORA_TOKEN"] = token
@@ -128,7 +142,8 @@ def drama(scene: Scene, model: Path) -> tuple[dict[str, bytes], set[tuple[str, s
     worker = next(each for each in service.children() if "w0" in each.cmdline())
     worker.kill()
     trainer = (*given, "--groups", "4", "--steps", "2", "--model", str(model), "--lr", "1e-6")
-    scene.end("trainer", *trainer, token=tokens[Role.TRAINER], module="dora.trainers.grpo")
+    (root / "two_steps.py").write_text(TWO_STEPS)
+    scene.end("trainer", address, str(model), token=tokens[Role.TRAINER], module="two_steps")
     scene.end("impostor", *trainer, token=tokens[Role.OPERATOR], module="dora.trainers.grpo", code=None)
     scene.end("hosts", "hosts", *given, "--json", token=tokens[Role.OPERATOR])
     scene.end("checkpoint", "checkpoint", *given, token=OWNER)
