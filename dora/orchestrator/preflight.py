@@ -45,7 +45,7 @@ from dora.system.files import try_folder
 from dora.weights.holds import VERSIONS_FOLDER
 from dora.weights.reference import Reference, read_reference
 
-NOT_CHECKED: Final = "a start or `dora prepare {model}` must make it first: its prompts are not checked"
+NOT_CHECKED: Final = "a start or `dora prepare {model}` must make it first: prompts and state are not checked with it"
 
 Said = Callable[[str, str], None]  # the subject of a check, and its result
 

@@ -112,7 +112,15 @@ def test_no_secret_is_where_it_is_not_needed(tiny_dense: Path, tmp_path: Path) -
         secrets, allowed = drama(scene, tiny_dense)
     finally:
         scene.close()
-    found = [place for place in searched(scene, secrets) if place not in allowed]
+    assert len({name for name in secrets if name.startswith("worker ")}) >= 4, (
+        "workers, one of them twice, and the pool"
+    )
+    searched_files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")}
+    for name in ("state/ledger.db", "record/steps.jsonl", "run/logs/w0.log", "service.err", "wrong.err"):
+        assert name in searched_files
+    everywhere = list(searched(scene, secrets))
+    assert ("service.out", str(Role.OWNER)) in everywhere, "the search finds what is shown on purpose"
+    found = [place for place in everywhere if place not in allowed]
     assert not found, "\n".join(map(str, found))
 
 
@@ -126,7 +134,7 @@ def drama(scene: Scene, model: Path) -> tuple[dict[str, bytes], set[tuple[str, s
     ]
     service = scene.begin("service", *common, "--record", str(root / "record"), "--json", token=OWNER)
     banner = root / "service.out"
-    scene.until(lambda: banner.read_text().rstrip().endswith("}"))
+    scene.until(lambda: banner.read_text().rstrip().endswith("}") or service.poll() is not None)
     address = json.loads(banner.read_text())["address"]
     tokens = Tokens(OWNER).of
     given = ("--address", address)
