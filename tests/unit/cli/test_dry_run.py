@@ -305,7 +305,7 @@ async def test_content_that_is_accepted_deliberately_is_named(here: Path, tiny_d
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"service__token": "two\nlines"}, "service.token"),
+        ({"service__token": "two\nlines"}, "token"),
         ({"kv__host": "203.0.113.7"}, "kv address"),
         ({"kv__pool_mb": 1, "kv__spill_mb": 1, "kv__spill_folder": "file/below"}, "kv.spill_folder"),
     ],
