@@ -101,14 +101,14 @@ async def _check_content(config: Config, state: StateFolder | None, run_folder: 
         source = None
     else:
         config, reference = await _check_model(config, model, said)
-        if state is not None:
-            state.check_settings(config)
-            store = run_folder / WEIGHTS_FOLDER / VERSIONS_FOLDER
-            await asyncio.to_thread(state.check_brings_back, store)
         kept = 0 if state is None else len(state.found.ledger.versions())
         memory = await asyncio.to_thread(version_memory, config, reference, run_folder, kept)
         memory.check()
         said("weights", str(memory))
+        if state is not None:
+            state.check_settings(config)
+            store = run_folder / WEIGHTS_FOLDER / VERSIONS_FOLDER
+            await asyncio.to_thread(state.check_brings_back, store)
         if warning := lacking_room(run_folder, memory.needed_bytes):
             said("run folder", f"warning: {warning}")
         if not carries_on:
