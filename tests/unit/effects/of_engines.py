@@ -1,0 +1,341 @@
+"""The settings of workers, sampling and the movement of KV, as the processes, engines and planes have them."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dora.config import Config
+from dora.data.types import Prompt, RequestSpec, SamplingParams
+from dora.errors import DoraError, InvalidValue
+from dora.host import launchers
+from dora.host.command import LaunchContext, pool_id_of, worker_argv
+from dora.host.launcher import LOCAL
+from dora.host.placement import placement_of
+from dora.kvtransfer.listener import Listener
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import DataPlane, local_host
+from dora.orchestrator.main import _Start
+from dora.orchestrator.recording.storage import Storage
+from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.services.worker import _kv_settings
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.roles import Tokens
+from dora.session.link import plane_of
+from dora.worker import __main__ as worker_process
+from dora.worker.engine import RolloutEngine
+from tests.unit.effects.rows import Place, Row, Seen, Shown
+
+FAKE: Final = {"workers.engine": "fake", "workers.kv_tokens": 512, "workers.max_model_len_tokens": 512}
+PROMPT: Final = Prompt("p0", "task", (5, 6, 7), group_size=1)
+
+# ----------------------------------------------------------------------------------------------------------- the start
+
+
+class Noted:
+    """A launcher that starts nothing: what the service asks it for."""
+
+    def __init__(
+        self,
+        _config: object,
+        command: Callable[[str], list[str]],
+        environment: Callable[[str], Mapping[str, str]],
+        _folder: Path,
+        _unwritable: object,
+        pools: Sequence[str],
+        **_more: object,
+    ) -> None:
+        self.command, self.environment, self.pools = command, environment, pools
+        self.begun = 0
+
+    def adopt(self, _living: object, _workers: int) -> None: ...
+
+    async def begin(self, workers: int) -> None:
+        self.begun = workers
+
+    async def close(self) -> None: ...
+
+
+async def launched(config: Config, place: Place) -> Noted:
+    """The launcher of a service that starts with this configuration."""
+    point = EntryPoint("noted", f"{__name__}:Noted", launchers.GROUP)
+    place.monkeypatch.setattr(launchers, "entry_points", lambda group: [point])
+    config = config.model_copy(update={"workers": config.workers.model_copy(update={"launcher": "noted"})})
+    async with contextlib.AsyncExitStack() as stack:
+        start = _Start(config, Tokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0)
+        start.address, start.model = "127.0.0.1:1", Path("model")
+        launcher = await start.launch()
+        assert isinstance(launcher, Noted)
+        return launcher
+
+
+def argument(option: str, name: str = "w0") -> Callable[[Config, Place], Any]:
+    """What the process is started with."""
+
+    async def see(config: Config, place: Place) -> str:
+        argv = (await launched(config, place)).command(name)
+        return argv[argv.index(option) + 1] if option in argv else ""
+
+    return see
+
+
+async def begun(config: Config, place: Place) -> int:
+    return (await launched(config, place)).begun
+
+
+async def pools(config: Config, place: Place) -> Sequence[str]:
+    return (await launched(config, place)).pools
+
+
+async def threads(config: Config, place: Place) -> str:
+    return (await launched(config, place)).environment("w0")["OMP_NUM_THREADS"]
+
+
+def devices(config: Config, _: Place) -> object:
+    """Where workers run, on a machine without GPUs; or the refusal."""
+    try:
+        return placement_of(config.workers.device, for_trainer=config.workers.gpus_for_trainer).kind
+    except InvalidValue as error:
+        return error.field
+
+
+async def listens(config: Config, place: Place) -> str:
+    """The address at which a worker is reached by others."""
+    argv = (await launched(config, place)).command("w0")
+    options = worker_process._parser().parse_args(argv[2:])
+    listener = Listener(options.kv_host or local_host(options.orchestrator))
+    listener.close()
+    return listener.address.rpartition(":")[0]
+
+
+POOL: Final = pool_id_of(LOCAL)
+
+# --------------------------------------------------------------------------------------------------------- the engine
+
+
+@contextlib.contextmanager
+def engine_of(config: Config, model: Path) -> Iterator[RolloutEngine]:
+    """The engine of a worker, as its process makes it of its arguments."""
+    argv = worker_argv(config.workers, "w0", LaunchContext("127.0.0.1:1", model))
+    with contextlib.closing(worker_process.make_engine(worker_process._parser().parse_args(argv[2:]))) as engine:
+        engine.load_weights(0, model, None)
+        yield engine
+
+
+def capability(field: str) -> Callable[[Config, Place], int]:
+    def see(config: Config, place: Place) -> int:
+        with engine_of(config, place.model("dense")) as engine:
+            return int(getattr(engine.capability, field))
+
+    return see
+
+
+def sampling_of(config: Config) -> SamplingParams:
+    """Those of the request that a worker gets."""
+    prompt = PromptCheck(config).checked(PROMPT)
+    (entry,) = ResponseBuffer(config.rollout, None, 2).begin("g0", prompt, 0, {"g0.0": 0}, 0.0)
+    return entry.sampling
+
+
+def generated(config: Config, place: Place, model: str = "dense") -> list[int]:
+    """The tokens of a response; of a mixture, its experts."""
+    with engine_of(config, place.model(model)) as engine:
+        engine.add(RequestSpec("g0.0", 0, PROMPT.token_ids, sampling_of(config)))
+        deltas = []
+        while engine.has_work():
+            deltas += engine.step()
+    if model == "moe":
+        return [len(each.routed_experts) for each in deltas]
+    return [token for each in deltas for token in each.token_ids]
+
+
+def routed(config: Config, place: Place) -> bool:
+    return sum(generated(config, place, "moe")) > 0
+
+
+def length(config: Config, place: Place) -> int:
+    return len(generated(config, place))
+
+
+def responses(config: Config, _: Place) -> int:
+    return PromptCheck(config).checked(Prompt("p0", "task", (1,))).group_size
+
+
+def sampled(field: str) -> Callable[[Config, Place], Any]:
+    """What vLLM samples with."""
+
+    def see(config: Config, _: Place) -> object:
+        from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+
+        request = RequestSpec("g0.0", 0, PROMPT.token_ids, sampling_of(config))
+        return getattr(to_vllm(request, "e", (2,)).sampling_params, field)
+
+    return see
+
+
+def sampled_with(field: str) -> Callable[[Config, Place], Any]:
+    """What is asked of the worker's engine."""
+    return lambda config, _: getattr(sampling_of(config), field)
+
+
+def vllm_argument(field: str) -> Callable[[Config, Place], Any]:
+    """An argument with which a worker's process makes its engine."""
+
+    def see(config: Config, place: Place) -> object:
+        from dora.worker import vllm_core, vllm_engine  # here: it takes seconds
+
+        seen: list[Any] = []
+
+        def start(model: Path, settings: Any, device: Any) -> Any:
+            seen.append(getattr(vllm_core.arguments(model, settings, device), field))
+            raise InvalidValue("engine", "", "started")
+
+        place.monkeypatch.setattr(vllm_engine, "start", start)
+        place.monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        argv = worker_argv(config.workers, "w0", LaunchContext("127.0.0.1:1", place.model("dense"), device=DEVICE))
+        with contextlib.suppress(InvalidValue):
+            worker_process.make_engine(worker_process._parser().parse_args(argv[2:]))
+        return seen[0]
+
+    return see
+
+
+DEVICE: Final = "cpu"
+
+# ---------------------------------------------------------------------------------------------------------- the planes
+
+
+@contextlib.contextmanager
+def plane(config: Config, place: Place, epoch: int) -> Iterator[tuple[DataPlane, Peer]]:
+    """The plane of a worker that the service has welcomed."""
+    settings = _kv_settings(config.kv, bytes(32))
+    welcome = pb.Welcome(epoch=epoch, snapshot_folder=str(place.folder), kv=settings)
+    listener = Listener("127.0.0.1")
+    made = plane_of(listener, f"w{epoch}", "f", welcome)
+    try:
+        yield made, Peer(f"w{epoch}", epoch, listener.address, tuple(settings.transports))
+    finally:
+        made.close()
+
+
+def moved(config: Config, place: Place, size: int = 1000) -> str:
+    """The transport by which a snapshot moves, or ``refused``."""
+    with plane(config, place, 1) as (source, _), plane(config, place, 2) as (target, peer):
+        part = np.zeros(size, np.uint8)
+        target.expect("r", 1, size)
+        done: Future[Any] = source.send_parts(peer, "r", [part.data], b"head").done
+        error = done.exception(20.0)
+        return "refused" if error is not None else str(done.result().transport)
+
+
+def large(config: Config, place: Place) -> str:
+    return moved(config, place, 20_000_000)
+
+
+def paused(config: Config, place: Place) -> list[float]:
+    """The pauses of a worker that sends two pieces of a megabyte at one moment."""
+    with plane(config, place, 1) as (source, _):
+        pauses: list[float] = []
+        throttle = source._throttle
+        throttle._clock, throttle._wait, throttle._free_s = (lambda: 0.0), pauses.append, 0.0
+        for _piece in range(2):
+            throttle.pass_bytes(1_000_000)
+        return pauses
+
+
+def given_up(config: Config, place: Place) -> bool:
+    """Whether a peer that accepts and says nothing has failed within a second."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf, plane(config, place, 1) as (source, _):
+        peer = Peer("w2", 2, f"127.0.0.1:{deaf.getsockname()[1]}", tuple(config.kv.transports.split(",")))
+        done = source.send_parts(peer, "r", [np.zeros(9, np.uint8).data], b"head").done
+        try:
+            return isinstance(done.exception(1.0), DoraError)
+        except TimeoutError:
+            return False
+
+
+TIER: Final = "tests/abuse/test_tier_server.py::"
+
+ROWS: Final[dict[str, Row]] = {
+    "rollout.group_size": Seen(3, responses, 3),
+    "rollout.max_tokens": Seen(2, length, 2, FAKE | {"rollout.ignore_eos": True, "rollout.max_tokens": 20}),
+    "rollout.temperature": Seen(0.0, generated, base=FAKE | {"rollout.max_tokens": 20, "rollout.ignore_eos": True}),
+    "rollout.top_p": Seen(0.5, sampled_with("top_p"), 0.5),
+    "rollout.top_k": Seen(3, sampled_with("top_k"), 3),
+    "rollout.min_p": Seen(0.25, sampled_with("min_p"), 0.25),
+    "rollout.presence_penalty": Seen(1.0, sampled_with("presence_penalty"), 1.0),
+    "rollout.frequency_penalty": Seen(1.0, sampled_with("frequency_penalty"), 1.0),
+    "rollout.repetition_penalty": Seen(1.5, sampled_with("repetition_penalty"), 1.5),
+    "rollout.ignore_eos": Seen(True, length, 200, FAKE | {"rollout.max_tokens": 200}),
+    "rollout.stop": Seen(["a"], generated, base=FAKE | {"rollout.max_tokens": 200, "rollout.ignore_eos": True}),
+    "rollout.stop_token_ids": Seen(
+        [*range(10, 30)], length, base=FAKE | {"rollout.max_tokens": 200, "rollout.ignore_eos": True}
+    ),
+    "rollout.seed": Seen(7, generated, base=FAKE | {"rollout.max_tokens": 20, "rollout.ignore_eos": True}),
+    "workers.count": Seen(3, begun, 3),
+    "workers.engine": Seen("fake", argument("--engine"), "fake"),
+    "workers.launcher": Shown("tests/unit/test_registries.py::test_unknown_names_are_refused_before_an_engine_starts"),
+    "workers.device": Seen("cuda:7", devices, "workers.device"),
+    "workers.gpus_for_trainer": Shown("tests/unit/test_placement.py::test_gpus_of_a_trainer_are_kept"),
+    "workers.gpu_memory_utilisation": Seen(0.5, argument("--gpu-memory-utilisation"), "0.5"),
+    "workers.slots": Seen(3, capability("slots"), 3, FAKE),
+    "workers.kv_tokens": Seen(1024, capability("kv_tokens"), 1024, FAKE),
+    "workers.block_tokens": Seen(64, capability("block_tokens"), 64, FAKE),
+    "workers.max_model_len_tokens": Seen(300, capability("max_model_len_tokens"), 300, FAKE),
+    "workers.dtype": Seen("bfloat16", argument("--dtype"), "bfloat16"),
+    "workers.quantisation": Seen("int8", argument("--quantisation"), "int8"),
+    "workers.tensor_parallel": Seen(2, argument("--tensor-parallel"), "2"),
+    "workers.pipeline_parallel": Seen(2, argument("--pipeline-parallel"), "2"),
+    "workers.router_replay": Seen(True, routed, True, FAKE | {"rollout.max_tokens": 5}),
+    "workers.threads": Seen(3, threads, "3"),
+    "workers.environment": Shown(
+        "tests/unit/test_child_environment.py::test_workers_get_the_stated_environment_and_what_differs_is_logged_once"
+    ),
+    "workers.restarts": Shown(
+        "tests/abuse/test_processes.py::test_the_others_go_on_without_a_worker_that_dies_again_and_again"
+    ),
+    "kv.transports": Seen("shm", moved, "shm"),
+    "kv.host": Seen("127.0.0.2", listens, "127.0.0.2"),
+    "kv.bandwidth_mb_per_s": Seen(10.0, paused),
+    "kv.memory_mb": Seen(16, large, "refused"),
+    "kv.timeout_s": Seen(0.1, given_up, True),
+    "kv.tier": Shown(TIER + "test_without_lmcache_the_service_does_not_start"),
+    "kv.tier_mb": Shown(TIER + "test_a_tier_for_which_there_is_no_room_is_refused"),
+    "kv.tier_python": Shown(TIER + "test_without_lmcache_the_service_does_not_start"),
+    "kv.pool_mb": Seen(0, pools, []),
+    "kv.spill_mb": Seen(64, argument("--spill-mb", POOL), "64", {"kv.spill_folder": "spill"}),
+    "kv.spill_folder": Seen("spill", argument("--spill-folder", POOL), "spill"),
+}
+
+# beside the rows above, on real engines
+VLLM: Final[dict[str, Seen]] = {
+    **{
+        f"rollout.{field}": Seen(value, sampled(field), value)
+        for field, value in {
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "top_k": 3,
+            "min_p": 0.25,
+            "presence_penalty": 1.0,
+            "frequency_penalty": 1.0,
+            "repetition_penalty": 1.5,
+        }.items()
+    },
+    "rollout.ignore_eos": Seen(True, sampled("stop_token_ids"), []),
+    "rollout.stop_token_ids": Seen([7], sampled("stop_token_ids"), [2, 7]),
+    "rollout.seed": Seen(7, sampled("seed")),
+    "workers.slots": Seen(3, vllm_argument("max_num_seqs"), 3),
+    "workers.block_tokens": Seen(64, vllm_argument("block_size"), 64),
+    "workers.max_model_len_tokens": Seen(300, vllm_argument("max_model_len"), 300),
+    "workers.dtype": Seen("bfloat16", vllm_argument("dtype"), "bfloat16"),
+    "workers.quantisation": Seen("int8", vllm_argument("hf_overrides")),
+    "workers.tensor_parallel": Seen(2, vllm_argument("tensor_parallel_size"), 2),
+    "workers.pipeline_parallel": Seen(2, vllm_argument("pipeline_parallel_size"), 2),
+}
