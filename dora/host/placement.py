@@ -111,13 +111,18 @@ def placement_of(
     with numbers among these, or UUIDs; empty: GPUs if there are any.
 
     ``for_trainer``: GPUs at the end of the list that no worker gets. Raises InvalidValue for other texts, for GPUs that
-    are not there, and if the trainer's leave none.
+    are not there, and for a trainer's GPUs that leave none for workers or would be none, as on the CPU.
     """
     there = visible(gpus() if found is None else found, environment)
     kind, _, named = device.partition(":")
     if device not in ("", "cpu") and (kind != "cuda" or device.endswith(":")):
         raise InvalidValue(field, device, "cpu, cuda, or cuda: with GPUs by number or UUID, such as cuda:0,1")
+    trainers = "--gpus-for-trainer" if field.startswith("--") else "workers.gpus_for_trainer"
     if device == "cpu" or not (device or there):
+        if for_trainer:
+            raise InvalidValue(
+                trainers, for_trainer, f"0, because workers run on the CPU ({field} = {device or 'cpu'})"
+            )
         return Placement()
     if not there:
         raise InvalidValue(field, device, "cpu: this process sees no GPU")
@@ -126,7 +131,7 @@ def placement_of(
         raise InvalidValue(field, device, "each GPU once")
     if for_trainer >= len(chosen):
         allowed = f"at most {len(chosen) - 1}: there are {len(chosen)} GPUs, and a worker needs one"
-        raise InvalidValue("workers.gpus_for_trainer", for_trainer, allowed)
+        raise InvalidValue(trainers, for_trainer, allowed)
     return Placement(chosen[: len(chosen) - for_trainer], chosen)
 
 

@@ -97,6 +97,10 @@ def test_gpus_of_a_trainer_are_kept() -> None:
     assert uuids(placement) == [gpu.uuid for gpu in EIGHT[:6]] and placement.all_gpus == EIGHT
     with refused(InvalidValue, field="workers.gpus_for_trainer", value=8):
         chosen("cuda", for_trainer=8)
+    with refused(InvalidValue, field="workers.gpus_for_trainer", value=2):
+        chosen("cpu", for_trainer=2)
+    with refused(InvalidValue, field="--gpus-for-trainer", value=2):
+        placement_of("", for_trainer=2, found=(), field="--device")
 
 
 @given(workers=st.integers(0, 20), ranks=st.integers(1, 9), for_trainer=st.integers(0, 7))

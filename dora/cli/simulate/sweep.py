@@ -30,7 +30,8 @@ def sweep(
         typer.Option(autocompletion=completion.swept_policies, help="all, or one strategy; may be repeated."),
     ] = None,
     window: Annotated[
-        str, typer.Option(metavar="drawn|auto", help="Of each cluster: drawn from 1 to 4, or one that adapts.")
+        str,
+        typer.Option(metavar="drawn|auto", help="Window of each cluster: drawn from 1 to 4, or auto, which adapts."),
     ] = "drawn",
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that run trials; by default one a core, for many seeds.")

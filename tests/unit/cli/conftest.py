@@ -9,10 +9,14 @@ import grpc
 import pytest
 
 from dora.rpc.channel import server_options
-from dora.rpc.dora_pb2_grpc import add_OperatorServicer_to_server, add_PromptsServicer_to_server
+from dora.rpc.dora_pb2_grpc import (
+    add_HostServicer_to_server,
+    add_OperatorServicer_to_server,
+    add_PromptsServicer_to_server,
+)
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
-from tests.unit.cli.service import TOKEN, CannedOperator, CannedPrompts
+from tests.unit.cli.service import TOKEN, CannedHosts, CannedOperator, CannedPrompts
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,7 @@ def address() -> Iterator[str]:
         server = grpc.aio.server(interceptors=server_interceptors(Tokens(TOKEN)), options=server_options())
         add_OperatorServicer_to_server(CannedOperator(), server)
         add_PromptsServicer_to_server(CannedPrompts(), server)
+        add_HostServicer_to_server(CannedHosts(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port

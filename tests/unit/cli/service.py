@@ -7,9 +7,9 @@ import grpc
 from typer.testing import CliRunner, Result
 
 from dora.cli.app import app
-from dora.errors import Conflict, NotFound
+from dora.errors import Conflict, InvalidValue, NotFound
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.dora_pb2_grpc import OperatorServicer, PromptsServicer
+from dora.rpc.dora_pb2_grpc import HostServicer, OperatorServicer, PromptsServicer
 from tests.private_token import with_token
 
 TOKEN = "correct-horse"
@@ -32,7 +32,7 @@ STATUS = pb.Status(
         pb.WorkerStatus(worker_id="w1", epoch=4, state="loading", version=2, target_version=3, slots=8, kv_use=0.25),
         pb.WorkerStatus(worker_id="w2", epoch=2, state="lost", version=-1, target_version=-1, reason="silent for 61 s"),
     ],
-    counters={"groups_admitted": 15, "groups_trained": 12, "blackout_ms_p50": 12.25},
+    counters={"groups_admitted": 15, "groups_trained": 12, "workers_lost": 0, "blackout_ms_p50": 12.25},
     steps=[
         pb.StepMetrics(
             step=2, mean_reward=0.5, staleness_mean=0.25, staleness_max=1, tokens=1234, staleness_groups=(3, 1)
@@ -55,8 +55,9 @@ class CannedOperator(OperatorServicer):
     async def WatchStatus(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.Status]:
-        yield STATUS
-        yield STATUS
+        """Those of a second."""
+        for _ in range(1000 // request.period_ms):
+            yield STATUS
 
     async def ListTrajectories(
         self, request: pb.TrajectoriesRequest, context: grpc.aio.ServicerContext
@@ -74,12 +75,27 @@ class CannedOperator(OperatorServicer):
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
         return pb.OperatorReply(message=f"{request.worker_id} drains", moves=4)
 
+    async def Scale(self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
+        place = f" on {request.host}" if request.host else ""
+        return pb.OperatorReply(message=f"{request.workers} workers{place}")
+
     async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
         return pb.OperatorReply(message="a re-balancing cycle was run", moves=2, loads=1)
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext) -> pb.CheckpointReply:
         size = {"log_bytes": 3 << 20, "live_bytes": 1 << 20, "segments": 2}
         return pb.CheckpointReply(folder="/out/state", incarnation=1, step=3, groups=9, groups_leased=4, **size)
+
+
+class CannedHosts(HostServicer):
+    """It takes no host, and says how each introduces itself."""
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.HostMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.HostOrder]:
+        hello = (await anext(aiter(request_iterator))).hello
+        raise InvalidValue("hello", f"{hello.name} with {hello.workers} workers in {hello.zone}", "another")
+        yield pb.HostOrder()
 
 
 class CannedPrompts(PromptsServicer):

@@ -225,8 +225,9 @@ def plane(config: Config, place: Place, epoch: int) -> Iterator[tuple[DataPlane,
 
 
 def moved(config: Config, place: Place, size: int = 1000) -> str:
-    """The transport by which a snapshot moves, or ``refused``."""
-    with plane(config, place, 1) as (source, _), plane(config, place, 2) as (target, peer):
+    """The transport by which a snapshot moves to a worker that has shared memory alone, or ``refused``."""
+    shared = config.model_copy(update={"kv": config.kv.model_copy(update={"transports": "shm"})})
+    with plane(config, place, 1) as (source, _), plane(shared, place, 2) as (target, peer):
         part = np.zeros(size, np.uint8)
         target.expect("r", 1, size)
         done: Future[Any] = source.send_parts(peer, "r", [part.data], b"head").done
@@ -273,7 +274,7 @@ ROWS: Final[dict[str, Row]] = {
     "rollout.frequency_penalty": Seen(1.0, sampled_with("frequency_penalty"), 1.0),
     "rollout.repetition_penalty": Seen(1.5, sampled_with("repetition_penalty"), 1.5),
     "rollout.ignore_eos": Seen(True, length, 200, FAKE | {"rollout.max_tokens": 200}),
-    "rollout.stop": Seen(["a"], generated, base=FAKE | {"rollout.max_tokens": 200, "rollout.ignore_eos": True}),
+    "rollout.stop": Seen(["m"], generated, base=FAKE | {"rollout.max_tokens": 200, "rollout.ignore_eos": True}),
     "rollout.stop_token_ids": Seen(
         [*range(10, 30)], length, base=FAKE | {"rollout.max_tokens": 200, "rollout.ignore_eos": True}
     ),
@@ -300,7 +301,7 @@ ROWS: Final[dict[str, Row]] = {
     "workers.restarts": Shown(
         "tests/abuse/test_processes.py::test_the_others_go_on_without_a_worker_that_dies_again_and_again"
     ),
-    "kv.transports": Seen("shm", moved, "shm"),
+    "kv.transports": Seen("tcp", moved, "refused"),
     "kv.host": Seen("127.0.0.2", listens, "127.0.0.2"),
     "kv.bandwidth_mb_per_s": Seen(10.0, paused),
     "kv.memory_mb": Seen(16, large, "refused"),

@@ -4,11 +4,9 @@ import json
 from typing import Any, Final
 
 from dora.config import Config
-from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
-from dora.orchestrator.rollout.feed import PromptFeed
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
-from tests.unit.effects.rows import Place, Row, Seen
+from tests.unit.effects.rows import Place, Row, Seen, Shown
 
 OTHERS: Final[dict[str, Any]] = {  # a value of each field of a prompt, and what the prompt then has
     "prompt": ("ab", "text", "ab"),
@@ -87,13 +85,6 @@ def first_text(config: Config, place: Place) -> str:
     return f"{source.reward} {next(iter(source)).text}"
 
 
-async def ends(config: Config, _: Place) -> bool:
-    """Whether there are no more prompts after the source's last one."""
-    one = Prompt("p0", "task", (1, 2))
-    feed = PromptFeed(config, PromptSource("some", "", lambda index: one if index == 0 else None, 1))
-    return (await feed.take(2))[1]
-
-
 ROWS: Final[dict[str, Row]] = {
     "prompts.source": Seen("tiny", first_text, base={"prompts.source": "counting"}),
     "prompts.split": Seen("test", split, ["test"]),
@@ -103,5 +94,7 @@ ROWS: Final[dict[str, Row]] = {
     "prompts.epochs": Seen(2, order, [*(f"p{n}" for n in range(12)), *(f"p{n}#1" for n in range(12))]),
     "prompts.shuffle": Seen(True, order),
     "prompts.shuffle_seed": Seen(1, order, base={"prompts.shuffle": True}),
-    "prompts.then": Seen("wait", ends, False, base={"prompts.source": "some.jsonl"}),
+    "prompts.then": Shown(
+        "tests/unit/test_feed.py::test_after_its_source_a_feed_may_wait_until_it_is_said_that_no_more_will_come"
+    ),
 }

@@ -46,3 +46,9 @@ def test_the_test_that_shows_an_effect_names_the_setting(setting: str) -> None:
     row = ROWS[setting]
     assert isinstance(row, Shown)
     row.check(setting, setting.replace(".", "__"), setting.rpartition(".")[2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", of_engines.VLLM)
+def test_the_effect_of_a_setting_is_seen_in_vllms_arguments(setting: str, place: Place) -> None:
+    of_engines.VLLM[setting].check(setting, place)
