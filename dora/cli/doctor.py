@@ -30,7 +30,8 @@ def doctor(
 ) -> None:
     """Check this machine before a run: packages, GPUs, engine, reloads, moves of KV, and a short run.
 
-    Each stage runs in a process of its own. The command exits with 1 if a stage failed. Attach its output to a report.
+    Each stage runs in a process of its own. The command exits with 1 if a stage failed, or all were skipped. Attach its
+    output to a report.
     """
     from dora.doctor.run import chosen, run_stages
     from dora.host.placement import placement_of
@@ -42,7 +43,8 @@ def doctor(
     verdicts = []
     for verdict in run_stages(stages, kind, folder, lambda each: typer.echo(f"dora: {each.name} ...", err=True)):
         verdicts.append(verdict)
-    ok = not any(verdict.outcome == "failed" for verdict in verdicts)
+    outcomes = {verdict.outcome for verdict in verdicts}
+    ok = "ok" in outcomes and "failed" not in outcomes
     document = {"ok": ok, "device": kind, "model": model, "stages": [asdict(verdict) for verdict in verdicts]}
     print_result(document, _table(kind, verdicts), as_json)
     if not ok:

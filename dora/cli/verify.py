@@ -38,18 +38,23 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Recompute every recorded logprob with Hugging Face transformers, and check the guarantees of the run record."""
+    """Recompute every recorded logprob with Hugging Face transformers, and check the guarantees of the run record.
+
+    The command exits with 1 after a violation, and if the record has no trajectory.
+    """
     from dora.verify import verify as verify_record
 
     with progress_bar(stderr(), "verifying", lines_s=LINES_S) as tell:
         report = verify_record(folder, atol=atol, sample=sample, seed=seed, window_versions=window, progress=tell)
-    print_result({"ok": report.ok, **asdict(report)}, _table(folder, report), as_json)
-    if not report.ok:
+    print_result({"ok": report.verified, **asdict(report)}, _table(folder, report), as_json)
+    if not report.verified:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _table(folder: Path, report: "VerifyReport") -> Facts:
-    verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
+    verdict = Text("verified", "bold green") if report.verified else Text("nothing to verify", "bold red")
+    if not report.ok:
+        verdict = Text(f"{report.violations_total} violations", "bold red")
     table = Facts(Text.assemble(f"{folder}: ", verdict))
     table.add_row("steps committed", f"{report.steps:,}")
     table.add_row("trajectories", f"{report.trajectories:,}")

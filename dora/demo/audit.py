@@ -26,9 +26,10 @@ class Audit:
     groups_trained: int
     groups_lost: tuple[str, ...]  # trained but not fully recorded, or delivered for a committed step but not trained
     groups_duplicated: tuple[str, ...]
-    c1_violations: tuple[str, ...]  # ids of trajectories sampled by several versions
+    c1_violations: tuple[str, ...]  # ids of trajectories that do not have one version alone
     staleness_max: int  # over committed steps
     staleness_misstated: tuple[str, ...]  # ids of trajectories whose staleness is not trained step - behaviour version
+    trained_early: tuple[str, ...] = ()  # ids of trajectories trained before their version was published
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def audit(rows: Sequence[Row], trained: Trained) -> Audit:
         staleness_misstated=tuple(
             sorted(row["trajectory_id"] for row in rows if row["staleness"] != _staleness(row)),
         ),
+        trained_early=tuple(sorted(row["trajectory_id"] for row in rows if _staleness(row) < 0)),
     )
 
 
@@ -137,7 +139,7 @@ def _staleness(row: Row) -> int:
 
 
 def _mixed(row: Row) -> bool:
-    return any(segment["version"] != row["behaviour_version"] for segment in row["worker_history"])
+    return {segment["version"] for segment in row["worker_history"]} != {row["behaviour_version"]}
 
 
 def _whole(members: Sequence[Row]) -> bool:

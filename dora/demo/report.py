@@ -163,7 +163,7 @@ def build_report(
         "failures": [],
         "not_done": _not_done(run),
     }
-    report["failures"] = _failures(report, run)
+    report["failures"] = _failures(report, run, found)
     return report
 
 
@@ -203,11 +203,14 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
     return sentences
 
 
-def _failures(report: DemoReport, run: DemoRun) -> list[str]:
+def _failures(report: DemoReport, run: DemoRun, found: Audit) -> list[str]:
     zeroes = {name: report[name] for name in ("groups_lost", "groups_duplicated", "c1_violations")}
     sentences = [f"{name} = {count}, must be 0" for name, count in zeroes.items() if count]
     if report["staleness_max"] > run.window - 1:
         sentences.append(f"staleness_max = {report['staleness_max']}: it must be at most window - 1 = {run.window - 1}")
+    if found.trained_early:
+        early = f"{len(found.trained_early)} trajectories were trained before their version was published"
+        sentences.append(f"{early}, e.g. {found.trained_early[0]}")
     if report["steps"] != run.steps_asked:
         sentences.append(f"steps = {report['steps']}, must be {run.steps_asked}")
     return sentences + [f"service and run record disagree: {sentence}" for sentence in report["disagreements"]]

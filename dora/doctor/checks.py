@@ -89,8 +89,8 @@ def blocks(subject: Subject) -> dict[str, Any]:
         store.join()
         shown = store.show([order])
     took_s = time.perf_counter() - began_s
-    for name, pieces in shown.items():
-        if not np.array_equal(np.concatenate(pieces), given[name][0]):
+    for name in {*tensors, *shown}:
+        if name not in shown or not np.array_equal(np.concatenate(shown[name]), given[name][0]):
             raise Failed(f"blocks of {name} came back with other bytes")
     size_bytes = 2 * REPEATS * BLOCKS * sum(size for _, size in store.layers)
     return {"gb_per_s": round(size_bytes / took_s / 1e9, 2), "order": store.orders}

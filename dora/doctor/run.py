@@ -6,9 +6,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from dora.doctor.stages import STAGES, Stage
-from dora.doctor.verdict import Subject, Verdict
+from dora.doctor.verdict import Outcome, Subject, Verdict
 from dora.errors import InvalidValue, one_of
 from dora.host.last_words import reason_in
 from dora.system.environment import without_secrets
@@ -56,7 +57,10 @@ def run_stage(stage: Stage, device: str, model: Path) -> Verdict:
             )
         except subprocess.TimeoutExpired:
             return Verdict(stage.name, "failed", f"no verdict within {stage.limit_s:g} s", {}, stage.limit_s)
+    failed = Verdict(stage.name, "failed", f"ended with {done.returncode}: {reason_in(done.stderr)}")
     try:
-        return Verdict(**json.loads(done.stdout))
+        verdict = Verdict(**json.loads(done.stdout))
     except (json.JSONDecodeError, TypeError):
-        return Verdict(stage.name, "failed", f"ended with {done.returncode}: {reason_in(done.stderr)}")
+        return failed
+    is_sound = verdict.stage == stage.name and verdict.outcome in get_args(Outcome) and not done.returncode
+    return verdict if is_sound else failed

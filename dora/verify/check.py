@@ -1,6 +1,7 @@
 """Reads a run record, checks its lines and recomputes its logprobs."""
 
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether no violation was found, even if there was nothing to verify."""
         return self.violations_total == 0
+
+    @property
+    def verified(self) -> bool:
+        """Whether there were trajectories, and no violation was found."""
+        return self.ok and self.trajectories > 0
 
 
 def verify(
@@ -72,8 +79,11 @@ def verify(
     logprobs are not recomputed. ``progress`` is called while the record is read, and after each trajectory. Raises
     InvalidValue if ``folder`` is not a run record.
     """
-    if sample is not None and sample < 1:
-        raise InvalidValue("sample", sample, "1 or more")
+    if atol is not None and not 0.0 <= atol < math.inf:  # no difference is above NaN or infinity
+        raise InvalidValue("atol", atol, "a number from 0 on")
+    for name, least in (("sample", sample), ("window", window_versions)):
+        if least is not None and least < 1:
+            raise InvalidValue(name, least, "1 or more")
     trajectories = read_trajectories(folder / TRAJECTORIES_FILE, progress)
     sentences = _Sentences()
     steps, lacking = missing(folder, trajectories)

@@ -22,7 +22,7 @@ from tests.abuse.full import has_namespaces
 from tests.chaos.faults import drawn, named, offered
 from tests.chaos.link import go_apart, is_apart
 from tests.chaos.prompts import long_rows
-from tests.chaos.report import MUST_BE_0, report_of
+from tests.chaos.report import MUST_BE_0, not_struck, report_of
 from tests.chaos.setting import Setting
 from tests.chaos.strikes import Striker, Struck
 from tests.chaos.world import Stuck, opened
@@ -103,6 +103,7 @@ async def _run(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
             stuck = str(reason)
             _tell(began_s, struck, stuck)
     report = report_of(world, struck, status, stuck)
+    report["failures"] += not_struck(struck, 0 if options.only or options.minutes else options.kills)
     run_s = round(time.monotonic() - began_s, 1)
     return {**report, "left_out": left_out, "seed": options.seed, "engine": setting.engine, "run_s": run_s}
 

@@ -62,6 +62,13 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
     return report
 
 
+def not_struck(struck: Struck, kills: int) -> list[str]:
+    """A sentence if less was struck than was asked for. ``kills`` 0: any fault."""
+    if not struck.kills and not struck.faults:
+        return [f"nothing was struck, and {len(struck.missed)} faults were missed"]
+    return [f"{len(struck.kills)} of {kills} kills came"] if len(struck.kills) < kills else []
+
+
 def _verified(setting: Setting) -> tuple[int, tuple[str, ...]]:
     """Trajectories with a logprob that their version does not give, and what else is wrong with the record."""
     if setting.engine == "fake":

@@ -19,7 +19,7 @@ from typing import Any
 
 from dora.rpc import dora_pb2 as pb
 from tests.stress.load import GROUP_SIZE, MODELS, model_in, write_prompts
-from tests.stress.report import SUMMED, model_report, whole_report
+from tests.stress.report import SUMMED, model_report, not_killed, whole_report
 from tests.stress.run import Seen, Stress, driven
 
 TELL_PERIOD_S = 5.0
@@ -74,6 +74,7 @@ def stressed(name: str, groups: int, options: argparse.Namespace) -> dict[str, A
         seen = asyncio.run(driven(stress, teller.status))
         ran_s = time.monotonic() - began_s
         report = model_report(stress.record, prompt_ids, seen, teller.checked)
+        report["failures"] += not_killed(seen, options.worker_kills, options.trainer_kills)
     return {**report, "run_s": round(ran_s, 1), "check_s": round(time.monotonic() - began_s - ran_s, 1)}
 
 

@@ -49,6 +49,12 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
     return report
 
 
+def not_killed(seen: Seen, worker_kills: int, trainer_kills: int) -> list[str]:
+    """A sentence for each kind of kill that was asked for and did not happen."""
+    kinds = (("workers", seen.worker_kills, worker_kills), ("trainers", seen.trainer_kills, trainer_kills))
+    return [f"{killed} of {asked} {kind} were killed" for kind, killed, asked in kinds if killed < asked]
+
+
 def whole_report(models: dict[str, dict[str, Any]], asked: int) -> dict[str, Any]:
     """All models' together. ``asked``: trajectories of each."""
     failures = [f"{name}: {failure}" for name, each in models.items() for failure in each["failures"]]

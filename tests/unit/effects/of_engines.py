@@ -188,7 +188,7 @@ def vllm_argument(field: str) -> Callable[[Config, Place], Any]:
     """An argument with which a worker's process makes its engine."""
 
     def see(config: Config, place: Place) -> object:
-        from dora.worker import vllm_core, vllm_engine  # here: it takes seconds
+        from dora.worker import vllm_core  # here: it takes seconds
 
         seen: list[Any] = []
 
@@ -196,7 +196,7 @@ def vllm_argument(field: str) -> Callable[[Config, Place], Any]:
             seen.append(getattr(vllm_core.arguments(model, settings, device), field))
             raise InvalidValue("engine", "", "started")
 
-        place.monkeypatch.setattr(vllm_engine, "start", start)
+        place.monkeypatch.setattr(vllm_core, "start", start)
         place.monkeypatch.setenv("OMP_NUM_THREADS", "1")
         argv = worker_argv(config.workers, "w0", LaunchContext("127.0.0.1:1", place.model("dense"), device=DEVICE))
         with contextlib.suppress(InvalidValue):
