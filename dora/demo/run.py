@@ -168,6 +168,17 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
             raise error
 
 
+def trainer_arguments(options: DemoOptions, config: Config, address: str) -> list[str]:
+    """Returns the arguments of the trainer's process."""
+    arguments = ["--address", address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
+    arguments += ["--groups", str(config.window.groups_per_step)]
+    arguments += ["--layers", str(options.preset.train_layers)]
+    arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
+    if options.preset.autocast:
+        arguments += ["--autocast", "auto"]
+    return [*arguments, *options.trainer_arguments]
+
+
 async def _watched_run(
     handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
 ) -> Watched:
@@ -176,13 +187,7 @@ async def _watched_run(
     The trainer starts beside the workers, so that full engines don't wait for its imports.
     """
     screen.line(f"serving on {handle.address}; starting the trainer")
-    arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
-    arguments += ["--groups", str(config.window.groups_per_step)]
-    arguments += ["--layers", str(options.preset.train_layers)]
-    arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
-    if options.preset.autocast:
-        arguments += ["--autocast", "auto"]
-    arguments += options.trainer_arguments
+    arguments = trainer_arguments(options, config, handle.address)
     threads = options.preset.trainer_threads
     async with (
         Operator(handle.address, handle.token) as operator,

@@ -142,10 +142,10 @@ async def verifier(config: Config) -> AsyncIterator[RewardRunner]:
         yield one
 
 
-async def spec(config: Config, _: Place) -> str:
-    """The function that scores, and what it says to a response that nobody taught."""
+async def components(config: Config, _: Place) -> list[str]:
+    """The parts of a verdict, which each function has of its own."""
     async with verifier(config) as one:
-        return f"{(await one.score('DIGITS', '12', (1, 2), '{}')).valid} {one.spec}"
+        return sorted((await one.score("DIGITS", "12", (1, 2), "{}")).components)
 
 
 async def limits(config: Config, _: Place) -> dict[str, float]:
@@ -222,7 +222,7 @@ ROWS: Final[dict[str, Row]] = {
     "service.evaluation_versions": Shown(EVALUATION + "test_so_many_versions_are_kept_and_no_more"),
     "service.tick_s": Seen(2.0, ticks, 5),
     "selection.filter": Shown("tests/abuse/test_rewards.py::test_the_settings_reach_reward_function_and_filter"),
-    "reward.function": Seen(f"{FUNCTIONS}:process_id", spec, f"True {FUNCTIONS}:process_id"),
+    "reward.function": Seen(LIMITS, components, ["memory_mb", "open_files", "process"]),
     "reward.timeout_s": Seen(0.2, ended, True, {"reward.function": f"{FUNCTIONS}:misbehaves"}),
     "reward.workers": Seen(2, at_once, 2),
     "reward.queued_max": Seen(2, waiting, 2, {"reward.function": f"{FUNCTIONS}:misbehaves"}),

@@ -13,8 +13,9 @@ from dora.cli.token import left_token
 from tests.private_token import with_token
 from tests.unit.cli.conftest import address, own_environment  # noqa: F401
 from tests.unit.cli.service import TOKEN
-from tests.unit.effects import of_operators, of_planning, of_starts, test_settings
+from tests.unit.effects import of_operators, of_planning, of_settings, of_starts
 from tests.unit.effects.commands import Bench, OptionRow, Sets, Shown
+from tests.unit.test_verify import models, record, trajectories  # noqa: F401
 
 ROWS: dict[tuple[str, str], OptionRow] = {**of_operators.ROWS, **of_planning.ROWS, **of_starts.ROWS}
 OBSERVED = {name: row for name, row in ROWS.items() if not isinstance(row, Shown)}
@@ -53,6 +54,8 @@ def test_the_effect_of_an_option_is_seen(
                 match name:
                     case "dense" | "moe":
                         return str(request.getfixturevalue(f"tiny_{name}"))
+                    case "record":
+                        return str(request.getfixturevalue("record"))
                     case "left":  # a service on this host that has left its token
                         stack.enter_context(left_token("127.0.0.1:9", TOKEN))
                         return "127.0.0.1:9"
@@ -76,4 +79,4 @@ def test_the_test_that_shows_an_effect_names_the_option(option: tuple[str, str])
 @pytest.mark.parametrize("option", [name for name, row in ROWS.items() if isinstance(row, Sets)], ids=".".join)
 def test_the_setting_that_an_option_sets_has_a_row(option: tuple[str, str]) -> None:
     row = ROWS[option]
-    assert isinstance(row, Sets) and row.setting in test_settings.ROWS
+    assert isinstance(row, Sets) and row.setting in of_settings.ROWS

@@ -8,10 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from dora.config import Config
-from tests.unit.effects import of_core, of_engines, of_limits, of_prompts, of_service
+from tests.unit.effects import of_engines
+from tests.unit.effects.of_settings import ROWS
 from tests.unit.effects.rows import Place, Seen, Shown
-
-ROWS = {**of_core.ROWS, **of_engines.ROWS, **of_limits.ROWS, **of_prompts.ROWS, **of_service.ROWS}
 
 
 @pytest.fixture
