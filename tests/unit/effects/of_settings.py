@@ -2,12 +2,13 @@
 
 from typing import Final
 
-from tests.unit.effects import of_core, of_engines, of_limits, of_planes, of_prompts, of_service
+from tests.unit.effects import of_core, of_engines, of_evaluation, of_limits, of_planes, of_prompts, of_service
 from tests.unit.effects.rows import Row
 
 ROWS: Final[dict[str, Row]] = {
     **of_core.ROWS,
     **of_engines.ROWS,
+    **of_evaluation.ROWS,
     **of_limits.ROWS,
     **of_planes.ROWS,
     **of_prompts.ROWS,
