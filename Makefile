@@ -19,9 +19,9 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## create .venv from the lock (once)
+setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: no $(PYTHON) found; Python 3.11 or newer is needed"; exit 1; }
-	@$(PYTHON) locks/install.py
+	@$(PYTHON) locks/install.py $(DEVICE)
 
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))

@@ -1,6 +1,7 @@
 """Creates an environment from a lock, once. Run by ``make setup``; needs nothing but Python's standard library.
 
-``.venv`` is of locks/cpu.txt. ``python3 locks/install.py megatron`` then makes ``.venv-megatron``, which sees all of
+``.venv`` is of locks/cpu.txt, or with ``python3 locks/install.py cuda`` of locks/cuda.txt. Without an argument it stays
+of the lock that it has. ``python3 locks/install.py megatron`` then makes ``.venv-megatron``, which sees all of
 ``.venv`` and has locks/megatron.txt of its own. A stamp in the environment holds the hash of its locks and of
 pyproject.toml: while it fits, nothing is done. Written for old interpreters too, so that one that is too old can say
 so.
@@ -15,25 +16,35 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MEGATRON = sys.argv[1:] == ["megatron"]
-LOCKS = [os.path.join("locks", name) for name in (["cpu.txt", "megatron.txt"] if MEGATRON else ["cpu.txt"])]
-LOCK = LOCKS[-1]  # what is installed
+DEVICES = ("cpu", "cuda")
 BASE = os.path.join(ROOT, ".venv")
 VENV = BASE + "-megatron" if MEGATRON else BASE
+DEVICE_FILE = os.path.join(BASE, "setup.device")  # of which lock .venv is; missing: of cpu.txt
 VENV_PYTHON = os.path.join(VENV, "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
 STAMP = os.path.join(VENV, "setup.stamp")
 PYTHON_MIN = (3, 11)
-DISK_FREE_MIN_GB = 6  # .venv takes 2.7, pip's downloads and unpacking the rest
+DISK_FREE_MIN_GB = {  # .venv, pip's downloads and unpacking
+    "cpu": 6,  # .venv takes 2.7
+    "cuda": 16,  # the downloads are 4.1
+}
 LOG_TAIL_LINES = 30
 HINT = "pip needs a package index and a place with PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)"
 CHECK = """
 import importlib.util, sys
 import torch
 if torch.version.cuda is not None:
-    sys.exit("torch " + torch.__version__ + " is a CUDA build; the lock needs the CPU build")
+    sys.exit("torch " + torch.__version__ + " is a CUDA build; locks/cpu.txt needs the CPU build")
 for name in ("torchvision", "torchaudio", "torchcodec"):
     if importlib.util.find_spec(name):
         sys.exit(name + " is installed and breaks transformers here; remove it: .venv/bin/pip uninstall " + name)
+import vllm
+"""
+CHECK_CUDA = """
+import sys
+import torch
+if torch.version.cuda is None:
+    sys.exit("torch " + torch.__version__ + " is a CPU build; locks/cuda.txt needs the CUDA build")
 import vllm
 """
 CHECK_MEGATRON = """
@@ -51,10 +62,37 @@ def fail(message):
     sys.exit("set-up failed: " + message)
 
 
-def fingerprint():
+def device_of_base():
+    """The device that ``.venv`` is for; empty: there is none."""
+    if not os.path.exists(os.path.join(BASE, "bin", "python")):
+        return ""
+    if not os.path.exists(DEVICE_FILE):
+        return "cpu"
+    with open(DEVICE_FILE) as file:
+        return file.read().strip()
+
+
+def chosen_device():
+    """The device that is asked for, or else the one that ``.venv`` is for. Refuses to change it."""
+    there = device_of_base()
+    if not sys.argv[1:] or MEGATRON:
+        return there or "cpu"
+    if sys.argv[1:] not in [[name] for name in DEVICES]:
+        fail("DEVICE = {} is not one of: {}".format(" ".join(sys.argv[1:]), ", ".join(DEVICES)))
+    if there not in ("", sys.argv[1]):  # two builds of vLLM have files of the same names
+        fail(f"{BASE} is of locks/{there}.txt, and one environment has one lock; remove it first: rm -r {BASE}")
+    return sys.argv[1]
+
+
+def lock_of(name):
+    return os.path.join("locks", name + ".txt")
+
+
+def fingerprint(device):
     """The hash of everything that decides what is installed."""
     digest = hashlib.sha256(repr(sys.version_info[:2]).encode())
-    for path in [*LOCKS, "pyproject.toml"]:
+    locks = [lock_of(device), lock_of("megatron")] if MEGATRON else [lock_of(device)]
+    for path in [*locks, "pyproject.toml"]:
         with open(os.path.join(ROOT, path), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
@@ -75,11 +113,11 @@ def check_python():
         fail(f"Python {found} is too old, 3.11 or newer is needed; name another one: make setup PYTHON=python3.11")
 
 
-def check_disk():
+def check_disk(device):
     """Refuses a disk that is too full, before anything is written."""
-    free_gb = shutil.disk_usage(ROOT).free / 1e9
-    if free_gb < DISK_FREE_MIN_GB:
-        fail(f"{free_gb:.1f} GB are free in {ROOT}, {DISK_FREE_MIN_GB} GB are needed")
+    free_gb, needed_gb = shutil.disk_usage(ROOT).free / 1e9, DISK_FREE_MIN_GB[device]
+    if free_gb < needed_gb:
+        fail(f"{free_gb:.1f} GB are free in {ROOT}, {needed_gb} GB are needed")
 
 
 def run(title, command, hint):
@@ -99,18 +137,22 @@ def packages(venv):
     return os.path.join(venv, "lib", version, "site-packages")
 
 
-def make_base():
+def make_base(device):
     """``.venv``, of all that the service and its tests need."""
     if not os.path.exists(VENV_PYTHON):
-        check_disk()
+        check_disk(device)
         print("set-up: creating .venv ...", flush=True)
         if subprocess.call([sys.executable, "-m", "venv", VENV]) != 0:
             fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
+    with open(DEVICE_FILE, "w") as file:
+        file.write(device + "\n")
     if os.path.exists(LOG):
         os.remove(LOG)
-    run("installing " + LOCK + " (1 to 3 minutes)", [*pip(VENV_PYTHON), "-r", LOCK], HINT)
+    lock, is_cpu = lock_of(device), device == "cpu"
+    took = "1 to 3 minutes" if is_cpu else "4 GB"
+    run(f"installing {lock} ({took})", [*pip(VENV_PYTHON), "-r", lock], HINT if is_cpu else "see the log")
     run("installing dora", [*pip(VENV_PYTHON), "--no-build-isolation", "--editable", ROOT], "see the log")
-    run("checking torch", [VENV_PYTHON, "-c", CHECK], "remove " + VENV + " and try again")
+    run("checking torch", [VENV_PYTHON, "-c", CHECK if is_cpu else CHECK_CUDA], "remove " + VENV + " and try again")
 
 
 def make_overlay():
@@ -122,7 +164,8 @@ def make_overlay():
         fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
     with open(os.path.join(packages(VENV), "base.pth"), "w") as file:
         file.write(PATH_FILE.format(packages(BASE)))
-    run("installing " + LOCK, [*pip(base_python, VENV_PYTHON), "--ignore-requires-python", "-r", LOCK], HINT)
+    lock = lock_of("megatron")
+    run("installing " + lock, [*pip(base_python, VENV_PYTHON), "--ignore-requires-python", "-r", lock], HINT)
     run("checking megatron", [VENV_PYTHON, "-c", CHECK_MEGATRON], "see the log")
 
 
@@ -135,14 +178,15 @@ def pip(python, target=""):
 def main():
     """The whole set-up; a second run re-uses everything."""
     check_python()
-    expected = fingerprint()
+    device = chosen_device()
+    expected = fingerprint(device)
     if is_done(expected):
         return
     start_s = time.monotonic()
     if MEGATRON:
         make_overlay()
     else:
-        make_base()
+        make_base(device)
     with open(STAMP, "w") as file:
         file.write(expected)
     print(f"set-up: done in {time.monotonic() - start_s:.0f} s", flush=True)

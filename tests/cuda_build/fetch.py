@@ -6,20 +6,18 @@
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-TRITON: Final = "triton==3.7.0"  # what torch 2.13 asks for on CUDA
 
 
-def vllm_pin() -> str:
-    """Returns the pin of the ``cuda`` extra."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (pin,) = (each for each in extras["cuda"] if each.startswith("vllm=="))
-    return str(pin)
+def pin_of(package: str) -> str:
+    """Returns a package's line in the lock for GPUs."""
+    lines = (ROOT / "locks" / "cuda.txt").read_text().splitlines()
+    (pin,) = (line for line in lines if line.startswith(f"{package}=="))
+    return pin
 
 
 def download(pin: str, folder: Path) -> Path:
@@ -36,7 +34,8 @@ def unpack(wheel: Path, folder: Path, *, compiled: bool) -> None:
 
 
 def main(folder: Path) -> None:
-    for name, pin in (("vllm", vllm_pin()), ("triton", TRITON)):
+    for name in ("vllm", "triton"):
+        pin = pin_of(name)
         stamp = folder / name / "pin"
         if stamp.is_file() and stamp.read_text() == pin:
             continue

