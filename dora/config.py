@@ -33,6 +33,7 @@ from dora.data.limits import (
     VariableName,
     Versions,
 )
+from dora.data.types import EngineNumerics
 from dora.data.validation import kind_of, validated_as, words_of
 from dora.errors import InvalidValue
 
@@ -232,6 +233,11 @@ class WorkersConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of weights and KV; on GPUs the default is bfloat16"
     )
+    batch_invariant: bool = Field(
+        False,
+        description="on GPUs: a request's logits do not depend on its neighbours (vLLM's mode, slower); on CPUs that "
+        "needs threads = 1 and not this",
+    )
     quantisation: Literal["", "int8"] = Field(
         "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
     )
@@ -289,6 +295,9 @@ class WorkersConfig(Section):
         if 0 < self.max_model_len_tokens < CONTEXT_MIN:
             allowed = f"at least {CONTEXT_MIN}, or 0 for the model's"
             raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
+        if self.batch_invariant and (self.engine == "fake" or (self.count and not on_gpus)):
+            allowed = "false, or true with workers.engine = vllm on GPUs (workers.device = cuda); on CPUs logits do not"
+            raise InvalidValue("workers.batch_invariant", True, f"{allowed} depend on neighbours with one thread")
         for name in ("tensor_parallel", "pipeline_parallel"):
             if self.engine == "fake" and getattr(self, name) > 1:
                 raise InvalidValue(f"workers.{name}", getattr(self, name), "1 where workers.engine is fake")
@@ -298,6 +307,11 @@ class WorkersConfig(Section):
     def context_tokens(self) -> int:
         """The limit of prompt and response together; before the model is known, the most possible."""
         return self.max_model_len_tokens or self.kv_tokens or CONTEXT_MAX
+
+    @property
+    def numerics(self) -> EngineNumerics:
+        """What decides how the engines round."""
+        return EngineNumerics(self.quantisation, self.dtype, self.batch_invariant)
 
     @property
     def ranks(self) -> int:

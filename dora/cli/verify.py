@@ -24,7 +24,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by `--record DIR`.")],
     atol: Annotated[
         float | None,
-        typer.Option(help="Tolerance of a logprob; default: 0.001 in fp32, 0.2 in bf16, 0.1 in int8."),
+        typer.Option(help="Tolerance of a logprob; default: 0.001 in float32, 0.2 in bfloat16, 0.1 in int8."),
     ] = None,
     sample: Annotated[
         int | None,
@@ -64,7 +64,10 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
         left_out = f"{_versions(report.versions_without_weights)} ({report.without_weights:,} trajectories)"
         table.add_row("not recomputable", f"{left_out}: the service was told not to keep these weights")
     table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
+    for rule in report.rules:
+        table.add_row("tolerance", rule)
     table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
+    table.add_row("moved requests", f"logits {report.exactness}")
     if report.router_ties:
         table.add_row("router ties", f"{report.router_ties:,} (choices of experts decided by rounding)")
     for sentence in report.violations[:SHOWN_VIOLATIONS]:

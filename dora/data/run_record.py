@@ -5,9 +5,9 @@
     DIR/steps.jsonl            one committed step a line (keys: CommittedStep), each step once.
                                Lines between them name versions that were withdrawn and republished
     DIR/evaluations.jsonl      one ended evaluation of the service's own series a line (keys: Evaluated and Score)
-    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json if the engines
-                               have quantised it: {"quantisation": "int8"}. Unless the step's ``weights`` is "all", a
-                               version's folder may be deleted after two later commits
+    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json (keys:
+                               EngineNumerics) if the engines did not compute in plain float32. Unless the step's
+                               ``weights`` is "all", a version's folder may be deleted after two later commits
 
 A step's line is written last, so everything that it names is on disk. Synchronous and for one thread at a time; the
 shell calls it in a thread. A failed write or fsync raises OSError, leaves nothing half written, and may be repeated.
@@ -39,6 +39,7 @@ from dora.data.record_content import (
 )
 from dora.data.score import Evaluated
 from dora.data.trajectory import Trajectory
+from dora.data.types import PLAIN_NUMERICS, EngineNumerics
 from dora.system.files import link_or_copy, sync_folder
 from dora.system.line_file import LineFile
 
@@ -59,12 +60,12 @@ def keeps_weights(weights: str, version: int) -> bool:
 class Recorder(RecordContent):
     """Appends to a record, or continues one of an earlier process, even after a torn line."""
 
-    def __init__(self, folder: Path, quantisation: str = "", weights: str = ALL_WEIGHTS) -> None:
-        """``quantisation``: of the sampling engines; empty: none. ``weights``: the setting ``record_weights``.
+    def __init__(self, folder: Path, numerics: EngineNumerics = PLAIN_NUMERICS, weights: str = ALL_WEIGHTS) -> None:
+        """``numerics``: of the sampling engines. ``weights``: the setting ``record_weights``.
 
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
-        self._quantisation = quantisation
+        self._numerics = numerics
         self._weights = weights
         self._passing: set[int] = set()  # versions whose weights are deleted after two later commits
         self._versions = folder / VERSIONS_FOLDER
@@ -176,9 +177,9 @@ class Recorder(RecordContent):
             for file in sorted(folder.iterdir()):
                 if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
                     link_or_copy(file.resolve(), unfinished / file.name, may_link=version not in self._doubted)
-            if self._quantisation:
+            if self._numerics != PLAIN_NUMERICS:
                 (unfinished / ROLLOUT_FILE).unlink(missing_ok=True)  # a link to the model's own file of that name
-                (unfinished / ROLLOUT_FILE).write_text(json.dumps({"quantisation": self._quantisation}) + "\n")
+                (unfinished / ROLLOUT_FILE).write_text(json.dumps(asdict(self._numerics)) + "\n")
             sync_folder(unfinished)
             if kept.is_dir():
                 shutil.rmtree(kept)

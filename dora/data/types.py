@@ -120,6 +120,21 @@ class TokenDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineNumerics:
+    """What decides how the sampling engines round a version's logprobs.
+
+    ``quantisation``: empty: none. ``batch_invariant``: a request's logits do not depend on its neighbours.
+    """
+
+    quantisation: str = ""
+    dtype: str = "float32"
+    batch_invariant: bool = False
+
+
+PLAIN_NUMERICS: Final = EngineNumerics()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCapability:
     """The capacity of a worker's engine; sent once at registration."""
 

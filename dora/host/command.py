@@ -7,6 +7,7 @@ from typing import Final
 
 from dora.config import KvConfig, WorkersConfig
 from dora.host.launcher import LOCAL, prefix_of
+from dora.system.environment import BATCH_INVARIANT
 
 WORKER_MODULE: Final = "dora.worker"
 POOL_MODULE: Final = "dora.pool"
@@ -57,7 +58,8 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         **({"--kv-host": context.kv_host} if context.kv_host else {}),
         **({"--kv-tier": context.kv_tier} if context.kv_tier else {}),
     }
-    flags = ["--router-replay"] if config.router_replay else []
+    chosen = {"--router-replay": config.router_replay, "--batch-invariant": config.batch_invariant}
+    flags = [name for name, is_chosen in chosen.items() if is_chosen]
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option), *flags]
 
 
@@ -86,8 +88,8 @@ def is_started_so(name: str, argv: Sequence[str]) -> bool:
 
 
 def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
-    """Fixes the number of threads before numpy and torch load, and carries the token, which other users cannot read
-    here.
+    """Fixes the number of threads and vLLM's mode before numpy, torch and vLLM load, and carries the token, which other
+    users cannot read here.
     """
     threads = str(config.threads)
     return {
@@ -95,4 +97,5 @@ def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
+        BATCH_INVARIANT: str(int(config.batch_invariant)),
     }

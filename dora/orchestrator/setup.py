@@ -313,7 +313,7 @@ async def recorder_of(
             check_owner(folder, "record")
             _hold_record(config, opened)
             folder = folder if carries_on else _new_record(config)
-            recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
+            recorder = await asyncio.to_thread(Recorder, folder, config.workers.numerics, config.record_weights)
             opened.callback(recorder.close)
         if bound is not None:
             recorder = await bound(recorder)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
+# Whether vLLM runs batch-invariant: 0 or 1. Its kernels read it when they are imported.
+BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 SECRETS: Final = ("DORA_TOKEN",)  # never passed on, whatever is named
 # Where things are, who runs it, which words it uses, and where Python finds modules.
 INHERITED: Final = (

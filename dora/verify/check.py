@@ -11,17 +11,13 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
-from dora.data.run_record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Float64Array, Trajectory
 from dora.errors import InvalidValue
 from dora.verify.committed import missing, whole_lines, without_weights
 from dora.verify.invariants import violations
-from dora.weights.reference import read_header, weight_files
+from dora.verify.tolerances import FLOAT32, Tolerance, exactness_of, numerics_of, tolerance_of
 
-INT8: Final = "int8"
-ATOL_FP32: Final = 1e-3  # measured between vLLM and transformers: 5e-5
-ATOL_BF16: Final = 0.2
-ATOL_INT8: Final = 0.1  # measured: 0.05; rounding differences near a half change the integer
 Progress = Callable[[float, str], None]  # called with the share done, 0 to 1, and its description
 
 READ_LINES: Final = 1000  # between two reports of progress while the record is read
@@ -48,6 +44,8 @@ class VerifyReport:
         tuple[int, ...], "versions that sampled trajectories, and whose weights the record was not to keep"
     ] = ()
     without_weights: Annotated[int, "trajectories of these versions"] = 0
+    rules: Annotated[tuple[str, ...], "each tolerance that was applied, with what decided it"] = ()
+    exactness: Annotated[str, "how a moved request's logits compare with an unmoved one's"] = ""
 
     @property
     def ok(self) -> bool:
@@ -71,8 +69,8 @@ def verify(
 ) -> VerifyReport:
     """Verifies the run record in ``folder``.
 
-    ``atol`` is the largest accepted absolute difference of a logprob; by default 0.001 for fp32 weights and 0.2 for
-    bf16. If the engines quantised a version, the model is quantised in the same way, and the default is 0.1. In a
+    ``atol`` is the largest accepted absolute difference of a logprob; the default is each version's
+    (``dora.verify.tolerances``). If the engines quantised a version, the model is quantised in the same way. In a
     mixture of experts, if two experts are tied within rounding (dora/models/routers.py), the logprob of either choice
     is accepted. ``sample`` recomputes the logprobs of only this many trajectories, drawn by ``seed`` evenly over the
     versions; all lines are checked. A version whose weights the service was not asked to keep is no violation; its
@@ -103,17 +101,21 @@ def verify(
     from dora.verify.recompute import Models  # loads torch
 
     models = Models()
-    loosest = atol if atol is not None else ATOL_FP32
+    given = None if atol is None else Tolerance(atol, "as given")
+    applied: dict[Tolerance, None] = {}
+    engines = []
     for version, members in sorted(by_version.items()):
         weights = folder / VERSIONS_FOLDER / str(version)
         if not weights.is_dir():
             sentences.add(f"version {version} sampled {len(members)} trajectories and is not in the record.")
             pace.passed(members)
             continue
-        quantisation = quantisation_of(weights)
-        accepted = atol if atol is not None else _tolerance(weights, quantisation)
-        loosest = max(loosest, accepted)
-        for trajectory, apart, ties in _differences(models.load(weights, quantisation), members, accepted, sentences):
+        numerics = numerics_of(weights)
+        engines.append(numerics)
+        tolerance = given or tolerance_of(weights, numerics)
+        applied[tolerance] = None
+        module, accepted = models.load(weights, numerics.quantisation), tolerance.atol
+        for trajectory, apart, ties in _differences(module, members, accepted, sentences):
             pace.passed([trajectory])
             differences.append(apart)
             router_ties += ties
@@ -126,7 +128,7 @@ def verify(
         max_abs_diff=float(found.max(initial=0.0)),
         mean_abs_diff=float(found.mean()) if len(found) else 0.0,
         router_ties=router_ties,
-        atol=loosest,
+        atol=max(each.atol for each in (*applied, given or FLOAT32)),
         logprob_mismatches=mismatches,
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
@@ -134,6 +136,8 @@ def verify(
         recomputed=len(differences) - 1,
         versions_without_weights=tuple(without),
         without_weights=sum(without.values()),
+        rules=tuple(f"{each.atol:g}: {each.rule}" for each in applied),
+        exactness=exactness_of(engines),
     )
 
 
@@ -196,28 +200,6 @@ def _parse(line: bytes, number: int) -> Trajectory:
     if not isinstance(record, dict):
         raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a JSON object")
     return Trajectory.from_json_dict(record)
-
-
-def quantisation_of(weights: Path) -> str:
-    """The engines' quantisation of a recorded version; empty: none. Raises InvalidValue for an unknown one."""
-    file = weights / ROLLOUT_FILE
-    if not file.is_file():
-        return ""
-    where = f"{VERSIONS_FOLDER}/{weights.name}/{ROLLOUT_FILE}"
-    try:
-        quantisation = json.loads(file.read_text())["quantisation"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValue(where, repr(error), 'JSON written by a service: {"quantisation": "int8"}') from error
-    if quantisation != INT8:
-        raise InvalidValue(f"{where}: quantisation", quantisation, f"{INT8}; it may have been written by a newer DORA")
-    return INT8
-
-
-def _tolerance(weights: Path, quantisation: str) -> float:
-    dtypes = {tensor.dtype for file in weight_files(weights) for tensor in read_header(weights / file).values()}
-    if dtypes & {"BF16", "F16"}:
-        return ATOL_BF16
-    return ATOL_INT8 if quantisation else ATOL_FP32
 
 
 def _differences(

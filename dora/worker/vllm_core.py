@@ -75,12 +75,22 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
         vllm_config = arguments(model, settings, device).create_engine_config()
         with _meeting_place():
             core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
-    except ValueError as error:
-        raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     except torch.OutOfMemoryError as error:
         allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
         raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error
+    except (ValueError, RuntimeError) as error:
+        if settings.batch_invariant and names_batch_invariance(error):
+            allowed = f"false: vLLM has this mode in no kernel for this model, dtype and block size ({error})"
+            raise InvalidValue("workers.batch_invariant", True, allowed) from error
+        if isinstance(error, RuntimeError):
+            raise
+        raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     return core
+
+
+def names_batch_invariance(error: Exception) -> bool:
+    """Returns whether this is vLLM's refusal of attention backends or experts without the batch-invariant mode."""
+    return "batch invarian" in str(error).lower().replace("_", " ").replace("-", " ")
 
 
 def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineArgs:
@@ -188,7 +198,7 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
     whole_bytes: Counter[tuple[str, int]] = Counter()
     for name, size in layers:
         whole_bytes[ranks.layers[name].name, ranks.layers[name].window_tokens] += size
-    identity = {
+    identity: dict[str, Any] = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
         "kv": [backend, [(name, size / block_tokens, window) for (name, window), size in sorted(whole_bytes.items())]],
@@ -196,6 +206,8 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
     }
     if settings.quantisation:
         identity["quantisation"] = settings.quantisation
+    if settings.batch_invariant:
+        identity["batch_invariant"] = True
     windows = tuple(layer.window_tokens for layer in ranks.layers.values())
     return KvLayout(
         fingerprint=blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32),

@@ -75,11 +75,14 @@ class VllmEngine(BaseEngine[_Live]):
         device: Kind | Device = "cpu",
         memory_share: float = 0.9,
         load_timeout_s: float = 60.0,
+        batch_invariant: bool = False,
     ) -> None:
         """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
         ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
 
         ``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
+
+        ``batch_invariant``: vLLM's mode, in which a request's logits do not depend on its neighbours.
 
         ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
 
@@ -93,7 +96,7 @@ class VllmEngine(BaseEngine[_Live]):
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
-        vllm_environment.prepare(self._device.environment)
+        vllm_environment.prepare(self._device.environment, batch_invariant=batch_invariant)
         from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
@@ -107,6 +110,7 @@ class VllmEngine(BaseEngine[_Live]):
             pipeline_parallel,
             quantisation,
             memory_share,
+            batch_invariant,
         )
         self._core: Any = vllm_core.start(model, settings, self._device)
         self._ranks = vllm_ranks.Ranks(

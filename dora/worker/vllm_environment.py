@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
+from dora.errors import InvalidValue
+from dora.system.environment import BATCH_INVARIANT
+
 # Set unless the operator has set them.
 _DEFAULTS: Final = {
     "OMP_NUM_THREADS": "1",
@@ -27,11 +30,23 @@ _REQUIRED: Final = {
 _SWITCH_S: Final = 0.0002
 
 
-def prepare(of_device: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare(
+    of_device: Mapping[str, str],
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    batch_invariant: bool | None = None,
+) -> None:
     """Sets the environment for vLLM in this process and reduces its logging. May be repeated.
 
-    ``of_device``: the device's defaults (``Device.environment``).
+    ``of_device``: the device's defaults (``Device.environment``). ``batch_invariant``: vLLM's mode; None: as it is set.
+    Raises InvalidValue for another mode than that with which vLLM was imported.
     """
+    if batch_invariant is not None:
+        mode = str(int(batch_invariant))
+        if "vllm" in sys.modules and environment.get(BATCH_INVARIANT, "0") != mode:
+            allowed = f"{not batch_invariant} in this process, which imported vLLM without {BATCH_INVARIANT}={mode}"
+            raise InvalidValue("workers.batch_invariant", batch_invariant, allowed)
+        environment[BATCH_INVARIANT] = mode
     for name, value in {**_DEFAULTS, **of_device}.items():
         environment.setdefault(name, value)
     environment.update(_REQUIRED)

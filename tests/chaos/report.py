@@ -12,7 +12,8 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import RequestSpec
 from dora.rpc import dora_pb2 as pb
 from dora.verify import verify
-from dora.verify.check import ATOL_FP32, read_trajectories
+from dora.verify.check import read_trajectories
+from dora.verify.tolerances import FLOAT32
 from dora.worker.fake_engine import FakeEngine
 from tests import promises
 from tests.chaos.faults import ACTIONS
@@ -73,7 +74,7 @@ def _verified(setting: Setting) -> tuple[int, tuple[str, ...]]:
     """Trajectories with a logprob that their version does not give, and what else is wrong with the record."""
     if setting.engine == "fake":
         return sum(_mismatches(setting)), ()
-    found = verify(setting.record, atol=ATOL_FP32, window_versions=WINDOW)
+    found = verify(setting.record, atol=FLOAT32.atol, window_versions=WINDOW)
     return found.logprob_mismatches, found.violations
 
 

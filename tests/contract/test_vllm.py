@@ -43,6 +43,19 @@ def reference(version_folder: VersionFolder) -> Iterator[torch.nn.Module]:
     yield AutoModelForCausalLM.from_pretrained(version_folder(2), dtype=torch.float32).eval()
 
 
+def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) -> None:
+    from dora.worker import vllm_core
+    from dora.worker.device.port import EngineSettings
+
+    capability = engine.capability
+    settings = EngineSettings(capability.slots, 0, 0, capability.max_model_len_tokens, capability.dtype)
+    prints = [
+        vllm_core.layout_of(engine.core, engine._ranks, engine._reference, each).fingerprint
+        for each in (settings, replace(settings, batch_invariant=True), replace(settings, quantisation="int8"))
+    ]
+    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 3
+
+
 def test_logprobs_after_a_load_in_place_are_those_of_transformers(
     engine: VllmEngine, version_folder: VersionFolder, reference: torch.nn.Module
 ) -> None:

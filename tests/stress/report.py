@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.verify import verify
-from dora.verify.check import ATOL_FP32, Progress
+from dora.verify.check import Progress
+from dora.verify.tolerances import FLOAT32
 from tests import promises
 from tests.stress.load import GROUP_SIZE
 from tests.stress.run import WINDOW, Seen
@@ -17,7 +18,7 @@ SUMMED: Final = ("trajectories", *MUST_BE_0, "migrations_kv", "tokens_reprefille
 def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress) -> dict[str, Any]:
     """The report's fields of one model, and why it failed, in sentences."""
     found = promises.promises(record, prompts, seen.trained, WINDOW, GROUP_SIZE)
-    verified = verify(record, atol=ATOL_FP32, window_versions=WINDOW, progress=progress)
+    verified = verify(record, atol=FLOAT32.atol, window_versions=WINDOW, progress=progress)
     counters = seen.counters
     report: dict[str, Any] = {
         "trajectories": found.trajectories,

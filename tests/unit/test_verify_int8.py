@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from dora.cli.app import app
 from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
-from dora.data.types import Segment
+from dora.data.types import EngineNumerics, Segment
 from dora.errors import InvalidValue
 from dora.models.int8 import int8_of, is_quantised, quantise
 from dora.models.tiny import make_tiny
 from dora.orchestrator.setup import recorder_of
 from dora.verify import verify
-from dora.verify.check import quantisation_of
+from dora.verify.tolerances import numerics_of
 from dora.weights.store import WeightStore
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
@@ -59,7 +59,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def recorded(folder: Path, models: list[Path], trajectories: list[Trajectory], quantisation: str) -> Path:
-    with Recorder(folder, quantisation) as recorder:
+    with Recorder(folder, EngineNumerics(quantisation)) as recorder:
         recorder.keep_version(0, models[0])
         recorder.commit(CommittedStep(0, 1, {}, 1.0), models[1])
         recorder.append(trajectories)
@@ -83,7 +83,7 @@ async def test_a_service_records_how_its_engines_quantise(tmp_path: Path, models
         config = configured(models[0], workers__quantisation=quantisation, record=str(folder))
         async with contextlib.AsyncExitStack() as stack:
             await recorder_of(config, store, stack, False)
-        assert quantisation_of(folder / "versions" / "0") == quantisation
+        assert numerics_of(folder / "versions" / "0") == EngineNumerics(quantisation)
     assert not (models[0] / "rollout.json").exists(), "the model's own folder is as it was"
 
 

@@ -76,7 +76,7 @@ async def bind(
         recorder.close()
         aside = await asyncio.to_thread(set_aside, folder, surplus, trained_at)
         log.warning("the record's content from step %d on was moved to %s", surplus, aside)
-        recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation, config.record_weights)
+        recorder = await asyncio.to_thread(Recorder, folder, config.workers.numerics, config.record_weights)
     source = source_of(config.model_dump_json(include={"prompts"}))
     state.remember(content=dict(content), source=source, record=_name_of(folder) if recorder is not None else "")
     if recorder is not None:

@@ -24,6 +24,7 @@ FIXED: Final = (
     "rollout",
     "reward.function",
     "selection",
+    "workers.batch_invariant",
     "workers.dtype",
     "workers.quantisation",
     "workers.router_replay",

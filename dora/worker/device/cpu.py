@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
+from dora.errors import InvalidValue
 from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
@@ -32,6 +33,9 @@ class Cpu:
         from vllm.platforms import current_platform
 
         check_installed(self.kind, current_platform.device_type)
+        if settings.batch_invariant:
+            allowed = "false: vLLM has this mode on GPUs; on CPUs logits do not depend on neighbours with one thread"
+            raise InvalidValue("workers.batch_invariant", True, allowed)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches.cpu import registry

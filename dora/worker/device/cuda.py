@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
+INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
 
 
 class Cuda:
@@ -43,6 +44,10 @@ class Cuda:
             raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
         if settings.quantisation:
             raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
+        if settings.batch_invariant and not current_platform.has_device_capability(INVARIANT_FROM):
+            found = current_platform.get_device_capability()
+            allowed = f"false: vLLM's mode needs compute capability {INVARIANT_FROM / 10}, and this GPU has {found}"
+            raise InvalidValue("workers.batch_invariant", True, allowed)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches import mapped_weights

@@ -45,6 +45,7 @@ class EngineSettings:
     pipeline_parallel: int = 1
     quantisation: str = ""
     memory_share: float = 0.9
+    batch_invariant: bool = False
 
     @property
     def ranks(self) -> int:

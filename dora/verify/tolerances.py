@@ -1,0 +1,71 @@
+"""How far a recomputed logprob may be from the recorded one, and what decides it.
+
+docs/gpus.md has the table.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dora.data.run_record import ROLLOUT_FILE, VERSIONS_FOLDER
+from dora.data.types import PLAIN_NUMERICS, EngineNumerics
+from dora.errors import InvalidValue
+from dora.weights.reference import read_header, weight_files
+
+INT8: Final = "int8"
+HALF: Final = frozenset({"BF16", "F16"})
+DTYPES: Final = ("float32", "bfloat16")
+
+
+class Tolerance(NamedTuple):
+    """The largest accepted absolute difference of a logprob, and the rule that it comes from."""
+
+    atol: float
+    rule: str
+
+
+FLOAT32: Final = Tolerance(1e-3, "float32 weights and engines")  # measured between vLLM and transformers: 5e-5
+BFLOAT16_WEIGHTS: Final = Tolerance(0.2, "bfloat16 weights")
+BFLOAT16_ENGINES: Final = Tolerance(0.2, "bfloat16 engines")
+INT8_ENGINES: Final = Tolerance(0.1, "int8 engines")  # measured: 0.05; rounding differences near a half change integers
+
+INVARIANT: Final = "bit for bit, whatever runs beside a request (workers.batch_invariant)"
+BY_DEVICE: Final = "bit for bit on CPUs with workers.threads = 1; elsewhere up to rounding, which depends on the batch"
+
+
+def numerics_of(weights: Path) -> EngineNumerics:
+    """Returns what the record of a version says of the engines that sampled it. Older records have less.
+
+    Raises InvalidValue for values of a newer DORA.
+    """
+    file = weights / ROLLOUT_FILE
+    if not file.is_file():
+        return PLAIN_NUMERICS
+    where = f"{VERSIONS_FOLDER}/{weights.name}/{ROLLOUT_FILE}"
+    try:
+        tree: Any = json.loads(file.read_text())
+        found = EngineNumerics(**tree)
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidValue(where, repr(error), 'JSON written by a service: {"quantisation": "int8"}') from error
+    for name, allowed in (("quantisation", ("", INT8)), ("dtype", DTYPES), ("batch_invariant", (False, True))):
+        if not tree or getattr(found, name) not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise InvalidValue(f"{where}: {name}", getattr(found, name), f"{listed}; a newer DORA may have written it")
+    return found
+
+
+def tolerance_of(weights: Path, numerics: EngineNumerics) -> Tolerance:
+    """Returns the tolerance for a recorded version."""
+    dtypes = {tensor.dtype for file in weight_files(weights) for tensor in read_header(weights / file).values()}
+    if dtypes & HALF:
+        return BFLOAT16_WEIGHTS
+    if numerics.dtype == "bfloat16":
+        return BFLOAT16_ENGINES
+    return INT8_ENGINES if numerics.quantisation else FLOAT32
+
+
+def exactness_of(numerics: Iterable[EngineNumerics]) -> str:
+    """Returns how a moved request's logits compare with an unmoved one's. Its KV, seed and positions are exact."""
+    found = tuple(numerics)
+    return INVARIANT if found and all(each.batch_invariant for each in found) else BY_DEVICE
