@@ -29,7 +29,7 @@ from dora.host.files import digest_of, model_files
 from dora.host.folder import MODEL, host_folder, kept_bytes
 from dora.host.launcher import check_host_name, check_zone
 from dora.host.orphaned import Orphaned
-from dora.host.placement import Placement, placement_of
+from dora.host.placement import Placement, log_unbound, placement_of
 from dora.host.runtime import Files, HostRuntime
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
@@ -82,6 +82,7 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
     check_host_name(options.name)
     check_zone(options.zone)
     placement = placement_of(options.device, for_trainer=options.gpus_for_trainer, field="--device")
+    log_unbound(placement)
     with host_folder(options.folder) as folder:
         digest = ""
         if options.model:

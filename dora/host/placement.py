@@ -1,9 +1,10 @@
 """The GPUs of a host's workers: which exist, which this process may use, and which each worker gets.
 
 One function serves the service's own host and the agents of joined hosts. GPUs are named by UUID, which no numbering
-changes; their order is that of the PCI bus.
+changes; their order is that of the PCI bus. A worker is bound to the CPUs and memory next to its GPUs.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
+from dora.system.numa import NOTHING, UNKNOWN, Allowed, Binding, Locality, binding_of, inherited, locality_of
+
+log = logging.getLogger("dora.service")
 
 GPUS_FOLDER: Final = Path("/proc/driver/nvidia/gpus")
+PCI_FOLDER: Final = Path("/sys/bus/pci/devices")
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 _FIELD: Final = r"^{}:\s*(.+?)\s*$"
@@ -21,20 +26,24 @@ _FIELD: Final = r"^{}:\s*(.+?)\s*$"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """An NVIDIA GPU. ``numa_node`` -1: unknown."""
+    """An NVIDIA GPU."""
 
     model: str
     uuid: str
     pci: str  # 0000:17:00.0
-    numa_node: int = -1
+    place: Locality = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs that a host's workers share out; none: they run on CPUs. ``all_gpus``: with those kept for a trainer."""
+    """The GPUs that a host's workers share out; none: they run on CPUs. ``all_gpus``: with those kept for a trainer.
+
+    ``may_use``: the CPUs and memory nodes that workers inherit.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     all_gpus: tuple[Gpu, ...] = ()
+    may_use: Allowed = NOTHING
 
     @property
     def kind(self) -> str:
@@ -56,16 +65,30 @@ class Placement:
             raise InvalidValue("workers", workers, allowed)
 
     def environment(self, number: int, ranks: int) -> dict[str, str]:
-        """Returns the environment that gives worker ``number`` its GPUs. Raises InvalidValue as ``check`` does."""
+        """Returns the environment that gives worker ``number`` its GPUs, and the CPUs and memory next to them.
+
+        Raises InvalidValue as ``check`` does.
+        """
         if not self.gpus:
             return {VISIBLE: ""}
         self.check(number + 1, ranks)
         own = self.gpus[number * ranks : (number + 1) * ranks]
-        return {VISIBLE: ",".join(gpu.uuid for gpu in own), ORDER: "PCI_BUS_ID"}
+        visible = {VISIBLE: ",".join(gpu.uuid for gpu in own), ORDER: "PCI_BUS_ID"}
+        return {**visible, **self._binding(own).environment}
+
+    def why_unbound(self) -> str:
+        """Returns which GPUs' workers are not bound to CPUs, and why; empty: all are, or there are no GPUs."""
+        reasons: dict[str, list[str]] = {}
+        for gpu in self.gpus:
+            reasons.setdefault(self._binding([gpu]).why, []).append(gpu.pci)
+        return "; ".join(f"{', '.join(found)}: {why}" for why, found in reasons.items() if why)
+
+    def _binding(self, own: Sequence[Gpu]) -> Binding:
+        return binding_of([gpu.place for gpu in own], self.may_use)
 
 
-def gpus(folder: Path = GPUS_FOLDER) -> tuple[Gpu, ...]:
-    """Returns the NVIDIA GPUs of this machine in the order of the PCI bus."""
+def gpus(folder: Path = GPUS_FOLDER, devices: Path = PCI_FOLDER) -> tuple[Gpu, ...]:
+    """Returns the NVIDIA GPUs of this machine in the order of the PCI bus. ``devices``: the bus in /sys."""
     try:
         texts = {
             each.name: (each / "information").read_text(encoding="utf-8", errors="replace")
@@ -74,17 +97,9 @@ def gpus(folder: Path = GPUS_FOLDER) -> tuple[Gpu, ...]:
     except OSError:
         return ()
     return tuple(
-        Gpu(_field("Model", text) or "GPU", _field("GPU UUID", text) or pci, pci, numa_node(pci))
+        Gpu(_field("Model", text) or "GPU", _field("GPU UUID", text) or pci, pci, locality_of(devices / pci.lower()))
         for pci, text in texts.items()
     )
-
-
-def numa_node(pci: str, folder: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Returns the NUMA node of a PCI device; -1: unknown."""
-    try:
-        return int((folder / pci / "numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 def visible(found: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
@@ -106,12 +121,14 @@ def placement_of(
     found: Sequence[Gpu] | None = None,
     environment: Mapping[str, str] = os.environ,
     field: str = "workers.device",
+    may_use: Allowed | None = None,
 ) -> Placement:
     """Returns the placement that ``device`` asks for: ``cpu``; ``cuda``, all GPUs that this process may use; ``cuda:``
     with numbers among these, or UUIDs; empty: GPUs if there are any.
 
-    ``for_trainer``: GPUs at the end of the list that no worker gets. Raises InvalidValue for other texts, for GPUs that
-    are not there, and for a trainer's GPUs that leave none for workers or would be none, as on the CPU.
+    ``for_trainer``: GPUs at the end of the list that no worker gets. ``may_use``: default: what this process may.
+    Raises InvalidValue for other texts, for GPUs that are not there, and for a trainer's GPUs that leave none for
+    workers or would be none, as on the CPU.
     """
     there = visible(gpus() if found is None else found, environment)
     kind, _, named = device.partition(":")
@@ -132,7 +149,13 @@ def placement_of(
     if for_trainer >= len(chosen):
         allowed = f"at most {len(chosen) - 1}: there are {len(chosen)} GPUs, and a worker needs one"
         raise InvalidValue(trainers, for_trainer, allowed)
-    return Placement(chosen[: len(chosen) - for_trainer], chosen)
+    return Placement(chosen[: len(chosen) - for_trainer], chosen, may_use or inherited())
+
+
+def log_unbound(placement: Placement) -> None:
+    """Logs why workers are not bound to CPUs. A host calls it once."""
+    if reasons := placement.why_unbound():
+        log.info("workers of these GPUs are not bound to CPUs: %s", reasons)
 
 
 def _named(found: Sequence[Gpu], name: str, field: str, value: str) -> Gpu:

@@ -20,7 +20,7 @@ from dora.errors import DoraError
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
 from dora.host.launcher import LOCAL, OwnLauncher, WorkerStartError, number_of
 from dora.host.launchers import launcher_named
-from dora.host.placement import placement_of
+from dora.host.placement import log_unbound, placement_of
 from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
@@ -191,6 +191,7 @@ class _Start:
         pool_id, workers = pool_id_of(LOCAL), config.workers
         placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
         placement.check(workers.count, workers.ranks)
+        log_unbound(placement)
 
         def environment(name: str) -> Mapping[str, str]:
             given = worker_environment(self.config.workers, tokens.started(name))

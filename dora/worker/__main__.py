@@ -18,12 +18,15 @@ from dora.kvtransfer.plane import DataPlane
 from dora.rpc import dora_pb2 as pb
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import stop_on_signals
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine
 from dora.worker.loop import EngineLoop, of_store
+
+log = logging.getLogger("dora.worker")
 
 SWITCH_S: Final = 0.5e-3
 
@@ -53,10 +56,13 @@ class WorkerMember(LinkedMember):
 
 def main(argv: list[str] | None = None) -> int:
     gc.disable()  # imported modules are permanent: collecting them again and again costs 12 to 25% of the time
+    bound = bind()  # before threads and ranks, which inherit it
     if sys.argv[1:] == ["--wait"]:
         argv = _arguments_from_stdin("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
+    if bound:
+        log.info("%s", bound)
     token = os.environ.pop("DORA_TOKEN", "")  # its own children, such as the ranks of an engine, need none
     try:
         if not token:

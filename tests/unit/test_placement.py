@@ -7,11 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.errors import InvalidValue
-from dora.host.placement import ORDER, VISIBLE, Gpu, Placement, gpus, numa_node, placement_of, visible
+from dora.host.placement import ORDER, VISIBLE, Gpu, Placement, gpus, log_unbound, placement_of, visible
+from dora.system.numa import CPUS, MEMORY_NODES, Allowed, Locality, inherited, numbers
 from tests.refusals import data_words, refused
 
+NODES = (numbers("0-7,16-23"), numbers("8-15,24-31"))  # two sockets, whose cores have two threads each
+WHOLE = Allowed(numbers("0-31"), numbers("0-1"))
 EIGHT = tuple(
-    Gpu("NVIDIA H100", f"GPU-{number:08x}-aaaa", f"0000:{number:02x}:00.0", number // 4) for number in range(8)
+    Gpu("NVIDIA H100", f"GPU-{number:08x}-aaaa", f"0000:{number:02x}:00.0", Locality(number // 4, NODES[number // 4]))
+    for number in range(8)
 )
 
 
@@ -19,27 +23,95 @@ def uuids(placement: Placement) -> list[str]:
     return [gpu.uuid for gpu in placement.gpus]
 
 
-def chosen(device: str, inherited: str | None = None, for_trainer: int = 0) -> Placement:
+def chosen(device: str, inherited: str | None = None, for_trainer: int = 0, may_use: Allowed = WHOLE) -> Placement:
     environment = {} if inherited is None else {VISIBLE: inherited}
-    return placement_of(device, for_trainer=for_trainer, found=EIGHT, environment=environment)
+    return placement_of(device, for_trainer=for_trainer, found=EIGHT, environment=environment, may_use=may_use)
+
+
+def driver(folder: Path) -> tuple[Path, Path]:
+    """False folders of the driver in /proc and of the bus in /sys, with eight GPUs on two NUMA nodes."""
+    proc, bus = folder / "proc", folder / "sys"
+    for number in (2, 0, 1, 7, 6, 5, 4, 3):
+        pci = f"0000:{number * 16 + 10:02x}:00.0"
+        (proc / pci.upper()).mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\nGPU UUID: \t GPU-{number}\nVideo BIOS: \t 96\n"
+        (proc / pci.upper() / "information").write_text(text)
+        (bus / pci).mkdir(parents=True)
+        (bus / pci / "numa_node").write_text(f"{number // 4}\n")
+        (bus / pci / "local_cpulist").write_text("8-15,24-31\n" if number // 4 else "0-7,16-23\n")
+    return proc, bus
 
 
 def test_gpus_are_those_of_the_driver_in_the_order_of_the_bus(tmp_path: Path) -> None:
-    for number in (2, 0, 1):
-        folder = tmp_path / f"0000:{number:02x}:00.0"
-        folder.mkdir()
-        text = f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\nGPU UUID: \t GPU-{number}\nVideo BIOS: \t 96\n"
-        (folder / "information").write_text(text)
-    found = gpus(tmp_path)
-    assert [gpu.uuid for gpu in found] == ["GPU-0", "GPU-1", "GPU-2"]
+    proc, bus = driver(tmp_path)
+    found = gpus(proc, bus)
+    assert [gpu.uuid for gpu in found] == [f"GPU-{number}" for number in range(8)]
     assert {gpu.model for gpu in found} == {"NVIDIA H100 80GB HBM3"}
-    assert gpus(tmp_path / "none") == ()
+    assert [gpu.place for gpu in found] == [Locality(number // 4, NODES[number // 4]) for number in range(8)]
+    assert gpus(tmp_path / "none", bus) == ()
 
 
-def test_the_numa_node_is_the_bus_devices(tmp_path: Path) -> None:
-    (tmp_path / "0000:17:00.0").mkdir()
-    (tmp_path / "0000:17:00.0" / "numa_node").write_text("1\n")
-    assert numa_node("0000:17:00.0", tmp_path) == 1 and numa_node("0000:18:00.0", tmp_path) == -1
+@pytest.mark.parametrize(
+    ("cpus", "nodes", "first", "last"),
+    [
+        ("0-31", "0-1", ("0-7,16-23", "0"), ("8-15,24-31", "1")),
+        ("2-9,31", "0-1", ("2-7", "0"), ("8-9,31", "1")),  # the affinity or cpuset of the service
+        ("0-31", "1", ("0-7,16-23", ""), ("8-15,24-31", "1")),  # a cpuset with one node's memory
+        ("0-3", "0", ("0-3", "0"), None),  # no CPU beside the last GPUs
+    ],
+)
+def test_eight_workers_are_bound_to_what_is_next_to_their_gpus(
+    cpus: str, nodes: str, first: tuple[str, str], last: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    may_use = Allowed(numbers(cpus), numbers(nodes))
+    placement = placement_of("cuda", found=gpus(*driver(tmp_path)), environment={}, may_use=may_use)
+    for number in range(8):
+        environment = placement.environment(number, 1)
+        expected = last if number >= 4 else first
+        stated = (environment[CPUS], environment[MEMORY_NODES]) if CPUS in environment else None
+        assert stated == expected, number
+    assert bool(placement.why_unbound()) == (last is None)
+
+
+def test_a_worker_of_several_gpus_has_what_is_next_to_any_of_them() -> None:
+    environment = chosen("cuda:3,4").environment(0, 2)
+    assert (environment[CPUS], environment[MEMORY_NODES]) == ("0-31", "0-1")
+    assert CPUS not in chosen("cuda:3,4", may_use=Allowed(numbers("0-3"), numbers("0"))).environment(0, 2)
+    assert CPUS not in chosen("cpu").environment(0, 1)
+
+
+def test_without_other_word_workers_may_use_what_this_process_may() -> None:
+    assert placement_of("cuda", found=EIGHT, environment={}).may_use == inherited()
+
+
+@pytest.mark.parametrize("damage", ["-1", "", "none", "no list", "empty list"])
+def test_without_numa_information_no_worker_is_bound_and_the_log_says_it_once(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    proc, bus = driver(tmp_path)
+    for device in bus.iterdir():
+        if damage == "none":
+            (device / "numa_node").unlink()
+        elif damage == "no list":
+            (device / "local_cpulist").unlink()
+        elif damage == "empty list":
+            (device / "local_cpulist").write_text("\n")
+        else:
+            (device / "numa_node").write_text(f"{damage}\n")
+    placement = placement_of("cuda", found=gpus(proc, bus), environment={}, may_use=WHOLE)
+    assert all(CPUS not in placement.environment(number, 1) for number in range(8))
+    with caplog.at_level("INFO", "dora.service"):
+        log_unbound(placement)
+    (record,) = caplog.records
+    assert all(gpu.pci in record.getMessage() for gpu in placement.gpus)
+    assert record.getMessage().count("NUMA") == 1, "one reason for all"
+
+
+def test_of_bound_workers_and_of_cpus_the_log_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "dora.service"):
+        log_unbound(chosen("cuda"))
+        log_unbound(chosen("cpu"))
+    assert not caplog.records
 
 
 def test_eight_workers_on_eight_gpus_have_one_each() -> None:
