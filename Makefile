@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of processes, each of which would compile all of DORA
 JOBS ?= 3# test processes, of which some wait
+TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu"
+V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
@@ -14,7 +16,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo triton test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,22 +28,27 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check ## lint, types, import rules, stubs, and the tests that CI runs
+test: check triton ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about 45 minutes)
+test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
 	@$(PYTEST) -m "not gpu" $(ARGS)
+	@$(TEST_V2) $(V2_TESTS)
 
 test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron $(ARGS)
 
 test-v2: setup ## the engine's contract suite on vLLM's runner for GPUs, on a CPU by Triton's interpreter (about 10 minutes)
-	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build
-	@PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu" \
-		$(or $(ARGS),tests/contract/test_engine.py tests/contract/test_v2_runner.py)
+	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
+	@$(TEST_V2) $(or $(ARGS),$(V2_TESTS))
+
+# Where it cannot be had, the short test of the runner for GPUs is skipped with the reason.
+triton: setup
+	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton || true
 
 check-cuda: setup ## DORA against vLLM's CUDA build, without a GPU: imports, signatures, configuration, KV layouts (500 MB, once)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build

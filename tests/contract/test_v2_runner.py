@@ -1,14 +1,39 @@
-"""What only an engine on Model Runner V2 shows: proofs that hold on any device. Runs by ``make test-v2``."""
+"""What only an engine on Model Runner V2 shows: proofs that hold on any device. Runs by ``make test-v2``.
+
+``test_v2_short.py`` runs ``test_requests_hold_move_and_go_on`` in every ``make test``.
+"""
+
+from dataclasses import replace
 
 import pytest
 
 from dora.engine_patches.patch import PatchFailed, nothing
 from dora.worker.vllm_engine import VllmEngine
 from tests import v2_runner
-from tests.contract.driver import VersionFolder
+from tests.contract.driver import EVERYTHING, SAMPLED, Driver, VersionFolder, make_request, run
 from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not v2_runner.IS_CHOSEN, reason="needs DORA_TEST_RUNNER=v2 and Triton")
+
+
+def test_requests_hold_move_and_go_on(engine: VllmEngine, driver: Driver, version_folder: VersionFolder) -> None:
+    """One holds, one moves with its KV, one goes on beside them, and they all end as if alone; then other weights."""
+    samplings = (SAMPLED, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True), SAMPLED)
+    requests = [make_request(index, replace(each, max_tokens=12)) for index, each in enumerate(samplings)]
+    alone = run(engine, requests)
+    for request in requests:
+        driver.add(request)
+    driver.step(4)
+    engine.freeze("r0")
+    moved = driver.take_out("r1")
+    driver.step(2)
+    engine.thaw("r0")
+    engine.take_in(moved)
+    assert driver.finish() == alone
+    driver.clear()
+    driver.responses.clear()
+    engine.load_weights(2, version_folder(2), None)
+    assert run(engine, [replace(requests[0], version=2)]) != {"r0": alone["r0"]}
 
 
 def test_a_reload_that_leaves_a_tensor_stale_is_found(
