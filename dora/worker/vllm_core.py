@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -78,19 +79,22 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     except torch.OutOfMemoryError as error:
         allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
         raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AssertionError) as error:
         if settings.batch_invariant and names_batch_invariance(error):
             allowed = f"false: vLLM has this mode in no kernel for this model, dtype and block size ({error})"
             raise InvalidValue("workers.batch_invariant", True, allowed) from error
-        if isinstance(error, RuntimeError):
+        if not isinstance(error, ValueError):
             raise
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     return core
 
 
 def names_batch_invariance(error: Exception) -> bool:
-    """Returns whether this is vLLM's refusal of attention backends or experts without the batch-invariant mode."""
-    return "batch invarian" in str(error).lower().replace("_", " ").replace("-", " ")
+    """Returns whether this is vLLM's refusal of attention backends or experts without the batch-invariant mode.
+
+    The names of vLLM's own settings in a message (``use_batch_invariant=True``) are no reason.
+    """
+    return re.search(r"(?<!use.)batch.invarian", str(error), re.IGNORECASE) is not None
 
 
 def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineArgs:

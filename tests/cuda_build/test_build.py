@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dora.errors import InvalidValue
+from dora.system.environment import BATCH_INVARIANT
 from dora.worker.device.cuda import CHUNK_TOKENS, Cuda
 from dora.worker.device.port import EngineSettings
 from tests.refusals import refused
@@ -169,6 +170,26 @@ def test_kv_as_the_build_lays_it_out_is_blocks_that_can_be_copied(layout: str, k
     for view, was in zip(views, before, strict=True):
         assert torch.equal(view[: 2 * ratio], was[4 * ratio : 6 * ratio])
         assert torch.equal(view[2 * ratio :], was[2 * ratio :])
+
+
+def test_the_batch_invariant_mode_chooses_a_backend_that_has_it_or_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from dora.worker.vllm_core import names_batch_invariance
+
+    monkeypatch.setenv(BATCH_INVARIANT, "1")
+    DEVICE.check_platform(replace(SETTINGS, batch_invariant=True))
+    config = config_of(model, replace(SETTINGS, batch_invariant=True))
+    with set_current_vllm_config(config):
+        for dtype in (torch.bfloat16, torch.float32):
+            chosen = get_attn_backend(64, dtype, "auto")
+            assert chosen.supports_batch_invariance() and chosen.get_name() in {"FLASH_ATTN", "TRITON_ATTN"}
+        with pytest.raises(ValueError) as caught:
+            get_attn_backend(576, torch.bfloat16, "auto", use_mla=True, use_sparse=True)
+    assert names_batch_invariance(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["Stream", "Event"])
