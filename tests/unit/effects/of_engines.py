@@ -219,6 +219,9 @@ ROWS: Final[dict[str, Row]] = {
     "rollout.seed": Seen(7, generated, base=FAKE | {"rollout.max_tokens": 20, "rollout.ignore_eos": True}),
     "workers.count": Seen(3, begun, 3),
     "workers.engine": Seen("fake", argument("--engine"), "fake"),
+    "workers.batch_invariant": Shown(
+        "tests/unit/test_batch_invariant.py::test_the_setting_decides_whatever_the_operator_has_set"
+    ),
     "workers.launcher": Shown("tests/unit/test_registries.py::test_unknown_names_are_refused_before_an_engine_starts"),
     "workers.device": Seen("cuda:7", devices, "workers.device"),
     "workers.gpus_for_trainer": Shown("tests/unit/test_placement.py::test_gpus_of_a_trainer_are_kept"),
