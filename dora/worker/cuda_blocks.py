@@ -48,18 +48,20 @@ class TensorMisfit(RuntimeError):
 class LayerRows:
     """One layer's tensor: ``cells`` is a view of shape (blocks, ...), whose rows are blocks in memory order.
 
-    ``order``: the tensor's axes in their order inside a block, without those of length 1. Two layers with different
-    orders have different bytes for the same KV.
+    ``order``: the tensor's axes in their order inside a block. Two layers with different orders have different bytes
+    for the same KV. It names an axis of length 1 too: a rank with one KV head has the order of one with several.
     """
 
     def __init__(self, tensor: torch.Tensor, block_count: int) -> None:
         """Raises RuntimeError if the tensor has not ``block_count`` blocks, or has overlapping bytes."""
         found = _blocks_first(tensor, block_count)
         number_bytes = tensor.element_size()
-        axes = [(size, step * number_bytes, axis) for axis, (size, step) in enumerate(_axes(found)) if size > 1]
+        every = [(size, step * number_bytes, axis) for axis, (size, step) in enumerate(_axes(found))]
+        axes = [each for each in every if each[0] > 1]
         inner = sorted((each for each in axes if each[2] > 0), key=lambda each: -each[1])
         _check_apart(tensor, sorted((step, size) for size, step, _ in axes), number_bytes)
-        self.order = "".join(str(axis) for _, _, axis in inner)
+        named = sorted((-step, axis) for size, step, axis in every if axis > 1 or (axis == 1 and size > 1))
+        self.order = "".join(str(axis) for _, axis in named)
         runs = _joined([(size, step) for size, step, _ in inner] + [(number_bytes, 1)])
         begin, pitch = found.storage_offset() * number_bytes, found.stride(0) * number_bytes
         unit = math.gcd(8, tensor.data_ptr(), begin, pitch, runs[-1][0], *(step for _, step in runs[:-1]))
@@ -91,6 +93,14 @@ class _Batch:
 
     parts: tuple[_Part, ...]
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """Blocks by layer in pinned memory, complete after ``mark``."""
+
+    blocks: dict[str, list[np.ndarray]]
+    mark: Mark
 
 
 class DeviceStore:
@@ -145,6 +155,12 @@ class DeviceStore:
 
         Raises TransferFailed if too much pinned memory is in use.
         """
+        showing = self.begin_show(block_ids)
+        showing.mark.synchronize()
+        return showing.blocks
+
+    def begin_show(self, block_ids: Sequence[Sequence[int]]) -> Showing:
+        """Begins ``show``. The caller keeps the result until it has waited for its mark."""
         batches = self._batches(block_ids)
         size_bytes = sum(batch.size_bytes for batch in batches)
         host = self._pinned.array(size_bytes)
@@ -163,9 +179,7 @@ class DeviceStore:
                     shown[part.name].append(piece.reshape(count, rows.block_bytes))
                 self._streams.run(partial(self._gather, batch, ids, host[at : at + batch.size_bytes]))
                 at += batch.size_bytes
-            mark = self._streams.mark()
-        mark.synchronize()
-        return shown
+            return Showing(shown, self._streams.mark())
 
     def _gather(self, batch: _Batch, ids: Mapping[str, torch.Tensor], host: np.ndarray) -> None:
         for part in batch.parts:

@@ -73,9 +73,9 @@ class BlockStore:
 
 
 class KvMemory(TorchFunctionMode):
-    """While entered, makes vLLM allocate its KV-cache in memory that another process can map.
+    """While entered, makes vLLM allocate a KV-cache in host memory where another process can map it.
 
-    The memory is an unnamed file, which ends with the last process that has it.
+    The memory is an unnamed file, which ends with the last process that has it. A KV-cache on a device stays there.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,8 @@ class KvMemory(TorchFunctionMode):
         self.size_bytes = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.zeros or self.descriptor >= 0:
+        on_device = torch.device((kwargs or {}).get("device") or "cpu").type != "cpu"
+        if function is not torch.zeros or on_device or self.descriptor >= 0:
             return function(*args, **(kwargs or {}))
         (self.size_bytes,) = args
         self.descriptor, memory = shareable(self.size_bytes)

@@ -36,7 +36,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
         self.tier: TierPrefixes | None = None
-        self._is_alone = vllm_config.parallel_config.world_size == 1
+        self.is_alone = vllm_config.parallel_config.world_size == 1
         self._groups = groups_of(kv_cache_config)
         self.store: KvStore | None = None  # once the engine has started, where its KV-cache can be reached from here
         self.kv_cache_config = kv_cache_config
@@ -95,7 +95,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     # The runner's half.
 
     def get_mem_pool_context(self) -> KvMemory | None:
-        return None if self._is_alone else self.memory
+        return None if self.is_alone else self.memory
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.tensors = dict(kv_caches)

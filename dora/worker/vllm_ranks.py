@@ -131,8 +131,17 @@ class Ranks:
         if self.routing is not None and any(layer.span is None for layer in self.layers.values()):
             raise InvalidValue("workers.router_replay", True, "false where KV is on a device")
         return self._device.kv_store(
-            lambda: self._host_rows(shown), lambda: _own_connector().tensors, groups, self._block_count
+            lambda: self._host_rows(shown), lambda: self._tensors(shown), groups, self._block_count
         )
+
+    def _tensors(self, shown: Sequence[tuple[int, RankKv]]) -> list[dict[str, torch.Tensor]]:
+        """Returns the KV tensors of each rank, by the name of the shard."""
+        if not self._processes:
+            return [dict(_own_connector().tensors)]
+        return [
+            {self._name(rank, layer): self._device.opened(kv.handles[layer.name]) for layer in kv.layers}
+            for rank, kv in shown
+        ]
 
     def _host_rows(self, shown: Sequence[tuple[int, RankKv]]) -> dict[str, list[np.ndarray]]:
         held: dict[str, list[np.ndarray]] = {name: [] for name in self.layers}

@@ -18,6 +18,8 @@ from dora.kvtransfer.codec import head_of
 from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import TinyKind, make_tiny
+from dora.worker.device.cpu import Cpu
+from dora.worker.device.port import Device
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,
@@ -35,6 +37,7 @@ from tests.contract.driver import (
 from tests.contract.planes import SECRET, a_plane
 from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.workers import peer_of
+from tests.device_ranks import AsDevices
 
 pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
 
@@ -42,6 +45,14 @@ REQUESTS = mixed_requests(6)
 MOST_BYTES = 1 << 30
 # Ranks share layers of which some have a window, or are stages of alike layers. Dense ones are shared in tests/e2e.
 RANKED: dict[TinyKind, dict[str, int]] = {"window": {"tensor_parallel": 2}, "dense": {"pipeline_parallel": 2}}
+# On a CPU the engine maps the KV of its ranks; on devices it opens the tensors, and has a store for each rank.
+CASES: dict[str, tuple[TinyKind, Device]] = {
+    "window": ("window", Cpu()),
+    "dense": ("dense", Cpu()),
+    "window-devices": ("window", AsDevices()),
+    "dense-devices": ("dense", AsDevices()),
+}
+SHORT = ("window", "dense-devices")
 
 
 class Losses:
@@ -66,9 +77,15 @@ def _version(base: Path, kind: TinyKind, version: int) -> Path:
     return make_tiny(kind, base / f"{kind}{version}", seed=version, kv_heads=2)
 
 
-def make_ranked(model: Path, losses: Losses, **ranks: int) -> VllmEngine:
+def make_ranked(model: Path, losses: Losses, device: Device, **ranks: int) -> VllmEngine:
     return VllmEngine(
-        model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, lost=losses, **ranks
+        model,
+        slots=SLOTS,
+        kv_tokens=KV_TOKENS,
+        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        lost=losses,
+        device=device,
+        **ranks,
     )
 
 
@@ -82,12 +99,14 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def alone_of(folders: dict[TinyKind, VersionFolder]) -> dict[TinyKind, Alone]:
-    return {kind: _alone(folder(1)) for kind, folder in folders.items()}
+def alone_of(request: pytest.FixtureRequest, folders: dict[TinyKind, VersionFolder]) -> dict[str, Alone]:
+    """Of the chosen cases. vLLM keeps some state for a process, so engines of one rank come first."""
+    chosen = {item.callspec.params["case"] for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
+    return {case: _alone(folders[kind](1), device) for case, (kind, device) in CASES.items() if case in chosen}
 
 
-def _alone(model: Path) -> Alone:
-    engine = make_ranked(model, Losses())
+def _alone(model: Path, device: Device) -> Alone:
+    engine = make_ranked(model, Losses(), device)
     canary = engine.load_weights(1, model, None)
     responses = run(engine, REQUESTS)
     driver = Driver(engine)
@@ -98,26 +117,29 @@ def _alone(model: Path) -> Alone:
     return Alone(canary, responses, snapshot)
 
 
-@pytest.fixture(scope="module", params=["window", pytest.param("dense", marks=pytest.mark.full)])
-def kind(request: pytest.FixtureRequest) -> TinyKind:
-    return request.param
+@pytest.fixture(
+    scope="module", params=[case if case in SHORT else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def version_folder(kind: TinyKind, folders: dict[TinyKind, VersionFolder]) -> VersionFolder:
-    return folders[kind]
+def version_folder(case: str, folders: dict[TinyKind, VersionFolder]) -> VersionFolder:
+    return folders[CASES[case][0]]
 
 
 @pytest.fixture(scope="module")
-def alone(kind: TinyKind, alone_of: dict[TinyKind, Alone]) -> Alone:
-    return alone_of[kind]
+def alone(case: str, alone_of: dict[str, Alone]) -> Alone:
+    return alone_of[case]
 
 
 @pytest.fixture(scope="module")
-def pair(kind: TinyKind, version_folder: VersionFolder, alone: Alone) -> Iterator[tuple[VllmEngine, Losses]]:
-    """An engine of two ranks. vLLM keeps some state for a process, so ``alone`` comes first."""
+def pair(case: str, version_folder: VersionFolder, alone: Alone) -> Iterator[tuple[VllmEngine, Losses]]:
+    """An engine of two ranks."""
+    kind, device = CASES[case]
     losses = Losses()
-    engine = make_ranked(version_folder(1), losses, **RANKED[kind])
+    engine = make_ranked(version_folder(1), losses, device, **RANKED[kind])
     yield engine, losses
     engine.close()
 

@@ -69,10 +69,16 @@ class Cpu:
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)
 
+    def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
+        raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")
+
+    def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
+        raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")
+
     def kv_store(
         self,
         rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
-        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
         groups: Mapping[str, int],
         block_count: int,
     ) -> KvStore:

@@ -81,13 +81,25 @@ class Cuda:
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's
 
+    def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handle: tuple[Any, ...] = reduce_tensor(tensor)[1]  # of CUDA IPC
+        return handle
+
+    def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        tensor: torch.Tensor = rebuild_cuda_tensor(*handle)
+        return tensor
+
     def kv_store(
         self,
         rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
-        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
         groups: Mapping[str, int],
         block_count: int,
     ) -> KvStore:
-        from dora.worker.cuda_blocks import DeviceStore
+        from dora.worker.rank_stores import store_of_ranks
 
-        return DeviceStore(tensors(), groups, block_count)
+        return store_of_ranks(tensors(), groups, block_count)

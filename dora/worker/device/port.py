@@ -89,15 +89,21 @@ class Device(Protocol):
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         """Returns by how much a loaded version's logprobs may differ from the published canary."""
 
+    def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
+        """Returns a small value by which the engine's process can open a KV tensor of this rank's process."""
+
+    def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
+        """Returns the tensor of a rank's ``handle``: the same memory, as long as the rank lives."""
+
     def kv_store(
         self,
         rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
-        tensors: "Callable[[], Mapping[str, torch.Tensor]]",
+        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
         groups: Mapping[str, int],
         block_count: int,
     ) -> KvStore:
         """Returns the store of the KV-cache. ``rows``: of each layer, the blocks in host memory of each rank that holds
-        it. ``tensors``: of each layer, the tensor of this process's only rank. ``groups``: each layer's.
+        it. ``tensors``: of each rank, the tensors of its layers. ``groups``: each layer's.
         """
 
 

@@ -1,13 +1,13 @@
 """One rank of an engine beyond vLLM's own work, in a separate process if the engine has several.
 
-The engine calls these methods by name, through vLLM's ``collective_rpc``. Only small values travel this way: KV is in
-memory that the engine's process has mapped, and weights are read from files.
+The engine calls these methods by name, through vLLM's ``collective_rpc``. Only small values travel this way: the
+engine's process has opened the memory of the KV, and weights are read from files.
 """
 
 import multiprocessing
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from vllm.config import set_current_vllm_config
@@ -26,13 +26,18 @@ from dora.worker.vllm_connector import SnapshotConnector
 
 @dataclass(frozen=True, slots=True)
 class RankKv:
-    """The place of one rank's KV: an unnamed file, open in its process as ``descriptor``."""
+    """The place of one rank's KV.
+
+    It is an unnamed file, open in the rank's process as ``descriptor``, or on a device, where ``handles`` has what
+    ``Device.opened`` needs, by layer. With neither it lies in the engine's own process.
+    """
 
     pid: int
-    descriptor: int  # -1: in this process's own memory
+    descriptor: int  # -1: none
     size_bytes: int
     layers: tuple[LayerBlocks, ...]
     kinds: frozenset[str]  # attention backends and instruction sets of its layers: what shapes the inside of a block
+    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,10 @@ class Rank:
             for name in group.layers
         )
         named = frozenset("/".join(kind) for kind in kinds.values())
-        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named)
+        handles = {}
+        if not connector.is_alone and memory.descriptor < 0:
+            handles = {name: self.device_port.handle(tensor) for name, tensor in connector.tensors.items()}
+        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named, handles)
 
     def keep_routing(self, shape: RoutingShape, shards: int) -> RankRouting:
         """Starts to record each token's experts beside its KV. ``shards``: the shards of a layer's KV."""
