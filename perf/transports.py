@@ -37,7 +37,7 @@ from rich.table import Table
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.kvtransfer.torch_pair import make_group
+from dora.kvtransfer.torch_group import make_group
 
 SECRET: Final = bytes(range(32))
 PIECE_BYTES: Final = 1 << 20  # of the bare sockets' loop
