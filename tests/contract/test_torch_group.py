@@ -59,14 +59,8 @@ class Other:
     stream: Stream
 
     def ask(self, offer: dict[str, Any]) -> dict[str, Any]:
-        """As ``Pair`` asks: an end that is gone is a failed transfer."""
+        """Asks an end that will not join."""
         self.told.send(offer)
-        try:
-            if self.told.poll(SHORT_S):
-                answer: dict[str, Any] = self.told.recv()
-                return answer
-        except (EOFError, OSError) as error:
-            raise TransferFailed("gloo or nccl: the other end is gone") from error
         return {}
 
     def resume(self) -> None:
@@ -171,9 +165,11 @@ def test_a_refusal_of_the_target_is_told_at_once(context: Any, backend: str) -> 
     def refuse(_: dict[str, Any]) -> dict[str, Any]:
         raise TransferFailed("the other end refused it")
 
-    with other(context, "never comes", backend) as end, source_to(end, backend) as sender, in_time():
+    with other(context, "never comes", backend) as end, source_to(end, backend) as sender:
+        began_s = time.monotonic()
         with refused(TransferFailed):
             sender.attach(refuse)
+        assert time.monotonic() - began_s < LONG_S / 4
 
 
 def test_a_source_that_is_gone_before_it_joins_fails_the_target_in_time(context: Any, backend: str) -> None:
