@@ -29,14 +29,14 @@ MEMORY_FIELDS = ("workers.kv_tokens", "engine settings")  # the latter if vLLM i
 def engine(subject: Subject) -> dict[str, Any]:
     """Starts an engine, loads the model as version 0 and samples one response."""
     began_s = time.perf_counter()
-    started = _started(subject)
+    started = engine_of(subject)
     took_s = time.perf_counter() - began_s
     layout, capability = started.layout, started.capability
     began_s = time.perf_counter()
     started.load_weights(0, subject.model, None)
     load_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
-    token_ids, _ = _finished(started, [_request("one", PLAIN)])["one"]
+    token_ids, _ = finished(started, [request("one", PLAIN)])["one"]
     return {
         "runner": type(started.core.model_executor.driver_worker.worker.model_runner).__module__,
         "backend": layout.backend,
@@ -51,7 +51,7 @@ def engine(subject: Subject) -> dict[str, Any]:
 
 def reload(subject: Subject) -> dict[str, Any]:
     """Loads weights A, other weights B, and A again."""
-    started = _started(subject)
+    started = engine_of(subject)
     other = _changed(subject.model, subject.folder / "other")
     first = started.load_weights(0, subject.model, None)
     second = started.load_weights(1, other, None)
@@ -67,14 +67,14 @@ def reload(subject: Subject) -> dict[str, Any]:
 def neighbours(subject: Subject) -> dict[str, Any]:
     """Samples a seeded request alone, beside others, and with a hold. A difference only means another batch."""
     started = _loaded(subject)
-    alone = _finished(started, [_request("alone", PLAIN)])["alone"]
-    others = [_request(f"n{number}", replace(PLAIN, seed=number), number) for number in range(SLOTS - 1)]
-    beside = _finished(started, [_request("beside", PLAIN), *others])["beside"]
-    started.add(_request("held", PLAIN))
+    alone = finished(started, [request("alone", PLAIN)])["alone"]
+    others = [request(f"n{number}", replace(PLAIN, seed=number), number) for number in range(SLOTS - 1)]
+    beside = finished(started, [request("beside", PLAIN), *others])["beside"]
+    started.add(request("held", PLAIN))
     held = _stepped(started, "held", 20)
     started.freeze("held")
     started.thaw("held")
-    held = _joined(held, _finished(started, [], "held")["held"])
+    held = _joined(held, finished(started, [], "held")["held"])
     if held != alone:
         raise Failed("a request that was held and taken up again continues otherwise")
     return {"is_batch_invariant": beside == alone}
@@ -85,14 +85,19 @@ def moves(subject: Subject) -> dict[str, Any]:
     stayed.
     """
     started = _loaded(subject)
+    return {"moves": check_moves(started), "block_tokens": started.capability.block_tokens}
+
+
+def check_moves(started: "VllmEngine") -> int:
+    """Moves requests out and in. Returns how often; raises Failed if one continues otherwise."""
     block = started.capability.block_tokens
     moved = 0
     for sampling in (PLAIN, PENALTIES):
-        stayed = _finished(started, [_request("stays", sampling)])["stays"]
+        stayed = finished(started, [request("stays", sampling)])["stays"]
         for tokens in (1, block - 1, block, 3 * block):
             if tokens >= sampling.max_tokens:
                 continue
-            started.add(_request("moves", sampling))
+            started.add(request("moves", sampling))
             before = _stepped(started, "moves", tokens)
             started.freeze("moves")
             snapshot = started.export("moves")
@@ -101,14 +106,14 @@ def moves(subject: Subject) -> dict[str, Any]:
             copied = _copied(snapshot)
             started.remove("moves")
             started.take_in(copied)
-            found = _joined(before, _finished(started, [], "moves")["moves"])
+            found = _joined(before, finished(started, [], "moves")["moves"])
             if found[0] != stayed[0]:
                 raise Failed(f"moved after {tokens} tokens, a request continues with other tokens")
             if found[1] != stayed[1]:
                 difference = float(np.max(np.abs(np.subtract(found[1], stayed[1]))))
                 raise Failed(f"moved after {tokens} tokens, logprobs differ by {difference:g}")
             moved += 1
-    return {"moves": moved, "block_tokens": block}
+    return moved
 
 
 def memory(subject: Subject) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def memory(subject: Subject) -> dict[str, Any]:
     if subject.device == "cpu":
         raise Skipped("on a CPU the KV-cache is the host's memory")
     try:
-        _started(subject, kv_tokens=LARGE_KV_TOKENS)
+        engine_of(subject, kv_tokens=LARGE_KV_TOKENS)
     except InvalidValue as error:
         if error.field not in MEMORY_FIELDS:
             raise Failed(f"the engine was refused for another reason: {error}") from error
@@ -124,7 +129,10 @@ def memory(subject: Subject) -> dict[str, Any]:
     raise Failed(f"{LARGE_KV_TOKENS:,} tokens of KV were not refused")
 
 
-def _started(subject: Subject, kv_tokens: int | None = None) -> "VllmEngine":
+def engine_of(subject: Subject, kv_tokens: int | None = None, **split: int) -> "VllmEngine":
+    """Starts an engine without weights. ``split``: its ranks, as ``VllmEngine`` takes them; they need no proof."""
+    from dora.worker.device.cpu import Cpu
+    from dora.worker.device.cuda import Cuda
     from dora.worker.vllm_engine import VllmEngine
 
     is_cpu = subject.device == "cpu"
@@ -134,18 +142,20 @@ def _started(subject: Subject, kv_tokens: int | None = None) -> "VllmEngine":
         kv_tokens=kv_tokens if kv_tokens is not None else CPU_KV_TOKENS if is_cpu else 0,
         block_tokens=32 if is_cpu else 0,
         max_model_len_tokens=CONTEXT_TOKENS,
-        device="cpu" if is_cpu else "cuda",
+        device=Cpu() if is_cpu else Cuda(proves_ranks=True),
         memory_share=0.4,
+        **split,  # type: ignore[arg-type]
     )
 
 
 def _loaded(subject: Subject) -> "VllmEngine":
-    started = _started(subject)
+    started = engine_of(subject)
     started.load_weights(0, subject.model, None)
     return started
 
 
-def _request(name: str, sampling: SamplingParams, number: int = 0) -> RequestSpec:
+def request(name: str, sampling: SamplingParams, number: int = 0) -> RequestSpec:
+    """Returns a request of version 0. ``number``: gives it another prompt."""
     prompt = tuple(token_id + number % 5 for token_id in PROMPT) if number else PROMPT
     return RequestSpec(name, 0, prompt, sampling)
 
@@ -153,7 +163,7 @@ def _request(name: str, sampling: SamplingParams, number: int = 0) -> RequestSpe
 Response = tuple[list[int], list[float]]  # token ids and logprobs
 
 
-def _finished(engine: "VllmEngine", requests: Sequence[RequestSpec], *running: str) -> dict[str, Response]:
+def finished(engine: "VllmEngine", requests: Sequence[RequestSpec], *running: str) -> dict[str, Response]:
     """Adds the requests and steps until nothing runs. ``running``: requests that run already."""
     found: dict[str, Response] = {name: ([], []) for name in running}
     for request in requests:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.doctor import checks, engine_checks
+from dora.doctor import checks, engine_checks, rank_checks
 from dora.doctor.verdict import Subject
 
 
@@ -29,6 +29,12 @@ STAGES: Final[tuple[Stage, ...]] = (
     Stage("reload", "weights A, B, A in place: both A alike bit for bit", engine_checks.reload),
     Stage("neighbours", "a request alone, beside others, and after a hold", engine_checks.neighbours),
     Stage("moves", "a request that leaves with its KV and returns", engine_checks.moves),
+    Stage(
+        "ranks",
+        "engines of two ranks: load, sample, move a request, all of its shards or none",
+        rank_checks.ranks,
+        limit_s=600.0,
+    ),
     Stage("memory", "too large a KV-cache is refused by name", engine_checks.memory),
     Stage("run", "service, workers and trainer for three steps, then `dora verify`", checks.run, limit_s=600.0),
     Stage("two GPUs", "KV between two GPUs by NCCL", checks.two_gpus),

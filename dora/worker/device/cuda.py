@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
+from dora.worker.device.proof import proof_file
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -30,17 +31,22 @@ class Cuda:
     proves_reloads = True
     environment: Mapping[str, str] = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked rank could not use CUDA if this process has
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention kernel computes float32 in TF32
     }
+
+    def __init__(self, *, proves_ranks: bool = False) -> None:
+        """``proves_ranks``: engines of several ranks start without a proof, since this one is to make it."""
+        self._proves_ranks = proves_ranks
 
     def check_platform(self, settings: EngineSettings) -> None:
         from vllm.platforms import current_platform
 
         check_installed(self.kind, current_platform.device_type)
-        if settings.ranks > 1:
+        if settings.ranks > 1 and not self._proves_ranks and not proof_file().is_file():
             name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
-            allowed = "1: engines of several GPUs are not proven yet"
+            allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
             raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
         if settings.quantisation:
             raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")

@@ -1,0 +1,55 @@
+"""The proof that engines of several ranks work on this machine's GPUs: a file that ``dora doctor`` writes.
+
+Each proof names what was proven on, so another driver, GPU, vLLM or DORA needs a proof of its own.
+"""
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from dora.host.placement import gpus
+from dora.models import default_cache
+from dora.release import __version__
+
+DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a proof holds for."""
+    return {
+        "dora": __version__,
+        "vllm": _installed("vllm"),
+        "torch": _installed("torch"),
+        "driver": _driver(),
+        "gpus": sorted({gpu.model for gpu in gpus()}),
+    }
+
+
+def proof_file(folder: Path | None = None) -> Path:
+    """Returns the file that proves ranks on this machine. ``folder`` None: the user's cache."""
+    digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
+    return (default_cache() if folder is None else folder) / "proofs" / f"ranks-{digest}.json"
+
+
+def write_proof(found: dict[str, Any], folder: Path | None = None) -> Path:
+    """Writes the proof, with what was measured. Raises OSError."""
+    file = proof_file(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"machine": machine(), "found": found}, indent=1) + "\n")
+    return file
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    try:
+        return DRIVER_FILE.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    except (OSError, IndexError):
+        return ""
