@@ -11,6 +11,7 @@ from dora.errors import InvalidValue, SnapshotRefused
 if TYPE_CHECKING:
     from dora.worker.vllm_engine import VllmEngine
 
+KV_TOKENS: Final = 8192  # an engine that was closed may still have its memory
 SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
 
 
@@ -22,12 +23,12 @@ def ranks(subject: Subject) -> dict[str, Any]:
 
         if torch.cuda.device_count() < 2:
             raise Skipped(f"{torch.cuda.device_count()} GPUs are visible")
-    alone = engine_of(replace(subject, model=model))
+    alone = engine_of(replace(subject, model=model), KV_TOKENS)
     canary = alone.load_weights(0, model, None)
     alone.close()
     found: dict[str, Any] = {"model": str(model)}
     for split in SPLITS:
-        engine = engine_of(replace(subject, model=model), **split)
+        engine = engine_of(replace(subject, model=model), KV_TOKENS, **split)
         engine.load_weights(0, model, canary)
         moved = check_moves(engine)
         _check_all_or_none(engine)

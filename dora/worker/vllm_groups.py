@@ -103,6 +103,18 @@ def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
     return UNKNOWN
 
 
+def interior_on_device(spec: KVCacheSpec, tensor: Any) -> Interior:
+    """Returns the known interior of a layer's block on a device. vLLM shows the layer as (blocks, heads, tokens,
+    content of one): heads lie in a row if they are the outermost of a block's axes.
+    """
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec) or tensor.dim() != 4:
+        return UNKNOWN
+    _, heads, tokens, content = tensor.shape
+    _, of_head, of_token, of_number = tensor.stride()
+    is_row = of_head >= tokens * of_token and of_token >= content * of_number
+    return (heads, ()) if heads == spec.num_kv_heads and (is_row or heads == 1) else UNKNOWN
+
+
 def layer_specs(kv_cache_config: Any) -> dict[str, KVCacheSpec]:
     """Returns the spec of each layer that has KV of its own."""
     found: dict[str, KVCacheSpec] = {}

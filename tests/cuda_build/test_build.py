@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,8 +33,97 @@ def test_the_build_is_the_one_for_cuda_and_its_platform_is_asked() -> None:
 
     assert "cpu" not in vllm.__version__ and current_platform.device_type == "cuda"
     DEVICE.check_platform(SETTINGS)
-    with refused(InvalidValue, field="workers.tensor_parallel", value=2):
-        DEVICE.check_platform(replace(SETTINGS, tensor_parallel=2))
+
+
+SPLITS = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_are_refused_by_name_until_this_machine_has_a_proof(
+    split: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dora.worker.device.proof import write_proof
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = replace(SETTINGS, **split)
+    name, *_ = split
+    with refused(InvalidValue, field=f"workers.{name}", value=2):
+        DEVICE.check_platform(settings)
+    Cuda(proves_ranks=True).check_platform(settings)
+    write_proof({})
+    DEVICE.check_platform(settings)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_vllm_takes_the_arguments_of_an_engine_of_several_ranks(model: Path, split: dict[str, int]) -> None:
+    config = config_of(model, replace(SETTINGS, **split))
+    parallel = config.parallel_config
+    assert parallel.tensor_parallel_size == split.get("tensor_parallel", 1)
+    assert parallel.pipeline_parallel_size == split.get("pipeline_parallel", 1)
+    assert parallel.distributed_executor_backend == "mp" and parallel.worker_cls == Cuda.worker_class
+    assert config.use_v2_model_runner and not config.scheduler_config.async_scheduling
+
+
+def test_the_kv_of_a_rank_is_allocated_as_its_memory_expects() -> None:
+    """On a device by torch's own allocation, which CUDA IPC can share."""
+    from vllm.v1.worker import gpu_worker, utils
+
+    assert "torch.zeros(buf_size, dtype=torch.int8, device=device)" in inspect.getsource(utils)
+    assert "get_mem_pool_context" in inspect.getsource(gpu_worker.Worker)
+
+
+def test_a_handle_is_what_torch_opens() -> None:
+    """``reduce_tensor`` needs a GPU; its result and the argument list of its counterpart are read."""
+    from torch.multiprocessing import reductions
+
+    source = inspect.getsource(reductions.reduce_tensor)
+    names = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters]
+    assert "rebuild_cuda_tensor," in source and names[0] == "tensor_cls" and "storage_handle" in names
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_kv_is_resharded_only_where_heads_lie_in_a_row(layout: str) -> None:
+    """Two ranks of one head each have the blocks of one rank of both, cut between the heads."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheTensor,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from dora.kvtransfer.snapshot import UNKNOWN
+    from dora.worker.cuda_blocks import DeviceStore
+    from dora.worker.vllm_groups import interior_on_device
+
+    blocks, names, chosen = 4, ["layer.0", "layer.1"], KVCacheLayout[layout]
+
+    def views(heads: int) -> tuple[Any, list[torch.Tensor]]:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+        strides = compute_layout_strides(spec, blocks, len(names), chosen)
+        raw = torch.zeros(len(names) * blocks * spec.page_size_bytes, dtype=torch.int8)
+        placed = KVCacheTensor(size=len(raw), layers=names, offset=0, layer_stride=strides[0], block_stride=strides[1])
+        return spec, create_kv_cache_views(raw, spec, blocks, chosen, placed, None)
+
+    def shown(tensors: list[torch.Tensor]) -> dict[str, Any]:
+        store = DeviceStore(dict(zip(names, tensors, strict=True)), dict.fromkeys(names, 0), blocks)
+        return {name: np.concatenate(pieces) for name, pieces in store.show([range(blocks)]).items()}
+
+    spec, whole = views(2)
+    interior = interior_on_device(spec, whole[0])
+    assert interior == ((2, ()) if chosen.name.index("H") < chosen.name.index("N") else UNKNOWN)
+    parts = []
+    for head in range(2):
+        spec, part = views(1)
+        assert interior_on_device(spec, part[0])[0] == 1
+        for ours, theirs in zip(part, whole, strict=True):
+            ours.copy_(torch.randn(ours.shape))
+            theirs[:, head : head + 1] = ours
+        parts.append(shown(part))
+    joined = shown(whole)
+    for name in names:
+        is_cut = np.array_equal(joined[name], np.concatenate([part[name] for part in parts], axis=1))
+        assert is_cut == (interior != UNKNOWN)
 
 
 def test_no_module_of_the_engine_imports_vllms_cpu_modules() -> None:

@@ -92,7 +92,9 @@ class Rank:
                 name,
                 number,
                 group.window_tokens,
-                vllm_groups.interior_of(specs[name], *kinds[name]),
+                vllm_groups.interior_of(specs[name], *kinds[name])
+                if connector.tensors[name].is_cpu
+                else vllm_groups.interior_on_device(specs[name], connector.tensors[name]),
                 span_of(connector.tensors[name], config.num_blocks),
             )
             for number, group in enumerate(vllm_groups.groups_of(config))
