@@ -116,6 +116,7 @@ class Group:
         self._failure = failure
         self._group: Any = None
         self._why_broken = "it has not joined"
+        self._stream: Any = None  # of NCCL
 
     def join(self, joining: Joining) -> None:
         """Takes the group that ``joining`` creates."""
@@ -149,15 +150,28 @@ class Group:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Raises an exception of the block as this transport's failure, and aborts the group."""
+        """Raises an exception of the block as this transport's failure, and aborts the group.
+
+        Copies and messages of the block run beside the engine's, on a stream of their own.
+        """
         try:
-            yield
+            with self._beside():
+                yield
         except (RuntimeError, ValueError, OSError, AttributeError, ImportError) as error:
             said = str(error).strip().splitlines()
             reason = said[0] if said else repr(error)
             self._why_broken = self._why_broken or reason
             self.close()
             raise self._failure(f"{self._backend}: {reason}") from error
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        if self._backend != "nccl":
+            return contextlib.nullcontext()
+        import torch
+
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return torch.cuda.stream(self._stream)
 
     def _working(self) -> Any:
         if self._group is None:

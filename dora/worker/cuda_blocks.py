@@ -150,6 +150,11 @@ class DeviceStore:
         """The axis orders inside the layers' blocks. KV of other orders does not fit this engine."""
         return tuple(sorted({f"order-{rows.order}" for rows in self._layers.values()}))
 
+    @property
+    def slice_bytes(self) -> int:
+        """The stage, which crosses the bus at once."""
+        return self._stage_bytes
+
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
         """Returns some blocks of every layer in the order of its group's ids: copies in pinned memory.
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 from dora.data.types import RequestSpec, RoutingShape
 from dora.kvtransfer.snapshot import KvLayout, Pieces
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
+from dora.worker.reservation import SLICE_BYTES
 
 STOP_TOKEN_ID: Final = 2  # as in the tiny models
 LAYERS: Final = ("fake.0", "fake.1")
@@ -104,6 +105,8 @@ class FakeModel:
 
 class FakeBlocks:
     """Blocks that belong to no request, of one group; their ids count from 0."""
+
+    slice_bytes = SLICE_BYTES
 
     def __init__(self, layout: KvLayout, count: int) -> None:
         self._layers = {name: np.zeros((count, block_bytes), np.uint8) for name, block_bytes in layout.layers}

@@ -59,6 +59,11 @@ class RankStores:
         """The axis orders inside the layers' blocks. KV of other orders does not fit this engine."""
         return tuple(sorted({order for store in self._stores for order in store.orders}))
 
+    @property
+    def slice_bytes(self) -> int:
+        """The stages of the ranks that share the layers."""
+        return sum(store.slice_bytes for store in self._readable)
+
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
         """Returns copies of some blocks of every layer. All ranks copy at the same time.
 

@@ -12,12 +12,16 @@ from dora.kvtransfer.codec import Opening, opening_in
 from dora.kvtransfer.snapshot import NO_PREFIX, KvLayout, Pieces, Prefix
 from dora.worker.prefixes import Prefixes
 
-SLICE_BYTES: Final = 1 << 20  # bytes written at once, which bounds the engine's wait for the blocks
+SLICE_BYTES: Final = 1 << 20  # bytes written at once to host memory, which bounds the engine's wait for the blocks
 MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
 
 
 class Store(Protocol):
     """Blocks of an engine's KV-cache by id, with one list of ids for each group of layers."""
+
+    @property
+    def slice_bytes(self) -> int:
+        """About how many bytes to write at once."""
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
         """Returns some blocks of every layer in the order of its group's ids.
@@ -155,7 +159,7 @@ class Reservation:
             layers[name] = body[at : at + count * block_bytes].reshape(count, block_bytes)
             at += count * block_bytes
         self.written = shared + first
-        step = max(1, SLICE_BYTES // self._layout.block_bytes)
+        step = max(1, self._store.slice_bytes // self._layout.block_bytes)
         for begin in range(0, count, step):
             with self._lock:
                 if not self._is_open:

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dora.kvtransfer.snapshot import Interior, Pieces
+from dora.worker.reservation import SLICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class BlockStore:
     """
 
     orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
+    slice_bytes = SLICE_BYTES
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
         """``layers``: each layer's blocks, once for each rank that holds them. ``groups``: the group of each layer."""

@@ -109,6 +109,9 @@ def test_kv_is_resharded_only_where_heads_lie_in_a_row(layout: str) -> None:
         store = DeviceStore(dict(zip(names, tensors, strict=True)), dict.fromkeys(names, 0), blocks)
         return {name: np.concatenate(pieces) for name, pieces in store.show([range(blocks)]).items()}
 
+    def orders(tensors: list[torch.Tensor]) -> tuple[str, ...]:
+        return DeviceStore({"": tensors[0]}, {"": 0}, blocks).orders
+
     spec, whole = views(2)
     interior = interior_on_device(spec, whole[0])
     assert interior == ((2, ()) if chosen.name.index("H") < chosen.name.index("N") else UNKNOWN)
@@ -120,6 +123,8 @@ def test_kv_is_resharded_only_where_heads_lie_in_a_row(layout: str) -> None:
             ours.copy_(torch.randn(ours.shape))
             theirs[:, head : head + 1] = ours
         parts.append(shown(part))
+        if interior != UNKNOWN:  # the order is part of the fingerprint
+            assert orders(part) == orders(whole)
     joined = shown(whole)
     for name in names:
         is_cut = np.array_equal(joined[name], np.concatenate([part[name] for part in parts], axis=1))
