@@ -298,3 +298,31 @@ def test_a_process_whose_torch_was_replaced_is_refused(kind: str, monkeypatch: p
     if kind == "Stream":
         with refused(RuntimeError, names=("torch.cuda.Stream",)):
             CudaStreams(torch.device("cuda"))
+
+
+def test_too_large_a_kv_cache_is_refused_by_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs out of memory while it allocates, which is no ValueError."""
+    from dora.errors import LimitExceeded
+    from dora.worker import vllm_core
+
+    def core(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
+
+    monkeypatch.setattr(vllm_core, "_Core", core)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with refused(LimitExceeded, field="workers.kv_tokens", value=1 << 31, names=["80.00"]):
+        vllm_core.start(model, replace(SETTINGS, kv_tokens=1 << 31), DEVICE)
+
+
+def test_triton_reads_the_precision_of_float32_where_the_device_sets_it() -> None:
+    from triton import knobs
+
+    assert knobs.language.fp32_default == Cuda.environment["TRITON_F32_DEFAULT"] == "ieee"
+
+
+def test_the_build_joins_a_step_that_loads_no_kv_after_its_forward_pass() -> None:
+    """So the engine joins by itself, before the step (``VllmEngine._step``)."""
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    source = inspect.getsource(ActiveKVConnector.pre_forward)
+    assert "has_sync_kv_loads" in source

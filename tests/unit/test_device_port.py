@@ -1,0 +1,110 @@
+"""What differs between an engine on a CPU and one on a GPU, as far as it can be seen without vLLM."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dora.data.types import RequestSpec, SamplingParams
+from dora.errors import Conflict, InvalidValue
+from dora.worker.device.choice import device_named
+from dora.worker.device.cpu import Cpu
+from dora.worker.device.cuda import Cuda
+from dora.worker.device.port import KINDS, EngineSettings, Kind, check_installed
+from dora.worker.vllm_engine import VllmEngine, _Live
+from tests.refusals import refused
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = EngineSettings(slots=16, kv_tokens=4096, block_tokens=32, max_model_len_tokens=512, dtype="bfloat16")
+
+
+def test_the_arguments_of_both_devices_are_as_recorded() -> None:
+    assert Cpu().arguments(SETTINGS) == {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 528,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    of_gpu = {
+        "enforce_eager": False,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 8192,
+        "block_size": 32,
+        "gpu_memory_utilization": 0.9,
+    }
+    assert of_gpu.items() <= Cuda().arguments(SETTINGS).items()
+    assert Cuda().arguments(replace(SETTINGS, block_tokens=0))["block_size"] is None, "the backend's own"
+
+
+def test_a_gpu_computes_in_bfloat16_unless_it_is_told_otherwise_and_float32_is_not_tf32() -> None:
+    assert (Cpu().default_dtype, Cuda().default_dtype) == ("float32", "bfloat16")
+    assert Cuda().environment["TRITON_F32_DEFAULT"] == "ieee"
+    assert Cuda().environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert Cuda().environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vllm_for_another_device_is_refused(kind: Kind) -> None:
+    assert device_named(kind).kind == kind
+    check_installed(kind, kind)
+    for other in {*KINDS, "rocm"} - {kind}:
+        with refused(InvalidValue, field="device", value=kind):
+            check_installed(kind, other)
+
+
+def test_one_function_gives_workers_their_gpus() -> None:
+    """The service and the agents of hosts call it; nothing else writes the variable."""
+    writers, callers = [], []
+    for file in (ROOT / "dora").rglob("*.py"):
+        name = file.relative_to(ROOT).as_posix()
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                keys = {each.value for each in node.keys if isinstance(each, ast.Constant)}
+                names = {each.id for each in node.keys if isinstance(each, ast.Name)}
+                writers += [name] if "CUDA_VISIBLE_DEVICES" in keys or "VISIBLE" in names else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "environment":
+                value = ast.unparse(node.func.value)
+                callers += [name] if value.endswith("placement") else []
+    assert set(writers) == {"dora/host/placement.py", "dora/orchestrator/first_canary.py"}, "the canary uses no GPU"
+    assert set(callers) == {"dora/host/runtime.py", "dora/orchestrator/main.py"}
+
+
+class _Recorded(list[str]):
+    def join(self) -> None:
+        self.append("join")
+
+    def step(self) -> Any:
+        self.append("step")
+        return {}, True
+
+
+def test_a_step_joins_the_copies_of_kv_before_it_runs() -> None:
+    engine = object.__new__(VllmEngine)
+    engine._store = engine._core = recorded = _Recorded()
+    engine._step()
+    assert recorded == ["join", "step"]
+
+
+@pytest.mark.parametrize(("computed", "moves"), [(0, False), (8, False), (11, True)])
+def test_a_request_in_mid_prefill_does_not_move(computed: int, moves: bool) -> None:
+    """With chunked prefill a step may compute a part of a prompt, of one that was preempted too."""
+    request = RequestSpec("r", 0, tuple(range(10)), SamplingParams(temperature=1.0, seed=1, max_tokens=9))
+    engine: Any = object.__new__(VllmEngine)
+    engine._live = {"r": _Live(request, "r-1", None, outputs=[5, 6], logprobs=[-1.0, -1.0])}
+    state = SimpleNamespace(num_computed_tokens=computed, num_preemptions=0)
+    connector = SimpleNamespace(is_offered=lambda _: False, offered=lambda _: None)
+    scheduler = SimpleNamespace(requests={"r-1": state}, connector=connector, held={"r-1"})
+    engine._core = SimpleNamespace(scheduler=scheduler)
+    engine._why_unmovable, engine._groups = "", ()
+    engine._layout = SimpleNamespace(block_tokens=4)
+    if moves:
+        assert engine.final_blocks("r")[0]
+        return
+    assert engine.export("r") is None
+    with refused(Conflict, field="request_id", value="r"):
+        engine.final_blocks("r")
