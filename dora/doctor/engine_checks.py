@@ -88,11 +88,11 @@ def moves(subject: Subject) -> dict[str, Any]:
     return {"moves": check_moves(started), "block_tokens": started.capability.block_tokens}
 
 
-def check_moves(started: "VllmEngine") -> int:
+def check_moves(started: "VllmEngine", samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES)) -> int:
     """Moves requests out and in. Returns how often; raises Failed if one continues otherwise."""
     block = started.capability.block_tokens
     moved = 0
-    for sampling in (PLAIN, PENALTIES):
+    for sampling in samplings:
         stayed = finished(started, [request("stays", sampling)])["stays"]
         for tokens in (1, block - 1, block, 3 * block):
             if tokens >= sampling.max_tokens:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dora.data.types import SamplingParams
 from dora.doctor.engine_checks import PLAIN, check_moves, engine_of, finished, request
 from dora.doctor.verdict import Failed, Skipped, Subject
 from dora.errors import InvalidValue, SnapshotRefused
@@ -30,8 +31,9 @@ def ranks(subject: Subject) -> dict[str, Any]:
     for split in SPLITS:
         engine = engine_of(replace(subject, model=model), KV_TOKENS, **split)
         engine.load_weights(0, model, canary)
-        moved = check_moves(engine)
-        _check_all_or_none(engine)
+        sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)
+        moved = check_moves(engine, [sampling])
+        _check_all_or_none(engine, sampling)
         (name,) = split
         found[name] = {"moves": moved, "shards": len(engine.layout.layers), "backend": engine.layout.backend}
         engine.close()
@@ -45,11 +47,11 @@ def ranks(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _check_all_or_none(engine: "VllmEngine") -> None:
+def _check_all_or_none(engine: "VllmEngine", sampling: SamplingParams) -> None:
     """A snapshot without one shard must be refused, and its request go on as if it had not been asked."""
-    stayed = finished(engine, [request("stays", PLAIN)])["stays"]
-    engine.add(request("half", PLAIN))
-    before = [delta for _ in range(20) for delta in engine.step()]
+    stayed = finished(engine, [request("stays", sampling)])["stays"]
+    engine.add(request("half", sampling))
+    before = [delta for _ in range(6) for delta in engine.step()]
     engine.freeze("half")
     snapshot = engine.export("half")
     if snapshot is None:

@@ -2,6 +2,8 @@
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.errors import TransferFailed
+from dora.kvtransfer.codec import Opening
+from dora.kvtransfer.snapshot import KvLayout
 from dora.worker.cuda_blocks import DeviceStore, LayerRows, TensorMisfit
+from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 from tests.refusals import refused
 
@@ -103,3 +108,26 @@ def test_what_was_shown_stays_as_it_was() -> None:
     store.write([[1, 4]], {"layer.0": [np.zeros_like(before)]})
     assert not made_there.bytes_of("layer.0")[[1, 4]].any()
     assert np.array_equal(np.concatenate(shown["layer.0"]), before)
+
+
+def test_a_reservation_writes_slices_of_the_stores_stage() -> None:
+    """Each write crosses the bus by itself, so it must fill the stage."""
+    found = made("LBHNC", SOME, "cpu", 0)
+    groups = dict.fromkeys(found.tensors, 0)
+    plain = DeviceStore(found.tensors, groups, SOME.blocks)
+    block_bytes = sum(size for _, size in plain.layers)
+    layout = KvLayout("fingerprint", "backend", "uint8", SOME.tokens, plain.layers)
+    body = np.random.default_rng(1).integers(0, 255, 4 * block_bytes, np.uint8)
+    for stage_bytes, writes in ((plain.slice_bytes, 1), (2 * block_bytes, 2), (block_bytes, 4)):
+        store = Counting(found.tensors, groups, SOME.blocks, stage_bytes=stage_bytes)
+        reservation = Reservation(layout, range(4), store, lambda _: None)
+        reservation._begun = Begun(cast(Opening, SimpleNamespace(layout=layout)), None)
+        assert reservation.write(0, body) and store.writes == writes
+
+
+class Counting(DeviceStore):
+    writes = 0
+
+    def write(self, *arguments: Any) -> None:
+        self.writes += 1
+        super().write(*arguments)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dora.config import KvConfig
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue
 from dora.worker.device.choice import device_named
@@ -108,3 +109,9 @@ def test_a_request_in_mid_prefill_does_not_move(computed: int, moves: bool) -> N
     assert engine.export("r") is None
     with refused(Conflict, field="request_id", value="r"):
         engine.final_blocks("r")
+
+
+def test_nccl_is_used_only_if_it_is_named() -> None:
+    """It passes host memory on both sides, so within a host it is slower than shared memory."""
+    names = KvConfig().transports.split(",")
+    assert names[0] == "shm" and "nccl" not in names
