@@ -24,7 +24,7 @@ from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 2  # chunks in transit at once
 DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as its own message than as a copy
-JOIN_SHARE: Final = 0.5  # of the time within which the target must answer: joining ends first, and says why it failed
+JOIN_SHARE: Final = 0.5  # of the time within which the target must answer. It joins within this, or says why not
 _SOURCE, _TARGET = 0, 1  # ranks
 
 
@@ -54,16 +54,10 @@ class TorchSender(Sender):
                 host, port, None, True, timeout, False, master_listen_fd=listening.detach()
             )
         # Both ranks wait for each other, so this one joins while the other is asked.
-        joining = Joining(
-            self.name,
-            lambda _: distributed.PrefixStore(prefix, store),
-            _SOURCE,
-            host,
-            self._timeout_s * JOIN_SHARE,
-        )
+        joining = Joining(self.name, lambda _: distributed.PrefixStore(prefix, store), _SOURCE, host, self._timeout_s)
         try:
             ask({"host": host, "port": port, "prefix": prefix})
-        except TransferFailed:
+        except Exception:
             joining.give_up()
             raise
         self._group.join(joining)
