@@ -7,11 +7,13 @@ the engine's contract suite with ``DORA_TEST_RUNNER=v2``, ``TRITON_INTERPRET=1``
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.worker.device.cpu import Cpu
 
+SITE: Final = str(Path(__file__).with_name("v2_site"))  # what its processes run first
 IS_CHOSEN: Final = os.environ.get("DORA_TEST_RUNNER") == "v2"
 
 
@@ -46,8 +48,11 @@ class V2OnCpu(Cpu):
 
 
 def prepare() -> None:
-    """Makes vLLM's CPU build accept Triton. Before vLLM is imported."""
+    """Makes vLLM's CPU build accept Triton, also in the processes of an engine's ranks. Before vLLM is imported."""
     os.environ.update(V2OnCpu.environment)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if SITE not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *paths])
     import triton.backends
 
     class Driver:

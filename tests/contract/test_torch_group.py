@@ -191,17 +191,18 @@ def test_an_offer_without_a_store_is_refused(context: Any, backend: str, wrong: 
 
 @pytest.mark.parametrize("behaviour", ["target ends after one chunk", "target stops after one chunk"])
 def test_a_target_that_fails_in_the_middle_fails_the_source_in_time(context: Any, backend: str, behaviour: str) -> None:
+    names = [backend] if "stops" in behaviour else []  # the stream of an end that is gone may break first
     with other(context, behaviour, backend) as end, source_to(end, backend) as sender:
         attach(sender, end)
         sender._group._timeout_s = SHORT_S
         with in_time():
-            with refused(TransferFailed, names=[backend]):
+            with refused(TransferFailed, names=names):
                 for _ in range(16):
                     send(sender, end)
                 sender.finish()
             began_s = time.monotonic()
             sender.abandon()
-            with refused(TransferFailed, names=[backend]):
+            with refused(TransferFailed, names=names):
                 send(sender, end)
             assert time.monotonic() - began_s < SHORT_S, "what has failed is not waited for again"
     check_moves(context, backend)

@@ -4,13 +4,25 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dora.engine_patches.patch import PatchFailed, nothing
+from dora.models.tiny import make_tiny
 from dora.worker.vllm_engine import VllmEngine
 from tests import v2_runner
-from tests.contract.driver import EVERYTHING, SAMPLED, Driver, VersionFolder, make_request, run
+from tests.contract.driver import (
+    EVERYTHING,
+    KV_TOKENS,
+    MAX_MODEL_LEN_TOKENS,
+    SAMPLED,
+    SLOTS,
+    Driver,
+    VersionFolder,
+    make_request,
+    run,
+)
 from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not v2_runner.IS_CHOSEN, reason="needs DORA_TEST_RUNNER=v2 and Triton")
@@ -52,3 +64,31 @@ def test_a_reload_that_leaves_a_tensor_stale_is_found(
     assert engine.version is None
     engine.load_weights(1, version_folder(1), None)
     assert engine.version == 1
+
+
+@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
+def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(split: str, tmp_path: Path) -> None:
+    """Each rank is a process with this runner."""
+    model = make_tiny("dense", tmp_path / "model", seed=1, kv_heads=2)
+    v2_runner.prepare()
+    engine = VllmEngine(
+        model,
+        slots=SLOTS,
+        kv_tokens=KV_TOKENS,
+        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        device=v2_runner.V2OnCpu(),
+        lost=lambda reason: None,
+        **{split: 2},
+    )
+    try:
+        engine.load_weights(1, model, None)
+        request = make_request(1)
+        stayed = run(engine, [request])
+        driver = Driver(engine)
+        driver.add(request)
+        driver.step(10)
+        engine.take_in(driver.take_out(request.request_id))
+        assert driver.finish() == stayed
+        assert len(engine.ranks) == 2 and engine.load().reprefilled_tokens == 0
+    finally:
+        engine.close()
