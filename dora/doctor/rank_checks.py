@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from dora.worker.vllm_engine import VllmEngine
 
 KV_TOKENS: Final = 8192  # an engine that was closed may still have its memory
-SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
+SPLITS: Final = {"cpu": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}), "cuda": ({"tensor_parallel": 2},)}
 
 
 def ranks(subject: Subject) -> dict[str, Any]:
-    """Proves both splits. On GPUs writes the proof that lifts the refusal of such engines (``device.proof``)."""
+    """Proves each split that the device has. On GPUs writes the proof that lifts the refusal of such engines (``device.proof``)."""
     model = _model(subject)
     if subject.device == "cuda":
         import torch
@@ -28,7 +28,7 @@ def ranks(subject: Subject) -> dict[str, Any]:
     canary = alone.load_weights(0, model, None)
     alone.close()
     found: dict[str, Any] = {"model": str(model)}
-    for split in SPLITS:
+    for split in SPLITS[subject.device]:
         engine = engine_of(replace(subject, model=model), KV_TOKENS, **split)
         engine.load_weights(0, model, canary)
         sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)

@@ -66,8 +66,7 @@ def test_a_reload_that_leaves_a_tensor_stale_is_found(
     assert engine.version == 1
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
-def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(split: str, tmp_path: Path) -> None:
+def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(tmp_path: Path) -> None:
     """Each rank is a process with this runner."""
     model = make_tiny("dense", tmp_path / "model", seed=1, kv_heads=2)
     v2_runner.prepare()
@@ -78,7 +77,7 @@ def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(split: str, tmp_
         max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
         device=v2_runner.V2OnCpu(),
         lost=lambda reason: None,
-        **{split: 2},
+        tensor_parallel=2,
     )
     try:
         engine.load_weights(1, model, None)

@@ -44,10 +44,14 @@ class Cuda:
         from vllm.platforms import current_platform
 
         check_installed(self.kind, current_platform.device_type)
+        if settings.pipeline_parallel > 1:
+            # Model Runner V2 expects as many steps in flight as there are stages: a first stage gets a step's tokens
+            # that many steps later (vllm/v1/worker/gpu/pp_utils.py). This engine has one step at a time.
+            allowed = "1 on GPUs: vLLM's stages need several steps in flight. Use workers.tensor_parallel"
+            raise InvalidValue("workers.pipeline_parallel", settings.pipeline_parallel, allowed)
         if settings.ranks > 1 and not self._proves_ranks and not proof_file().is_file():
-            name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
             allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
-            raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
+            raise InvalidValue("workers.tensor_parallel", settings.tensor_parallel, allowed)
         if settings.quantisation:
             raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
         if settings.batch_invariant and not current_platform.has_device_capability(INVARIANT_FROM):
