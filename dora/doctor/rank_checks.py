@@ -17,7 +17,10 @@ SPLITS: Final = {"cpu": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}), "cud
 
 
 def ranks(subject: Subject) -> dict[str, Any]:
-    """Proves each split that the device has. On GPUs writes the proof that lifts the refusal of such engines (``device.proof``)."""
+    """Proves each split that the device has.
+
+    On GPUs writes the proof that lifts the refusal of such engines (``device.proof``).
+    """
     model = _model(subject)
     if subject.device == "cuda":
         import torch
