@@ -25,6 +25,7 @@ class FromOutside:
     def __init__(self, streams: Streams) -> None:
         self._streams: Final = streams
         self.host_memory = streams.host_memory
+        self.device_memory = streams.device_memory
         self.entered = streams.entered
         self.run = streams.run
         self.ids = streams.ids

@@ -136,7 +136,13 @@ FINDINGS: dict[int, Finding] = {
         "slices of 1 MiB never fill the stage",
         ("tests/unit/test_cuda_blocks.py::test_a_reservation_writes_slices_of_the_stores_stage",),
     ),
-    19: Finding("a load has 60 seconds whatever its size", open="the deadline of a load does not follow its bytes"),
+    19: Finding(
+        "a load has 60 seconds whatever its size",
+        (
+            "tests/unit/test_weight_ring.py::test_the_limit_of_a_load_follows_from_its_bytes",
+            "tests/unit/test_weight_ring.py::test_a_load_that_is_too_slow_is_refused_with_its_numbers",
+        ),
+    ),
     20: Finding(
         "host memory for NIXL, and no binding to the GPU's NUMA node",
         (f"{PLACEMENT}::test_the_numa_node_is_the_bus_devices",),
