@@ -34,7 +34,7 @@ class Finding:
 FINDINGS: dict[int, Finding] = {
     1: Finding(
         "the extra installs a vLLM that the patches refuse",
-        (f"{PATCHES}::test_what_an_extra_installs_is_what_every_patch_is_for",),
+        (f"{PATCHES}::test_what_an_extra_and_its_lock_install_is_what_every_patch_is_for",),
     ),
     2: Finding(
         "the worker class is the CPU's", (f"{BUILD}::test_the_rank_is_vllms_worker_with_what_the_engine_calls",)
@@ -97,7 +97,10 @@ FINDINGS: dict[int, Finding] = {
     ),
     10: Finding(
         "logits to the last bit are claimed on GPUs",
-        ("tests/unit/test_doctor.py::test_every_stage_is_green_on_this_machine",),
+        (
+            "tests/unit/test_batch_invariant.py::test_a_worker_gets_it_before_it_imports_anything",
+            "tests/unit/test_tolerances.py::test_verify_says_which_rule_it_applied",
+        ),
     ),
     11: Finding(
         "proofs of reloads pass on kernels that they do not know",
@@ -145,8 +148,8 @@ FINDINGS: dict[int, Finding] = {
     ),
     20: Finding(
         "host memory for NIXL, and no binding to the GPU's NUMA node",
-        (f"{PLACEMENT}::test_the_numa_node_is_the_bus_devices",),
-        open="NIXL moves host memory; workers are not bound to a NUMA node",
+        (f"{PLACEMENT}::test_eight_workers_are_bound_to_what_is_next_to_their_gpus",),
+        open="NIXL moves host memory",
     ),
     21: Finding(
         "a fixed block size excludes backends",
