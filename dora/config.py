@@ -369,6 +369,11 @@ class ServiceConfig(Section):
         False, description="the log in service.state keeps all that the core decided on, for dora replay, and grows"
     )
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
+    trainer_stall_timeout_s: Seconds = Field(
+        1800.0,
+        description="a trainer that is connected and, with a full step, commits nothing for 20 of its longest turns, "
+        "and at least this, may be replaced without take_over; it is not ended; 0: never",
+    )
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
     drain_timeout_s: Seconds = Field(30.0, description="at the end a trainer has so long to commit what was admitted")
     weight_versions: int = Field(

@@ -132,6 +132,14 @@ class ResizeWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class LapseLease:
+    """Report that this trainer makes no progress: another one may attach unasked, until this one commits."""
+
+    trainer_epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RejectVersion:
     """Ask the trainer to publish a version again: these workers have refused its weights, and none has loaded it well.
     Without workers: no host has its weights.
@@ -271,6 +279,7 @@ Command = (
     | RetireVersion
     | PinVersion
     | ResizeWindow
+    | LapseLease
     | RejectVersion
     | ReleaseSnapshot
     | EvictWorker

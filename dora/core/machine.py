@@ -19,6 +19,7 @@ from dora.core.rules import (
     arrival,
     evaluation,
     handoff,
+    lease,
     lifecycle,
     membership,
     parking,
@@ -143,6 +144,7 @@ def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     membership.overdue(state)
     stalls.overdue(state)
+    lease.overdue(state)
     evaluation.claim_workers(state)
     state.worklist.wake()  # pauses may be over
 

@@ -75,6 +75,17 @@ class SuspectVersion:
 
 
 @dataclass(slots=True)
+class Lease:
+    """The attached trainer's hold on its step. rules/lease.py has the rules."""
+
+    commits: int = 0
+    turn_s: float = 0.0  # time in which the service has waited for the trainer alone, since its last progress
+    longest_s: float = 0.0  # longest such time, fading; 0: unknown
+    looked_s: float = 0.0  # time of the last tick
+    lapsed: str = ""  # why another trainer may attach unasked; empty: none may
+
+
+@dataclass(slots=True)
 class Counters:
     """Since the start; shown to operators."""
 
@@ -94,6 +105,7 @@ class Counters:
     parked_lost: int = 0  # lost or dropped by a pool, or impossible to resume: re-prefilled
     workers_lost: int = 0
     stalls: int = 0  # workers and pools replaced because they reported and made no progress
+    leases_lapsed: int = 0  # of trainers that held a step and made no progress
     loads_failed: int = 0
     versions_rejected: int = 0
     staleness_max: int = 0
@@ -164,6 +176,7 @@ class State:
         self.evaluations = Evaluations()  # apart from all of these
         # trainer
         self.trainer_epoch = 0
+        self.lease = Lease()
         self.stream_step: int | None = None  # the step with an open stream
         self.leased: list[int] = []  # group rows taken by the uncommitted step
         self.short_step = -1  # the step that ended short because prompts ran out

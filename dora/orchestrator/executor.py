@@ -75,8 +75,8 @@ class HostVersions(PublishedVersions, Protocol):
 class Executor:
     """Runs commands. ``post`` hands an event to the core; ``spawn`` runs a coroutine in the background.
 
-    ``handoff_of``: the handoff that a command id belongs to. ``row_of``: the core's rows of requests. ``now``: seconds
-    since the Unix epoch.
+    ``handoff_of``: the handoff that a command id belongs to. ``row_of``: the core's rows of requests. ``trainer_name``:
+    the trainer that is attached; empty: there is none. ``now``: seconds since the Unix epoch.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Executor:
         journal: Journal | None = None,
         versions: KeptVersions | None = None,
         reference_version: int = 0,
+        trainer_name: Callable[[], str] = lambda: "",
         now: Callable[[], float] = time.time,
     ) -> None:
         self._buffer = buffer
@@ -119,6 +120,7 @@ class Executor:
         self._journal = Journal() if journal is None else journal
         self._versions = versions
         self._reference_version = reference_version
+        self._trainer_name = trainer_name
         self._now = now
         self._post = post
         self._spawn = spawn
@@ -138,6 +140,7 @@ class Executor:
             do.RetireVersion: self._retire_version,
             do.PinVersion: self._pin_version,
             do.ResizeWindow: self._resize_window,
+            do.LapseLease: self._lapse_lease,
             do.RejectVersion: self._reject_version,
             do.ReleaseSnapshot: self._release_snapshot,
             do.EvictWorker: self._evict_worker,
@@ -280,6 +283,12 @@ class Executor:
     def _resize_window(self, command: do.ResizeWindow) -> None:
         log.info("the window changes to %d: %s", command.size, command.reason)
         self._buffer.window_versions = command.size
+
+    def _lapse_lease(self, command: do.LapseLease) -> None:
+        name = self._trainer_name()
+        if name:  # otherwise it has left, and nobody is kept out
+            allowed = "another may attach without take_over, and gets the groups of its step"
+            log.warning("trainer %s: %s; %s", name, command.reason, allowed)
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)

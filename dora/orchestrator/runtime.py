@@ -123,6 +123,7 @@ class Runtime:
             journal=self.journal,
             versions=versions,
             reference_version=config.rollout.reference_version,
+            trainer_name=self.trainer_shown,
             post=self.post,
             spawn=self.spawn,
         )

@@ -536,7 +536,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +570,7 @@ class Status(_message.Message):
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_STALLED_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -596,7 +597,8 @@ class Status(_message.Message):
     hosts: _containers.RepeatedCompositeFieldContainer[HostStatus]
     drain: Draining
     evaluated: _containers.RepeatedCompositeFieldContainer[EvaluatedVersion]
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ...) -> None: ...
+    trainer_stalled: str
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ...) -> None: ...
 
 class EvaluatedVersion(_message.Message):
     __slots__ = ("version", "prompts", "missing", "refused", "reason", "begun_at", "ended_at", "responses", "reward_mean", "reward_error", "length_mean_tokens")

@@ -7,15 +7,17 @@ from typing import Final
 
 from dora.core import commands as do
 from dora.core import events as on
+from dora.core.rules.lease import COMMITS_FIRST
 from dora.errors import InvalidValue, one_of
 from dora.sim.crash import crash
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.pool_faults import befall_pool
 from dora.sim.unreliable import UnreliableWorld
-from dora.sim.unsteady import SILENCE_LIMIT_S, STALL_LIMIT_S
+from dora.sim.unsteady import SILENCE_LIMIT_S, STALL_LIMIT_S, TRAINER_LIMIT_S
 from dora.sim.wire import GAP_LIMIT_S, Trouble
 from dora.sim.worker import FOREVER_S, STUCK, SimWorker
+from dora.sim.world import TICK_S
 
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
@@ -142,10 +144,19 @@ def _trainer(world: UnreliableWorld, fault: Fault) -> None:
             world.lose_trainer()
         case 1:
             world.dies_committing = True
-        case 2 if trainer.alive:
+        case 2 if trainer.alive and not trainer.stalled:
             trainer.request()
         case 3 if trainer.committed:
             world.ask(on.StepCommitted(trainer.epoch, world.machine.state.window.newest - 1), refused=True)
+
+
+def _stall_trainer(world: UnreliableWorld, fault: Fault) -> None:
+    """For ever in half of the cases; in three of four only once the trainer's pace is known."""
+    trainer, lease = world.trainer, world.machine.state.lease
+    if fault.subject // 128 % 4 and lease.commits < COMMITS_FIRST and not trainer.ended:
+        world.after(TICK_S, _stall_trainer, world, fault)
+        return
+    world.stall_trainer(4.0 * fault.amount * TRAINER_LIMIT_S if fault.subject // 64 % 2 else FOREVER_S)
 
 
 def _publish(world: UnreliableWorld, fault: Fault) -> None:
@@ -270,4 +281,5 @@ KINDS: Final[dict[str, Kind]] = {
     POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
     "evaluate": Kind("an evaluation is asked for, or ends early", _evaluate),
     "stall": Kind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
+    "lease": Kind("the trainer keeps its connection and commits nothing, for a while or for ever", _stall_trainer, 0.5),
 }

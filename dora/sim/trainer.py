@@ -33,6 +33,8 @@ class SimTrainer:
         self.step = 0
         self.committed = 0  # in steps
         self.alive = True
+        self.stalled = False  # it keeps its connection and does nothing
+        self.has_stalled = False  # since its last commit
         self.ended = False  # prompts have run out
         self.holds_gpus = False
         self.busy: list[tuple[float, float]] = []
@@ -57,15 +59,26 @@ class SimTrainer:
     def attach(self) -> None:
         """Attaches a new trainer, or the same one after a restart. Uncommitted groups are delivered again."""
         self.epoch += 1
-        self.alive = True
+        self.alive, self.stalled = True, False
         self.world.post(on.TrainerAttached(self.epoch, self.pace.groups_per_step))
         self.request()
 
     def die(self) -> None:
         """Ends the trainer and its uncommitted work. The service is not informed."""
-        self.alive = False
+        self.alive = self.stalled = False
         self._streams += 1
         self._let_gpus_go()
+
+    def stall(self) -> None:
+        """Stops the trainer's own work. Its connection and its stream stay open."""
+        self.stalled = self.has_stalled = True
+        self._streams += 1
+        self._let_gpus_go()
+
+    def go_on(self) -> None:
+        """Ends a stall: the step's computation begins again."""
+        self.stalled = False
+        self.request()
 
     def request(self) -> None:
         """Opens the stream of the first uncommitted step. Rejected versions are published again first."""
@@ -85,7 +98,7 @@ class SimTrainer:
     def rejected(self) -> None:
         """Ends the stream because workers have rejected a version. The step's computation begins again."""
         self._streams += 1
-        if self.alive:
+        if self.alive and not self.stalled:
             self._let_gpus_go()
             self.world.after(REJECTION_NOTED_S, self._continue, self._streams)
 
@@ -101,7 +114,7 @@ class SimTrainer:
     def closed(self, exhausted: bool) -> None:
         """Ends the stream. Without any group, the training is complete."""
         self.ended = exhausted and not self._groups
-        if self.ended or not self.alive:
+        if self.ended or not self.alive or self.stalled:
             return
         self._full = True
         if self.world.scenario.cluster.colocated:
@@ -114,7 +127,7 @@ class SimTrainer:
         pace = self.pace
         needed = -(-pace.groups_per_step * (self._trained + 1) // pace.micro_batches)
         ready = self._full or (pace.streams and self._groups >= needed)
-        if self._computing or not ready or self._trained == pace.micro_batches or not self.alive:
+        if self._computing or not ready or self._trained == pace.micro_batches or not self.alive or self.stalled:
             return
         self._computing = True
         self.world.after(pace.step_s / pace.micro_batches, self._computed, self._streams, self.world.now_s)
@@ -139,6 +152,7 @@ class SimTrainer:
             self.on_step(self.step, self.began_s, world.now_s, groups, self.busy)
         self.began_s = world.now_s
         self.committed += 1
+        self.has_stalled = False
         world.post(on.StepCommitted(self.epoch, self.step, *self.tells(groups)))
         self.after_commit()
         self._let_gpus_go()

@@ -13,6 +13,7 @@ from typing import Any
 
 from dora.core import commands as do
 from dora.core import events as on
+from dora.core.rules.lease import COMMITS_FIRST
 from dora.core.rules.stalls import STALLED
 from dora.errors import DoraError
 from dora.sim.driver import Order
@@ -28,6 +29,8 @@ from dora.sim_engine.request import SimRequest
 
 SILENCE_LIMIT_S = 8.0  # a worker that is silent for this long is lost (workers.silence_timeout_s)
 STALL_LIMIT_S = 120.0  # a worker that reports and yields no token for so long is replaced (workers.stall_timeout_s)
+TRAINER_LIMIT_S = 40.0  # a trainer that commits nothing for so long may be replaced (service.trainer_stall_timeout_s)
+OPERATOR_PATIENCE_S = 900.0  # then an operator replaces a stalled trainer, whatever its lease
 RESTART_MOST_S = 6.0  # until a lost worker or trainer is restarted
 
 
@@ -52,6 +55,7 @@ class UnsteadyWorld(ServedWorld):
     """A ServedWorld with message delays and faults of its members. Its core is checked after every event."""
 
     stall_timeout_s = STALL_LIMIT_S
+    trainer_stall_timeout_s = TRAINER_LIMIT_S
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.log: list[Handled] = []  # events that the orchestrators have handled
@@ -330,6 +334,45 @@ class UnsteadyWorld(ServedWorld):
         if self.trainer.alive:
             self.trainer.die()
             self.after(self.random.random() * RESTART_MOST_S, self.trainer.attach)
+
+    def stall_trainer(self, for_s: float) -> None:
+        """The trainer keeps its connection and does nothing, for a while or for ever.
+
+        Another one attaches once the lease has lapsed, or when an operator has lost patience: in a first step, and
+        while the service waits for no trainer, no lease lapses.
+        """
+        trainer = self.trainer
+        if trainer.alive and not trainer.stalled:
+            trainer.stall()
+            epoch = trainer.epoch
+            self.after(for_s, self._trainer_goes_on, epoch)
+            self.after(OPERATOR_PATIENCE_S, self._lose_patience, epoch)
+
+    def lapse(self, command: do.LapseLease) -> None:
+        if command.trainer_epoch != self.trainer.epoch or not self.trainer.has_stalled:
+            super().lapse(command)
+        self.after(self.random.random() * RESTART_MOST_S, self._replace_trainer, command.trainer_epoch)
+
+    def _lose_patience(self, epoch: int) -> None:
+        """Raises Violation if the lease of a trainer that has held a full step for so long should have lapsed."""
+        state, trainer = self.machine.state, self.trainer
+        if trainer.stalled and trainer.epoch == epoch:
+            holds = state.window.step > state.window.newest and not self.ledger.evaluations
+            if holds and state.lease.commits >= COMMITS_FIRST:
+                raise Violation(f"the trainer holds step {state.window.newest} for ever, and its lease does not lapse")
+            self._replace_trainer(epoch)
+
+    def _replace_trainer(self, epoch: int) -> None:
+        """Another trainer attaches, unless the stalled one has gone on. The loser's commit is refused from then on."""
+        trainer = self.trainer
+        if trainer.stalled and trainer.epoch == epoch:
+            step = trainer.step
+            trainer.attach()
+            self.ask(on.StepCommitted(epoch, step), refused=True)
+
+    def _trainer_goes_on(self, epoch: int) -> None:
+        if self.trainer.stalled and self.trainer.epoch == epoch:
+            self.trainer.go_on()
 
     def fill_storage(self, for_s: float) -> None:
         """Fills the storage for a while. Another such fault meanwhile extends the time."""

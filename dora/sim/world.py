@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from dora.config import Config, SelectionConfig, WorkersConfig
+from dora.config import Config, SelectionConfig, ServiceConfig, WorkersConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
@@ -34,7 +34,7 @@ LOAD_TIMES: Final = 10.0  # timeout of a load, as a multiple of its normal time
 Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, the core's commands
 
 
-def core_config(scenario: Scenario, stall_timeout_s: float = 0.0) -> Config:
+def core_config(scenario: Scenario, stall_timeout_s: float = 0.0, trainer_stall_timeout_s: float = 0.0) -> Config:
     """The configuration of the core in this scenario."""
     cluster = scenario.cluster
     known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
@@ -48,7 +48,8 @@ def core_config(scenario: Scenario, stall_timeout_s: float = 0.0) -> Config:
     workers = WorkersConfig()
     limit_s = max(workers.load_timeout_s, LOAD_TIMES * scenario.cluster.load_s)
     workers = workers.model_copy(update={"load_timeout_s": limit_s, "stall_timeout_s": stall_timeout_s})
-    settings = {"balance": balance, "window": window, "workers": workers}
+    service = ServiceConfig(trainer_stall_timeout_s=trainer_stall_timeout_s)
+    settings = {"balance": balance, "window": window, "workers": workers, "service": service}
     return Config(selection=selection).model_copy(update=settings)
 
 
@@ -56,10 +57,11 @@ class World(WorkerDriver):
     """One run. ``after`` schedules; ``run_until`` drives. Observers are called with (now_s, event, commands)."""
 
     stall_timeout_s: ClassVar[float] = 0.0  # no worker stalls, and an environment may take its time
+    trainer_stall_timeout_s: ClassVar[float] = 0.0  # nor does the trainer
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario)
-        self.config = core_config(scenario, self.stall_timeout_s)
+        self.config = core_config(scenario, self.stall_timeout_s, self.trainer_stall_timeout_s)
         policy = partial.policy_of(scenario, self.config.balance)
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
@@ -91,6 +93,7 @@ class World(WorkerDriver):
             do.PinVersion: self.pin,
             do.ResizeWindow: self.ledger.resize,
             do.RejectVersion: self.reject,
+            do.LapseLease: self.lapse,
         }
         self._carry_out: dict[type, Callable[[Any], None]] = {
             **self._books,
@@ -343,6 +346,9 @@ class World(WorkerDriver):
     def reject(self, command: do.RejectVersion) -> None:
         self.ledger.reject(command)
         self.trainer.rejected()
+
+    def lapse(self, command: do.LapseLease) -> None:
+        raise Violation(f"the trainer works, and its lease lapses: {command.reason}")
 
     def release(self, command: do.ReleaseSnapshot) -> None:
         if self.snapshots.pop(command.locator, None) is None:

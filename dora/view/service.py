@@ -69,6 +69,7 @@ COUNTERS: Final = {
     "requests_parked_now": "requests parked now",
     "requests_resumed": "requests resumed from a pool, with their KV",
     "rewards_failed": "missing verdicts: the reward function raised an error, timed out, or returned no number",
+    "leases_lapsed": "trainers that held a full step and committed nothing; another may then attach without take_over",
     "stalls": "workers and pools that were replaced because they reported and made no progress",
     "storage_faults": "failures to write to a folder: no group is admitted until it can be written",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
@@ -207,7 +208,7 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     for name, told in drain_rows(status):
         table.add_row(name, told)
     table.add_row("storage", storage(status))
-    table.add_row("trainer", status.trainer or "none attached")
+    table.add_row("trainer", trainer_line(status))
     for window in window_lines(status):
         table.add_row("window", window)
     table.add_row("filling step", filling(status))
@@ -412,6 +413,13 @@ def filling(status: Status) -> str:
         return f"{status.filling_step}; a trainer must set its size"
     taken = status.groups_per_step - status.filling_left
     return f"{status.filling_step}, {taken} of {status.groups_per_step} groups taken"
+
+
+def trainer_line(status: Status) -> Text:
+    """The attached trainer, and whether it has stalled."""
+    if not status.trainer_stalled:
+        return Text(status.trainer or "none attached")
+    return Text(f"{status.trainer}: {status.trainer_stalled}; another may attach without take_over", "bold red")
 
 
 def storage(status: Status) -> Text:

@@ -25,6 +25,7 @@ from dora.core.rules import (
     admission,
     evaluation,
     handoff,
+    lease,
     lifecycle,
     membership,
     parking,
@@ -658,6 +659,14 @@ def worker_without_tokens_stays(patch: Patch) -> None:
 def patience_is_short(patch: Patch) -> None:
     patch.setattr(stalls, "LEAST_S", 0.0)
     patch.setattr(stalls, "patience_s", lambda state, worker: worker.gap_s)
+
+
+def lease_never_lapses(patch: Patch) -> None:
+    patch.setattr(lease, "overdue", lambda state: None)
+
+
+def lease_lapses_early(patch: Patch) -> None:
+    patch.setattr(lease, "patience_s", lambda state: 1.0)
 
 
 def evaluation_keeps_its_slots(patch: Patch) -> None:

@@ -85,6 +85,8 @@ BUGS = [
     Bug("a snapshot does not hear of what a worker got", "loads of indexes", plants.given_work_is_not_noted),
     Bug("what is to stay is counted again at every change", "to stay are", plants.staying_is_counted_again),
     Bug("a worker without tokens stays", "not done", plants.worker_without_tokens_stays, "stall"),
+    Bug("a stalled trainer keeps all others out", "does not lapse", plants.lease_never_lapses, "lease"),
+    Bug("a trainer at work may be replaced", "works, and its lease", plants.lease_lapses_early, "lease"),
     Bug("a worker that is slow is replaced", "works, and is replaced", plants.patience_is_short, "slow"),
     Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(

@@ -12,7 +12,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
 from dora.core.handoff.table import Signal
-from dora.core.rules import arrival, evaluation, handoff, membership, parking, rejection, stalls
+from dora.core.rules import arrival, evaluation, handoff, lease, membership, parking, rejection, stalls
 from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -109,6 +109,7 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         window.set_groups_per_step(event.groups_per_step)
     state.trainer_epoch = event.trainer_epoch
     state.stream_step = None
+    lease.attached(state)
     state.step_disturbed = True
     state.worklist.wake()
 
@@ -145,6 +146,7 @@ def step_requested(state: State, event: on.StepRequested) -> None:
         state.out.append(do.CloseStep(event.step, state.trainer_epoch, exhausted=event.step == state.short_step))
         return
     state.stream_step = event.step
+    lease.requested(state)
     state.freshness.opened(state.now_s)
     deliver(state)
 
@@ -247,6 +249,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
     state.leased.clear()
     state.asked.clear()  # a commit implies that all rejected versions were republished
     state.window.publish()
+    lease.committed(state)
     state.freshness.published(state.now_s, event.waited_s)
     _adapt(state, event, state.rates.published(state.now_s))
 
@@ -270,6 +273,7 @@ def republished(state: State, event: on.VersionRepublished) -> None:
     """Lets workers load a republished version; its groups continue."""
     check_republish(state, event.trainer_epoch, event.version)
     rejection.republished(state, event.version)
+    lease.republished(state)
     arrival.forgotten(state, event.version)
     state.step_disturbed = True
 

@@ -19,27 +19,30 @@ class TrainerPresence:
         self.name = ""
         self.since = 0.0  # when it attached, since the Unix epoch
         self._client_id = b""
+        self._lapsed_before = ""  # why the trainer before could be replaced unasked; empty: it had not stalled
         self._seen_s = -ABSENT_S
         self._stays: asyncio.Event | None = None  # set to end the trainer's open call
         self._left = False  # its open call has ended
 
-    def check_attach(self, client_id: bytes) -> None:
-        """Raises Conflict if another trainer holds its call open."""
-        if self._stays is None or (client_id and client_id == self._client_id):
+    def check_attach(self, client_id: bytes, lapsed: str) -> None:
+        """Raises Conflict if another trainer holds its call open. ``lapsed``: why it may not keep others out."""
+        if self._stays is None or lapsed or (client_id and client_id == self._client_id):
             return
         allowed = "the only one: end the other first, or attach with take_over=True, which fences it"
         raise Conflict("trainer", self.name, allowed, why=f"has been attached since {clock_time(self.since)}")
 
     def taken_over(self) -> str:
         """Says who replaced an earlier trainer, and when: the end of a sentence."""
-        return f"has ended: trainer {self.name} attached at {clock_time(self.since)}"
+        told = f"has ended: trainer {self.name} attached at {clock_time(self.since)}"
+        return f"{told}, because {self._lapsed_before}" if self._lapsed_before else told
 
-    def attached(self, name: str, client_id: bytes = b"") -> None:
-        """Notes that a trainer has attached. It replaces the one before."""
+    def attached(self, name: str, client_id: bytes = b"", lapsed: str = "") -> None:
+        """Notes that a trainer has attached. It replaces the one before, whose lease had ``lapsed`` for this reason."""
         if self._stays is not None:
             self._stays.set()
         self.since, self._client_id = time.time(), client_id
         self.name, self._stays, self._left = name, None, False
+        self._lapsed_before = lapsed
         self.seen()
 
     def seen(self) -> None:

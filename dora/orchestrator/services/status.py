@@ -33,6 +33,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         filling_left=window.left,
         newest_version=window.newest,
         trainer=runtime.trainer_shown(),
+        trainer_stalled=state.lease.lapsed if runtime.trainer_shown() else "",
         versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [

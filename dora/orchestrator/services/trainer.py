@@ -87,8 +87,9 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("client_id", f"{len(request.client_id)} bytes", f"at most {CLIENT_ID_MAX} bytes")
         runtime.config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
+            lapsed = runtime.machine.state.lease.lapsed
             if not request.take_over:
-                runtime.trainer.check_attach(request.client_id)
+                runtime.trainer.check_attach(request.client_id, lapsed)
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
             if runtime.sessions.stream is not None:
@@ -97,7 +98,7 @@ class TrainerService(stubs.TrainerServicer):
             with runtime.storage.tidying(RUN_FOLDER):
                 await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
         await runtime.journal.settled()
-        runtime.trainer.attached(name or "trainer", request.client_id)
+        runtime.trainer.attached(name or "trainer", request.client_id, lapsed)
         log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
         return pb.AttachReply(
