@@ -1,15 +1,17 @@
 """The event loop of the synchronous clients: one per process, in a thread of its own.
 
-The thread starts when the first client opens and ends when the last one closes. Each client has at most one call in
-progress and waits for its result, so calls do not accumulate.
+The thread starts when the first client opens and ends when the last one closes. The loop is kept for the next one: gRPC
+may have events of a closed client left, and delivers them to the loop in which its calls were made. Each client has at
+most one call in progress and waits for its result, so calls do not accumulate.
 """
 
 import asyncio
 import atexit
 import os
+import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Final, Generic, TypeVar
 
 from dora.errors import Conflict
@@ -20,20 +22,27 @@ _CANCEL_S: Final = 5.0  # wait for the end of an interrupted call
 
 
 class _Thread:
-    """An event loop in a thread, until :meth:`end`."""
+    """Runs an event loop in a thread, until :meth:`end`."""
 
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop
-        self._stop: asyncio.Event
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._stop = asyncio.Event()
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name="dora.sync", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(started,), name="dora.sync", daemon=True)
         self._thread.start()
         started.wait()
 
-    async def _run(self, started: threading.Event) -> None:
-        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        started.set()
-        await self._stop.wait()
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self.loop)
+        with ThreadPoolExecutor(thread_name_prefix="dora.sync-") as pool:  # as asyncio's own, which only ends once
+            self.loop.set_default_executor(pool)
+            self.loop.call_soon(started.set)
+            self.loop.run_until_complete(self._stop.wait())
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
 
     def end(self) -> None:
         """Cancels the running calls and joins the thread."""
@@ -47,18 +56,24 @@ class _Shared:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.loop: asyncio.AbstractEventLoop | None = None  # once a client was opened
         self.thread: _Thread | None = None
         self.clients = 0
-        self.lost_in_fork = False  # the thread ran when this process was forked: gRPC cannot be used here
+        self.lost_in_fork = False  # a client was opened before this process was forked: gRPC cannot be used here
 
     def after_fork(self) -> None:
-        self.lost_in_fork = self.lost_in_fork or self.thread is not None
-        self.lock, self.thread, self.clients = threading.Lock(), None, 0
+        self.lost_in_fork = self.lost_in_fork or self.loop is not None
+        if self.loop is not None and self.thread is None:
+            self.loop.close()
+        self.lock, self.loop, self.thread, self.clients = threading.Lock(), None, None, 0
 
     def take(self) -> asyncio.AbstractEventLoop:
         with self.lock:
+            if self.loop is None:
+                # A selector without a kernel object: one that a fork closes would be closed for its parent too.
+                self.loop = asyncio.SelectorEventLoop(selectors.PollSelector())
             if self.thread is None:
-                self.thread = _Thread()
+                self.thread = _Thread(self.loop)
             self.clients += 1
             return self.thread.loop
 
@@ -73,10 +88,28 @@ class _Shared:
         if thread is not None:
             thread.end()
 
+    def exit(self) -> None:
+        """Ends the thread, whatever clients are open, and closes the loop."""
+        with self.lock:
+            self.end()
+            loop, self.loop = self.loop, None
+        if loop is not None:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
 
 _shared: Final = _Shared()
 os.register_at_fork(after_in_child=_shared.after_fork)
-atexit.register(_shared.end)  # for clients that were not closed
+atexit.register(_shared.exit)  # for clients that were not closed
+
+
+def _stand_still() -> None:
+    """Returns unless the interpreter ends. Then a daemon thread stands still, as it would in any other blocking call:
+    executors and loops are being closed under it, which is no error of the thread's.
+    """
+    main = threading.main_thread()
+    if not main.is_alive() and threading.current_thread() is not main:
+        threading.Event().wait()
 
 
 class Background:
@@ -94,16 +127,18 @@ class Background:
         return self._loop is not None and self._process == os.getpid()
 
     def open(self) -> None:
-        """Raises Conflict if it is open already, or if the process was forked while a client was open."""
+        """Raises Conflict if it is open already, or if the process was forked after a client was opened."""
+        _stand_still()
         if _shared.lost_in_fork:
             allowed = "opened in a spawned process, or in one forked before any client is opened"
-            raise self._conflict(allowed, "cannot be opened in a process forked while a client was open")
+            raise self._conflict(allowed, "cannot be opened in a process forked after a client was opened")
         if self.opened_here:
             raise self._conflict("opened once", "is open already")
         self._loop, self._process = _shared.take(), os.getpid()
 
     def close(self) -> None:
         """Ends the thread with the last client. Does nothing in a forked process: the client belongs to its parent."""
+        _stand_still()
         if self.opened_here:
             self._loop = None
             _shared.give_back()
@@ -132,7 +167,10 @@ class Background:
                     under_way.begin()  # if the interrupt came before the start
                     under_way.outcome.exception()  # waits for the end, ignoring the result
                 raise
-        except CancelledError as error:
+        except BaseException as error:
+            _stand_still()
+            if not isinstance(error, CancelledError):
+                raise
             raise self._conflict("kept open while it is in use", "was closed meanwhile") from error
         finally:
             if not under_way.outcome.done():

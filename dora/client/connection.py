@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
@@ -12,7 +13,11 @@ from dora.errors import InvalidValue
 from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
+CALL: Final = "_AioCall."  # the beginning of the names of gRPC's coroutines that wait for the end of a call
+ENDS_WITHIN_S: Final = 1.0  # the calls of a closed channel
 COUNT_MAX: Final = (1 << 31) - 1  # the maximum of any count in a message; a service allows less
+
+_channels: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, int]] = WeakKeyDictionary()  # open ones of each loop
 
 Reply = TypeVar("Reply", covariant=True)
 Stub = TypeVar("Stub")
@@ -39,6 +44,8 @@ class Connection:
         """Raises InvalidValue for an address that is not host:port."""
         if self._channel is None:
             self._channel = open_channel(self.address, self.max_message_bytes)
+            loop = asyncio.get_running_loop()
+            _channels[loop] = _channels.get(loop, 0) + 1
         return self._channel
 
     def stub(self, kind: Callable[[grpc.aio.Channel], Stub]) -> Stub:
@@ -72,9 +79,25 @@ class Connection:
         return None if message is EOF else message
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+        if self._channel is None:
+            return
+        channel, self._channel = self._channel, None
+        loop = asyncio.get_running_loop()
+        _channels[loop] = left = max(0, _channels.get(loop, 0) - 1)
+        await channel.close(None)
+        if not left:
+            await _calls_ended()
+
+
+async def _calls_ended() -> None:
+    """Waits until gRPC has delivered the ends of the loop's cancelled calls.
+
+    A loop may close once its last client has. gRPC would deliver what is left to the next loop of the process, which
+    logs "Event loop is closed".
+    """
+    ending = {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "").startswith(CALL)}
+    if ending:
+        await asyncio.wait(ending, timeout=ENDS_WITHIN_S)
 
 
 class Client:

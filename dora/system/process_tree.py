@@ -82,3 +82,12 @@ def _prctl(option: int, value: int) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def listener_of(port: int) -> int:
+    """The id of this user's process that listens at a TCP port of this machine; 0: none is found."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
+                return found.pid or 0
+    return 0

@@ -24,11 +24,11 @@ class Disk:
             f"--target={self._holder.pid}",
             f"--wd={Path.cwd()}",
         ]
-        self._seen = Path(f"/proc/{self._holder.pid}/root{folder}")
+        self.seen = Path(f"/proc/{self._holder.pid}/root{folder}")
         self._filler: Path | None = None
 
     def fill(self) -> None:
-        self._filler = fill_up(self._seen)
+        self._filler = fill_up(self.seen)
 
     def free(self) -> None:
         if self._filler is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-Action = Literal["kill", "stop", "fill", "jump", "cut", "stall"]
+Action = Literal["kill", "stop", "fill", "jump", "cut", "stall", "copy", "older", "second"]
 
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 PHASES: Final = ("PLANNED", "RESERVED", "COPYING", "FROZEN", "COMMITTED")
@@ -16,7 +16,8 @@ COMMIT_MOMENTS: Final = ("taking", "committing", "publishing", "published", "loa
 @dataclass(frozen=True, slots=True)
 class Fault:
     """``victim``: source and target are the ends of a handoff, worker any that is at work; what is cut is the link to
-    the host that has joined, one way; after a comma, how. ``moment``: what has to be seen before it strikes: a phase of
+    the host that has joined, one way; of a second service, what it shares with the first; after a comma, how.
+    ``moment``: what has to be seen before it strikes: a phase of
     a handoff, as ``move:PHASE``, ``park:PHASE`` and ``resume:PHASE``; what a trainer is at; or what the service does.
     """
 
@@ -102,7 +103,15 @@ OTHERS: Final = (
     Fault("stall", "worker", "decoding"),
     Fault("stall", "source", "move:COPYING"),
 )
-EACH_KILLS: Final = 5  # one of the others comes after so many kills
+RIVALS: Final = (
+    Fault("copy", "state", "decoding"),
+    Fault("older", "state", "decoding"),
+    *(
+        Fault("second", thing, "decoding")
+        for thing in ("state", "record", "run folder", "port", "kept weights", "agent")
+    ),
+)
+EACH_KILLS: Final = 5  # one of the others, and one of the rivals, come after so many kills
 
 
 def drawn(seed: int, without: Set[str] = frozenset(), has_ranks: bool = False) -> Iterator[Fault]:
@@ -110,15 +119,17 @@ def drawn(seed: int, without: Set[str] = frozenset(), has_ranks: bool = False) -
     are left out; ``has_ranks``: whether workers have several."""
     chance = random.Random(f"chaos {seed}")
     kills = offered((*KILLS, *(RANK_KILLS if has_ranks else ())), without)
-    of_kills, of_others = (_endless(kinds, chance) for kinds in (kills, offered(OTHERS, without)))
+    others, rivals = offered(OTHERS, without), offered(RIVALS, without)
+    of_kills, of_others, of_rivals = (_endless(kinds, chance) for kinds in (kills, others, rivals))
     while True:
         yield from itertools.islice(of_kills, EACH_KILLS)
         yield from itertools.islice(of_others, 1)
+        yield from itertools.islice(of_rivals, 1)
 
 
 def named(names: str) -> tuple[Fault, ...]:
     """The faults of these names, with semicolons between. Raises ValueError for one that there is not."""
-    known = {each.name: each for each in (*KILLS, *RANK_KILLS, *OTHERS)}
+    known = {each.name: each for each in (*KILLS, *RANK_KILLS, *OTHERS, *RIVALS)}
     unknown = [name for name in names.split(";") if name not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no fault; there are {'; '.join(known)}")

@@ -8,6 +8,8 @@ from tests.chaos.faults import Fault
 from tests.chaos.setting import HOST
 from tests.chaos.world import Condition, World
 
+OF_SERVICE = ("state", "record", "run folder", "port", "kept weights")  # what the service has
+
 
 class Missed(Exception):
     """The moment did not come."""
@@ -44,7 +46,7 @@ async def victim_of(world: World, fault: Fault) -> int:
         "verifier": lambda: family.verifier(world.service.pid),
         "keeper": lambda: family.supervisor(world.service.pid),
         "orchestrator": lambda: world.service.pid,
-        "state": lambda: world.service.pid,
+        **dict.fromkeys(OF_SERVICE, lambda: world.service.pid),
     }
     whose = fault.whose
     if whose in own:

@@ -11,6 +11,7 @@ from tests.chaos import clock, stalling
 from tests.chaos.faults import Fault
 from tests.chaos.handoffs import held, release, send, stands
 from tests.chaos.moments import Missed, come, victim_of
+from tests.chaos.rivals import Rivals
 from tests.chaos.setting import HOST_WORKER
 from tests.chaos.world import Stuck, World
 
@@ -38,6 +39,7 @@ class Striker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.struck = Struck()
+        self._rivals = Rivals(world)
         self._workers: dict[int, str] = {}  # by process id, as the fault found them
 
     async def strike(self, fault: Fault) -> bool:
@@ -122,10 +124,21 @@ class Striker:
             case "jump":
                 clock.jump(self.world.clock, HOUR_S if fault.how == "an hour on" else -24 * HOUR_S)
                 return self._jump_back()
+            case "copy":
+                return self._rivals.copied()
+            case "older":
+                return self._older()
+            case "second":
+                return self._rivals.second(fault.whose)
             case "cut":
                 assert self.world.link is not None
                 self.world.link.cut(fault.whose)
                 return self._mend(fault)
+
+    async def _older(self) -> None:
+        start = await self._rivals.older()
+        await start()
+        await self._restart(time.monotonic())
 
     async def _restart(self, began_s: float) -> None:
         await self.world.start()

@@ -49,10 +49,21 @@ class World:
         if self.disk is not None:
             stack.callback(self.disk.close)
         self.link = stack.enter_context(HostLink()) if setting.has_link else None
-        inside = [*(self.disk.inside if self.disk else ()), sys.executable, "-m", "tests.chaos.clock", str(self.clock)]
-        shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", dir=_memory())))
-        settings = settings_in(setting, folder / "disk" / "state") | {"service.run_folder": str(shared)}
-        self.service = Killed(folder, settings, inside, self.link.address if self.link else "127.0.0.1")
+        # the beginning of a service's command line
+        self.inside = [
+            *(self.disk.inside if self.disk else ()),
+            sys.executable,
+            "-m",
+            "tests.chaos.clock",
+            str(self.clock),
+        ]
+        self.memory = _memory()
+        shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", dir=self.memory)))
+        self.state = folder / "disk" / "state"
+        self.state_seen = self.disk.seen / "state" if self.disk else self.state  # from outside of the service
+        settings = settings_in(setting, self.state) | {"service.run_folder": str(shared)}
+        self.host = self.link.address if self.link else "127.0.0.1"
+        self.service = Killed(folder, settings, self.inside, self.host)
         self.incarnations = 0
         self.phases: Counter[str] = Counter()  # in which handoffs were made to stand still; empty: they were over
         self.processes: list[tuple[float, str, int, int]] = []  # when, whose, its id, resident bytes

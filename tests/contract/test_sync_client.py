@@ -48,6 +48,7 @@ def served(store: Path, model_folder: Path) -> Iterator[Running]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     running: Running = run(start_service(store, model_folder))
+    running.end = lambda: run(running.server.stop(None))
     try:
         yield running
     finally:

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,7 @@ class Running:
     service: ScriptedService
     server: grpc.aio.Server
     client: str = "asynchronous"  # whose contract is tried
+    end: Callable[[], None] = lambda: None  # ends it from another thread than its own, if it has one
 
     async def restart(self) -> None:
         """Stops the server as if its process were gone and starts another one at the same address."""

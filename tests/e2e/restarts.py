@@ -30,7 +30,7 @@ def settings_of(model: Path, folder: Path, **fields: Any) -> dict[str, Any]:
 
 class Killed:
     """One service; its lives follow each other. ``inside``: the beginning of its command line, in place of Python;
-    ``host``: its address."""
+    ``host`` and ``port``: its address."""
 
     def __init__(
         self,
@@ -38,12 +38,13 @@ class Killed:
         settings: dict[str, Any],
         inside: Sequence[str] = (sys.executable,),
         host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.address = self.token = ""
         self.run_folder = Path()
         self.said = folder / "service.log"
         self._settings = settings
-        self._inside, self._host = inside, host
+        self._inside, self._listen = inside, f"{host}:{port}"
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -85,7 +86,7 @@ class Killed:
     async def begin(self) -> asyncio.subprocess.Process:
         """Returns once its process has begun."""
         options = [part for name, value in self._settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-        argv = ["-m", "dora", "serve", "--json", "--listen", f"{self._host}:0", *options]
+        argv = ["-m", "dora", "serve", "--json", "--listen", self._listen, *options]
         with self.said.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._inside, *argv, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True

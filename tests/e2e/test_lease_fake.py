@@ -41,5 +41,5 @@ async def test_another_trainer_goes_on_with_the_groups_of_one_that_stalls(tiny_d
         assert [group.group_id async for group in again] == held and again.number == step.number
         with pytest.raises(Conflict) as caught:
             await step.commit(weights=weights, wait=True)
-        assert "second" in caught.value.why and STALLED in caught.value.why
+        assert "trainer second" in str(caught.value) and STALLED in str(caught.value)
         assert (await again.commit(weights=weights, wait=True)).version == again.number + 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.clock import jump, jumping
-from tests.chaos.faults import ACTIONS, EACH_KILLS, KILLS, OTHERS, RANK_KILLS, Fault, drawn, named
+from tests.chaos.faults import ACTIONS, EACH_KILLS, KILLS, OTHERS, RANK_KILLS, RIVALS, Fault, drawn, named
 from tests.refusals import refused
 
 
@@ -15,15 +15,15 @@ def test_the_same_seed_draws_the_same_faults() -> None:
 
 
 def test_every_fault_comes_before_any_comes_again() -> None:
-    faults = list(itertools.islice(drawn(1), len(KILLS) + len(KILLS) // EACH_KILLS))
+    faults = list(itertools.islice(drawn(1), len(KILLS) + 2 * (len(KILLS) // EACH_KILLS)))
     kills = [each for each in faults if each.action == "kill"]
     assert sorted(kills, key=lambda each: each.name) == sorted(KILLS, key=lambda each: each.name)
-    assert faults[EACH_KILLS].action != "kill"
+    assert faults[EACH_KILLS].action != "kill" and faults[EACH_KILLS + 1] in RIVALS
 
 
 def test_two_hundred_kills_draw_every_fault() -> None:
     faults = list(drawn_until(200, seed=0))
-    assert set(faults) == {*KILLS, *OTHERS}
+    assert set(faults) == {*KILLS, *OTHERS, *RIVALS}
     assert {each.action for each in faults} == set(ACTIONS)
 
 

@@ -142,7 +142,9 @@ class Hosts:
             raise Conflict("model", hello.model_digest[:64], f"that of the service's model, {digest}", why="is another")
         if name in self._hosts:
             allowed = "a name that no connected host has: dora host --name"
-            raise Conflict("name", name, allowed, why="is in use")
+            session = self._hosts[name].session
+            owner = "the service's own host" if session is None else f"an agent, process {session.pid} of its machine"
+            raise Conflict("name", name, allowed, why=f"is in use by {owner}")
         if len(self._hosts) > HOSTS_MAX:
             raise Conflict("name", name, f"one of at most {HOSTS_MAX} hosts", why="is one too many")
         if self._orphaned(hello):

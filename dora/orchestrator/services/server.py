@@ -18,6 +18,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
+from dora.system.process_tree import listener_of
 
 STREAM_END_S = 1.0  # time for open streams to end by themselves
 
@@ -60,4 +61,6 @@ def _bound(server: grpc.aio.Server, config: Config) -> str:
     try:
         return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
     except RuntimeError as error:
-        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error
+        owner = listener_of(int(port))
+        why = f"is in use by process {owner}" if owner else ""
+        raise InvalidValue("--listen", config.service.listen, "a free address of this host", why=why) from error
