@@ -123,7 +123,8 @@ class Rivals:
         inside = world.link.inside if world.link else ()
         process = await joining(world.service.address, token, HOST, log, "--workers", "1", inside=inside)
         try:
-            code = await asyncio.wait_for(process.wait(), world.setting.recovery_most_s)
+            # it tries again for 90 s: the name may be that of its own earlier life
+            code = await asyncio.wait_for(process.wait(), 2 * world.setting.recovery_most_s)
         except TimeoutError:
             raise Stuck("a second agent of one name is not refused") from None
         finally:

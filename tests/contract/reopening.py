@@ -122,7 +122,7 @@ def interrupted() -> None:
         within.wait()
         signal.pthread_kill(main, signal.SIGINT)
 
-    for _ in range(CYCLES):
+    for _ in range(3):
         within.clear()
         threading.Thread(target=interrupt).start()
         with contextlib.suppress(KeyboardInterrupt), trainer() as opened:

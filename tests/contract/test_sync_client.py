@@ -253,6 +253,6 @@ def test_a_fork_is_refused_rather_than_hung(service: Running, weights: Path) -> 
         told = in_fork(lambda: trainer.attach())
         assert f"was opened by process {os.getpid()}, which forked this one" in told
         assert "it must be used in the process that opened it" in in_fork(lambda: step.commit(weights, wait=True))
-        assert "forked while a client was open" in in_fork(lambda: trainer_of(service).open())
+        assert "forked after a client was opened" in in_fork(lambda: trainer_of(service).open())
         assert in_fork(trainer.close) == "None"
         assert step.commit(weights, wait=True).version == 1

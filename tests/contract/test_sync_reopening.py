@@ -21,7 +21,7 @@ def programs() -> Iterator[object]:
         yield pytest.param(program, marks=() if number < SHORT else pytest.mark.full, id=program.__name__)
 
 
-@pytest.mark.parametrize("program", programs())
+@pytest.mark.parametrize("program", [*programs()])
 def test_clients_that_are_opened_again_say_nothing(
     program: Callable[[], None], tmp_path: Path, model_folder: Path, weights: Path
 ) -> None:
