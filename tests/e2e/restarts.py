@@ -62,6 +62,7 @@ class Killed:
             if line.startswith("}"):
                 break
         else:
+            await process.wait()
             raise AssertionError(self.said.read_text())
         told = json.loads(text)
         assert self.token in ("", told["token"]) and self.address in ("", told["address"])
