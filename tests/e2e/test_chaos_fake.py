@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.faults import ACTIONS
+from tests.chaos.faults import ACTIONS, RIVALS, named
 
 FEW = (
     "kill source at move:COPYING",
@@ -32,7 +32,14 @@ FAULTS = (
     "stall worker at decoding",
     "fill state at decoding",
     "jump orchestrator, a day back at decoding",
+    *(fault.name for fault in RIVALS if fault.whose != "agent"),  # an agent tries for 90 s
 )
+
+
+def test_every_action_is_among_them() -> None:
+    """`make test` leaves the rivals to test_copies_fake.py."""
+    assert {named(each)[0].action for each in FAULTS} == set(ACTIONS)
+    assert {named(each)[0].action for each in FEW} == set(ACTIONS) - {fault.action for fault in RIVALS}
 
 
 @pytest.mark.timeout(900)  # a dozen faults, after each of which all has to be as before
@@ -50,5 +57,5 @@ def test_killed_stopped_cut_off_full_and_out_of_time_nothing_is_lost(
     assert report["kills"] + report["faults"] + len(report["missed"]) == len(possible)
     assert report["kills"] >= kills, "a moment may be too short to be seen on a busy machine, and is told then"
     drawn = {action for action, count in report["fault_counts"].items() if count}
-    assert drawn == set(ACTIONS) - set(report["left_out"])
+    assert drawn == {named(each)[0].action for each in faults} - set(report["left_out"])
     assert bool(report["packets_cut"]) == ("cut" in drawn), "what is cut was in use"
