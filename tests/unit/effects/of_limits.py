@@ -190,6 +190,9 @@ ROWS: Final[dict[str, Row]] = {
     "balance.handoff_timeout_s": Seen(12.0, until_undone, 12),
     "workers.silence_timeout_s": Seen(5.0, until_unanswered, 65),
     "workers.load_timeout_s": Seen(12.0, until_load_fails, 12),
+    "service.trainer_stall_timeout_s": Shown(
+        "tests/e2e/test_lease_fake.py::test_another_trainer_goes_on_with_the_groups_of_one_that_stalls"
+    ),
     "workers.stall_timeout_s": Seen(40.0, until_stalled, 40),
     "workers.start_timeout_s": Seen(7.0, until_start_fails),
     "workers.orphan_timeout_s": Shown(LATER),
