@@ -12,7 +12,8 @@ import numpy as np
 from dora.data.types import EngineCapability
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import bearer, channel_options
+from dora.rpc.channel import channel_options
+from dora.rpc.proven import ProvenChannel, Prover
 
 KEPT_BYTES: Final = 32 << 20  # of reports that are kept, to be sent again to a server that drops them
 ENDLESS: Final = 1 << 40
@@ -182,7 +183,8 @@ class Swarm:
         options = [*channel_options(proxied=False), ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             connect = channel.stream_stream(CONNECT, response_deserializer=pb.WorkerCommand.FromString)
-            call: Any = connect(metadata=bearer(self._token), wait_for_ready=True)
+            sent = await ProvenChannel(channel, Prover(self._address, self._token)).credential(CONNECT)
+            call: Any = connect(metadata=sent.metadata)
             hello = convert.hello_to_wire(worker.name, 1, "synthetic", self._capability)
             hello.takes_start_requests = True
             await call.write(pb.WorkerMessage(hello=hello).SerializeToString())

@@ -1,4 +1,4 @@
-"""A client's connection: channel, token, and conversion of errors to DoraErrors."""
+"""A client's connection: its channel, the proof of its token, and conversion of errors to DoraErrors."""
 
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -10,8 +10,9 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.errors import InvalidValue
-from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
+from dora.rpc.channel import MAX_MESSAGE_BYTES, check_message_bytes
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.rpc.proven import ProvenChannel, Prover, proven_channel
 
 CALL: Final = "_AioCall."  # the beginning of the names of gRPC's coroutines that wait for the end of a call
 ENDS_WITHIN_S: Final = 1.0  # the calls of a closed channel
@@ -26,24 +27,24 @@ Stub = TypeVar("Stub")
 class Method(Protocol[Reply]):
     """A unary-response method of a generated stub."""
 
-    def __call__(self, request: Any, /, *, metadata: Metadata, timeout: float | None = None) -> Awaitable[Reply]: ...
+    def __call__(self, request: Any, /, *, timeout: float | None = None) -> Awaitable[Reply]: ...
 
 
 class Connection:
     """A connection that opens its channel at the first call, in the running event loop, and closes it once."""
 
     def __init__(self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that is not a valid header value."""
+        """Raises InvalidValue for a token that is not printable ASCII."""
         self.address = address
-        self.metadata = bearer(token)
+        self._prover = Prover(address, token)
         self.max_message_bytes = max_message_bytes
-        self._channel: grpc.aio.Channel | None = None
+        self._channel: ProvenChannel | None = None
 
     @property
-    def channel(self) -> grpc.aio.Channel:
+    def channel(self) -> ProvenChannel:
         """Raises InvalidValue for an address that is not host:port."""
         if self._channel is None:
-            self._channel = open_channel(self.address, self.max_message_bytes)
+            self._channel = proven_channel(self.address, self._prover, self.max_message_bytes)
             loop = asyncio.get_running_loop()
             _channels[loop] = _channels.get(loop, 0) + 1
         return self._channel
@@ -59,14 +60,14 @@ class Connection:
         """
         check_message_bytes(type(request).__name__, request, self.max_message_bytes)
         try:
-            return await method(request, metadata=self.metadata, timeout=timeout_s)
+            return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
     async def upload(self, method: Method[Reply], messages: AsyncIterable[Any]) -> Reply:
         """Streams messages and returns the one reply. Raises as :meth:`call`."""
         try:
-            return await method(messages, metadata=self.metadata)
+            return await method(messages)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -104,7 +105,7 @@ class Client:
     """A client with a connection of its own. Use it with ``async with``, or call :meth:`close`."""
 
     def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that is not a valid header value."""
+        """Raises InvalidValue for a token that is not printable ASCII."""
         self._connection = Connection(address, token, max_message_bytes)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ class Evaluation:
         self.reason = ""  # reason of an early end; empty if there was none
         self.ended = False
         self._connection = connection
-        self._replies: Any = connection.stub(PromptsStub).Evaluate(request, metadata=connection.metadata)
+        self._replies: Any = connection.stub(PromptsStub).Evaluate(request)
         self._parts: list[pb.TrajectoryGroup] = []  # of a group whose other parts are still to come
         self._come: deque[TrajectoryGroup] = deque()
 

@@ -23,7 +23,7 @@ class Operator(Client):
     async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
         """Yields the status at most every ``period_ms``, until the service ends the stream or the caller stops."""
         check_count("period_ms", period_ms)
-        stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms), metadata=self._connection.metadata)
+        stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms))
         try:
             while (status := await self._connection.read(stream)) is not None:
                 yield status

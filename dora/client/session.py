@@ -20,7 +20,7 @@ from dora.client.publication import Weights, canary_of, take_weights, upload
 from dora.client.skeleton import Skeleton
 from dora.client.taking import RECYCLED_FOLDER, Spare, Taken
 from dora.data.types import Canary
-from dora.errors import MISSING, Conflict, InvalidValue
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
@@ -78,7 +78,7 @@ class Session:
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
         after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
-        service's, which requires a shared host. Raises InvalidValue for a token that is not a valid header value.
+        service's, which requires a shared host. Raises InvalidValue for a token that is not printable ASCII.
         """
         self.connection = Connection(address, token, max_message_bytes)
         self.patience = Patience(reconnect_s)
@@ -158,7 +158,7 @@ class Session:
         stream = self.connection.channel.unary_stream(
             STREAM_STEP, request_serializer=pb.StreamStepRequest.SerializeToString, response_deserializer=split
         )
-        return stream(request, metadata=self.connection.metadata)
+        return stream(request)
 
     async def attach(self, groups: int = 0) -> Attachment:
         """Becomes the service's only active trainer. ``groups``: the groups per step; 0 keeps the service's number.
@@ -293,8 +293,8 @@ class Session:
 
     async def _stay(self, stub: TrainerStub, epoch: int) -> None:
         """Holds a call open, whose end notifies the service that this trainer has left. Nothing else depends on it."""
-        call = stub.KeepAlive(pb.KeepAliveRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        call = stub.KeepAlive(pb.KeepAliveRequest(trainer_epoch=epoch))
+        with contextlib.suppress(grpc.aio.AioRpcError, DoraError):
             async for _ in call:
                 pass
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -34,8 +34,9 @@ from dora.host.runtime import Files, HostRuntime
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.rpc.proven import ProvenStream, Prover, proven_channel
+from dora.rpc.sealed import unsealed
 from dora.session.member import TOLD_TO_END, Member
 from dora.weights.reference import read_reference
 
@@ -140,6 +141,7 @@ class _Agent(Member):
     ) -> None:
         super().__init__(stop.is_set)
         self._options = options
+        self._prover = Prover(options.address, options.token)
         self._placement = placement
         self._digest = digest
         self._folder = folder
@@ -163,18 +165,19 @@ class _Agent(Member):
 
     async def run_session(self) -> str | None:
         self._outbox = asyncio.Queue(MESSAGES_MAX)
-        async with open_channel(self._options.address, proxied=False) as channel:
+        async with proven_channel(self._options.address, self._prover, proxied=False) as channel:
             stub = stubs.HostStub(channel)
-            call = stub.Join(self._messages(), metadata=bearer(self._options.token))
+            call: Any = stub.Join(self._messages())
+            orders = _opened(call)
             try:
-                welcome = await asyncio.wait_for(anext(aiter(call), None), WELCOME_S)
+                welcome = await asyncio.wait_for(anext(orders, None), WELCOME_S)
                 if welcome is None or not welcome.HasField("welcome"):
                     raise ServiceUnavailable(f"{self._options.address} did not say welcome")
                 self.has_joined = True
                 self._attempts = FailedAttempts()
                 how = "is back at" if welcome.welcome.goes_on else "has joined"
                 self._said(f"{self._options.name} {how} {self._options.address}")
-                return await self._stayed(call, stub, welcome.welcome)
+                return await self._stayed(orders, stub, welcome.welcome)
             except TimeoutError as error:
                 raise ServiceUnavailable(f"{self._options.address} did not say welcome in {WELCOME_S:g} s") from error
             except grpc.aio.AioRpcError as error:
@@ -187,10 +190,10 @@ class _Agent(Member):
         await self._keeping.end()
 
     async def _stayed(
-        self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
+        self, orders: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> str | None:
-        runtime, orders = await self._taken_up(call, stub, welcome)
-        working = asyncio.create_task(orders)
+        runtime, work = await self._taken_up(orders, stub, welcome)
+        working = asyncio.create_task(work)
         reporting = asyncio.create_task(self._report(runtime))
         stopping = asyncio.create_task(self._leave())
         is_lost = False
@@ -218,7 +221,7 @@ class _Agent(Member):
                 await runtime.close()
 
     async def _taken_up(
-        self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
+        self, orders: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> tuple[HostRuntime, Coroutine[None, None, str | None]]:
         """Returns the kept runtime if it may continue, otherwise a new one after the kept one has ended, with its first
         work.
@@ -227,7 +230,7 @@ class _Agent(Member):
             kept = self._keeping.take()
             if kept is None:  # the service assumes that it continues, until this stream ends
                 raise ServiceUnavailable("what had been kept has ended meanwhile")
-            return kept, kept.proceed(welcome, call)
+            return kept, kept.proceed(welcome, orders)
         await self._keeping.end()
         options = self._options
         model = Path(options.model) if options.model else self._folder / MODEL
@@ -235,7 +238,7 @@ class _Agent(Member):
             options.address, model, options.name, str(self._folder), options.kv_host, device=self._placement.kind
         )
         runtime = HostRuntime(context, self._placement, self._send, has_model=bool(options.model))
-        return runtime, runtime.run(welcome, call, Files(stub, options.token))
+        return runtime, runtime.run(welcome, orders, Files(stub))
 
     async def _leave(self) -> None:
         """Asks the service to empty and release the host, once the agent was told to stop."""
@@ -274,3 +277,10 @@ class _Agent(Member):
             kept=self._keeping.kept(),
             zone=options.zone,
         )
+
+
+async def _opened(call: ProvenStream) -> AsyncIterator[pb.HostOrder]:
+    """Yields the service's orders with their secrets opened."""
+    async for order in call:
+        assert call.session is not None
+        yield unsealed(order, call.session.key)

@@ -34,7 +34,6 @@ from dora.relay.orders import Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.weights.files import WeightFile
 from dora.weights.host_store import HostStore
@@ -47,14 +46,13 @@ HEADER_BYTES: Final = 16 << 20  # of a version's files, beside the tensors
 class Files:
     """The service's methods for the model's files."""
 
-    def __init__(self, stub: stubs.HostStub, token: str) -> None:
+    def __init__(self, stub: stubs.HostStub) -> None:
         self._stub = stub
-        self._metadata = bearer(token)
 
     async def list(self) -> pb.ListFilesReply:
         """Raises ServiceUnavailable."""
         try:
-            return await self._stub.ListFiles(pb.ListFilesRequest(), metadata=self._metadata)
+            return await self._stub.ListFiles(pb.ListFilesRequest())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -62,7 +60,7 @@ class Files:
         """Yields one file's content from its beginning."""
         request = pb.FetchFileRequest(name=name)
         try:
-            async for chunk in self._stub.FetchFile(request, metadata=self._metadata):
+            async for chunk in self._stub.FetchFile(request):
                 yield chunk.content
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error

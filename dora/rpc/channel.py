@@ -1,4 +1,4 @@
-"""Channels, server options and the token's metadata, shared by both ends of every connection."""
+"""Channels and server options, shared by both ends of every connection."""
 
 import ipaddress
 import resource
@@ -19,11 +19,8 @@ STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps furthe
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 HANDSHAKE_S: Final = 5.0  # for a connection's first bytes
 IDLE_S: Final = 15.0  # of a connection without a call, which holds a place: a client connects again for its next call
-AUTHORIZATION: Final = "authorization"
-SCHEME: Final = "Bearer "
 
 Options = list[tuple[str, int]]
-Metadata = tuple[tuple[str, str], ...]
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = True) -> Options:
@@ -91,13 +88,6 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None) or address
     return mapped.is_loopback or mapped.is_unspecified
-
-
-def bearer(token: str) -> Metadata:
-    """Returns the metadata of every call. Raises InvalidValue for a token that no header can hold."""
-    if not token.isascii() or not token.isprintable():
-        raise InvalidValue("token", "(not shown)", "printable ASCII")
-    return ((AUTHORIZATION, SCHEME + token),)
 
 
 def check_message_bytes(what: str, message: Any, max_message_bytes: int) -> None:

@@ -6,6 +6,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ChallengeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ChallengeReply(_message.Message):
+    __slots__ = ("nonce", "proofs")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    proofs: _containers.RepeatedCompositeFieldContainer[ServiceProof]
+    def __init__(self, nonce: _Optional[bytes] = ..., proofs: _Optional[_Iterable[_Union[ServiceProof, _Mapping]]] = ...) -> None: ...
+
+class ServiceProof(_message.Message):
+    __slots__ = ("holder", "proof")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    proof: bytes
+    def __init__(self, holder: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("groups_per_step", "client_name", "take_over", "client_id")
     GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]

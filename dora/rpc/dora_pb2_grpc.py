@@ -25,6 +25,134 @@ if _version_not_supported:
     )
 
 
+class AccessStub:
+    """----------------------------------------------------------------------------------------------------------- access
+
+    Mutual proofs of a token. A client begins a session with Challenge, checks that the service has the token, and then
+    proves it with each call. mac(key, label, parts...) is HMAC-SHA256 over the label and the parts, each after its length
+    as 8 bytes, big-endian; text(...) is base64 with - and _. Numbers are 8 bytes, big-endian.
+    key      of the owner's token: HMAC-SHA256("the owner's key") under scrypt(token, salt "dora tokens", N = 16384, r = 8, p = 1,
+    64 bytes); of all other tokens: SHA-256(token)
+    session  mac(key, "session", client's nonce, service's nonce)
+    Every call carries the metadata
+    authorization: DORA1 HOLDER text(client's nonce, service's nonce) NUMBER text(mac(session, "call", METHOD, NUMBER))
+    with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
+    1. The answer begins with the initial metadata
+    dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
+    within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
+    begins another one. `dora token ROLE --call METHOD` prints the header of one call.
+    Secrets in messages are sealed for the session: 16 bytes nonce, content XOR mac(mac(session, "mask", nonce), "block", 0),
+    ... 1, ..., then mac(session, "sealed", nonce, the masked content).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Challenge = channel.unary_unary(
+                '/dora.v1.Access/Challenge',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ChallengeRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ChallengeReply.FromString,
+                _registered_method=True)
+
+
+class AccessServicer:
+    """----------------------------------------------------------------------------------------------------------- access
+
+    Mutual proofs of a token. A client begins a session with Challenge, checks that the service has the token, and then
+    proves it with each call. mac(key, label, parts...) is HMAC-SHA256 over the label and the parts, each after its length
+    as 8 bytes, big-endian; text(...) is base64 with - and _. Numbers are 8 bytes, big-endian.
+    key      of the owner's token: HMAC-SHA256("the owner's key") under scrypt(token, salt "dora tokens", N = 16384, r = 8, p = 1,
+    64 bytes); of all other tokens: SHA-256(token)
+    session  mac(key, "session", client's nonce, service's nonce)
+    Every call carries the metadata
+    authorization: DORA1 HOLDER text(client's nonce, service's nonce) NUMBER text(mac(session, "call", METHOD, NUMBER))
+    with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
+    1. The answer begins with the initial metadata
+    dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
+    within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
+    begins another one. `dora token ROLE --call METHOD` prints the header of one call.
+    Secrets in messages are sealed for the session: 16 bytes nonce, content XOR mac(mac(session, "mask", nonce), "block", 0),
+    ... 1, ..., then mac(session, "sealed", nonce, the masked content).
+    """
+
+    def Challenge(self, request, context):
+        """Needs no token. The request's metadata are dora-nonce: text(16 random bytes), and for a worker or pool dora-worker:
+        its name, percent-encoded. The message is not read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AccessServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Challenge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Challenge,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ChallengeRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ChallengeReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'dora.v1.Access', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('dora.v1.Access', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Access:
+    """----------------------------------------------------------------------------------------------------------- access
+
+    Mutual proofs of a token. A client begins a session with Challenge, checks that the service has the token, and then
+    proves it with each call. mac(key, label, parts...) is HMAC-SHA256 over the label and the parts, each after its length
+    as 8 bytes, big-endian; text(...) is base64 with - and _. Numbers are 8 bytes, big-endian.
+    key      of the owner's token: HMAC-SHA256("the owner's key") under scrypt(token, salt "dora tokens", N = 16384, r = 8, p = 1,
+    64 bytes); of all other tokens: SHA-256(token)
+    session  mac(key, "session", client's nonce, service's nonce)
+    Every call carries the metadata
+    authorization: DORA1 HOLDER text(client's nonce, service's nonce) NUMBER text(mac(session, "call", METHOD, NUMBER))
+    with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
+    1. The answer begins with the initial metadata
+    dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
+    within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
+    begins another one. `dora token ROLE --call METHOD` prints the header of one call.
+    Secrets in messages are sealed for the session: 16 bytes nonce, content XOR mac(mac(session, "mask", nonce), "block", 0),
+    ... 1, ..., then mac(session, "sealed", nonce, the masked content).
+    """
+
+    @staticmethod
+    def Challenge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Access/Challenge',
+            dora_dot_rpc_dot_dora__pb2.ChallengeRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ChallengeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class TrainerStub:
     """---------------------------------------------------------------------------------------------------------- trainer
 

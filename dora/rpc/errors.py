@@ -100,12 +100,18 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
+def is_broken(code: grpc.StatusCode, details: str | None) -> bool:
+    """Returns whether a status is that of a connection, which needs no service to state it."""
+    is_unsent = code is grpc.StatusCode.INTERNAL and details == _SEND_FAILED
+    return code in _BROKEN or code is grpc.StatusCode.DEADLINE_EXCEEDED or is_unsent
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
     """Returns the DoraError that the service raised; ServiceUnavailable for a broken connection; else CallFailed."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoAnswer(details)
-    if error.code() in _BROKEN or (error.code() is grpc.StatusCode.INTERNAL and details == _SEND_FAILED):
+    if is_broken(error.code(), details):
         return ServiceUnavailable(details)
     kind = _ERROR.get(error.code())
     if kind is None:

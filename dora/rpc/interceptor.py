@@ -1,7 +1,8 @@
 """Identifies the caller before a message is read, and limits the bytes read before memory is taken.
 
-Every call passes this interceptor first. A call without a token, or with another role's, ends before a byte of its
-message is read: HTTP/2 lets a caller send at most ``LOOKAHEAD_BYTES`` unread bytes. gRPC's own handlers of unary calls
+Every call passes this interceptor first. It answers challenges itself. A call without a proof of a token, or with
+another role's, ends before a byte of its message is read: HTTP/2 lets a caller send at most ``LOOKAHEAD_BYTES`` unread
+bytes. gRPC's own handlers of unary calls
 read before authentication, so every call is handled as a stream, which is the same on the wire.
 """
 
@@ -10,13 +11,15 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.errors import MISSING, DoraError, InvalidValue
-from dora.rpc.channel import AUTHORIZATION, MAX_MESSAGE_BYTES, SCHEME
+from dora.rpc.challenge import Admitted, Challenges
+from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.errors import (
     ErrorInterceptor,
     LimitExceeded,
@@ -26,7 +29,8 @@ from dora.rpc.errors import (
     Unauthenticated,
     abort,
 )
-from dora.rpc.roles import CALLER, SERVICES, Caller, Role, Tokens
+from dora.rpc.proof import ANSWER_KEY, CHALLENGE, NONCE_BYTES, NONCE_KEY, WORKER_KEY, bytes_of, text_of
+from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, Tokens, token_for
 from dora.system.memory import give_back_memory
 
 SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
@@ -93,7 +97,7 @@ class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
     def __init__(self, tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._tokens = tokens
+        self.challenges = Challenges(tokens)
         self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
         self._limits = {
             "Submit": Limits(max_message_bytes),
@@ -110,33 +114,47 @@ class AccessInterceptor(ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        method = handler_call_details.method
+        metadata = handler_call_details.invocation_metadata
+        if method == CHALLENGE:
+            return grpc.stream_stream_rpc_method_handler(self._challenged(metadata))
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        service, _, method = handler_call_details.method.rpartition("/")
+        service, _, name = method.rpartition("/")
         needed = SERVICES[service.rpartition(".")[2]]
         try:
-            caller = self._caller(handler_call_details.invocation_metadata, needed)
+            admitted = self.challenges.admit(metadata, method, needed)
         except DoraError as error:
             return grpc.stream_stream_rpc_method_handler(_refusing(error))
-        answer = _answering(handler, self._pools[needed], self._limits.get(method, Limits()))
+        pool = self._pools[needed]
+        answer = _answering(handler, pool, self._limits.get(name, Limits()))
         return grpc.stream_stream_rpc_method_handler(
-            _admitted(answer, caller, self._pools[needed]), response_serializer=_serializer(handler)
+            _admitted(answer, admitted, needed, pool), response_serializer=_serializer(handler)
         )
 
-    def _caller(self, metadata: Any, needed: Role) -> Caller:
-        """Returns the caller. Raises Unauthenticated for an unknown token, PermissionDenied for another role."""
-        given = ""
-        for key, value in metadata or ():
-            if key == AUTHORIZATION:
-                given = value if isinstance(value, str) else value.decode(errors="replace")
-        caller = self._tokens.caller(given.removeprefix(SCHEME)) if given.startswith(SCHEME) else None
-        allowed = f"the service's {needed} token" + ("" if needed is Role.WORKER else ", or its owner's")
-        if caller is None:
-            raise Unauthenticated("token", "(wrong)" if given else MISSING, allowed)
-        if not caller.may(needed):
-            raise PermissionDenied("token", f"the {caller.role}'s", allowed)
-        return caller
+    def _challenged(self, metadata: Any) -> "Behaviour":
+        """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
+
+        async def answer(_: Any, context: ServicerContext) -> AsyncIterator[bytes]:
+            given = {key: value for key, value in metadata or () if key in (NONCE_KEY, WORKER_KEY)}
+            try:
+                nonce = bytes_of(str(given.get(NONCE_KEY, "")))
+            except ValueError:
+                nonce = b""
+            if len(nonce) != NONCE_BYTES:
+                await abort(context, InvalidValue(NONCE_KEY, "(not shown)", f"{NONCE_BYTES} random bytes in base64"))
+            yield self.challenges.answer(nonce, unquote(str(given.get(WORKER_KEY, "")))).SerializeToString()
+
+        return answer
+
+
+def _check(admitted: Admitted, needed: Role) -> None:
+    """Raises Unauthenticated for a token that is not valid any more, PermissionDenied for another role's."""
+    if admitted.is_ended:
+        raise Unauthenticated("token", "(ended)", token_for(needed))
+    if not admitted.caller.may(needed):
+        raise PermissionDenied("token", f"the {admitted.caller.role}'s", token_for(needed))
 
 
 def _serializer(handler: Any) -> Callable[[Any], bytes]:
@@ -148,12 +166,15 @@ def _serializer(handler: Any) -> Callable[[Any], bytes]:
 Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
 
-def _admitted(answer: Behaviour, caller: Caller, pool: Pool) -> Behaviour:
-    """Returns ``answer`` for this caller, counted among its service's open calls."""
+def _admitted(answer: Behaviour, admitted: Admitted, needed: Role, pool: Pool) -> Behaviour:
+    """Returns ``answer`` for this caller, counted among its service's open calls. The service's proof goes first."""
 
     async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
-        CALLER.set(caller)
+        CALLER.set(admitted.caller)
+        SESSION.set(admitted.session)
+        await context.send_initial_metadata(((ANSWER_KEY, text_of(admitted.answer)),))
         try:
+            _check(admitted, needed)
             with pool.calls.one():
                 async for reply in answer(requests, context):
                     yield reply

@@ -3,23 +3,23 @@
 The owner's token may do everything that a client or a host may. The other tokens are derived from it by a hash that is
 slow to invert (scrypt; RFC 7914), so a service restarted with the same token has the same tokens for all roles. A
 worker that the service or a host's agent starts has a token of its own. It is valid for that worker's name until the
-worker is restarted or its host is lost.
+worker is restarted or its host is lost. Tokens never cross a connection: both ends prove their keys (``proof``).
 """
 
 import base64
-import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
+from urllib.parse import unquote
 
-from dora.rpc.channel import bearer
+from dora.rpc import proof
 
 _TOKEN_BYTES: Final = 24
-_SCRYPT: Final = {"n": 1 << 14, "r": 8, "p": 1}  # 16 MiB and some 50 ms a guess
+_ENDED_MAX: Final = 4  # earlier tokens of a worker, to which the service still proves itself
 
 
 class Role(StrEnum):
@@ -55,49 +55,80 @@ class Caller:
 
 
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller")  # of the current call
+SESSION: Final[ContextVar[bytes]] = ContextVar("session")  # its session's key, for sealing
+
+
+def token_for(needed: Role) -> str:
+    """Names the tokens that may call a role's service."""
+    return f"the service's {needed} token" + ("" if needed is Role.WORKER else ", or its owner's")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The key of a token, with its caller. ``is_ended``: the token is not valid any more."""
+
+    key: bytes = field(repr=False)
+    caller: Caller
+    is_ended: bool = False
 
 
 class Tokens:
     """The tokens of one service."""
 
     def __init__(self, owner: str = "") -> None:
-        """``owner``: the owner's token; empty: a new one. Raises InvalidValue for a token that no header can hold."""
+        """``owner``: the owner's token; empty: a new one. Raises InvalidValue for one that is not printable ASCII."""
         owner = owner or secrets.token_urlsafe(_TOKEN_BYTES)
-        bearer(owner)
-        root = hashlib.scrypt(owner.encode(), salt=b"dora tokens", **_SCRYPT)
+        proof.check_token(owner)
+        root = proof.root_of(owner)
         derived: dict[Role, str] = {role: _derived(root, role) for role in Role if role is not Role.OWNER}
         self.of: Mapping[Role, str] = {Role.OWNER: owner, **derived}
-        self._callers = {_digest(token): Caller(role) for role, token in self.of.items()}
-        self._started: dict[str, bytes] = {}  # by worker id: the digest of the token that it was started with
+        self._roles = {role: Key(proof.key_of(token), Caller(role)) for role, token in derived.items()}
+        self._roles[Role.OWNER] = Key(proof.owner_key_of(root), Caller(Role.OWNER))
+        self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0
 
-    def caller(self, token: str) -> Caller | None:
-        """Returns the token's caller; None for an unknown one. Looks up its digest, so that timing reveals nothing."""
-        return self._callers.get(_digest(token))
+    def keys(self, worker_id: str = "") -> Iterator[tuple[str, Key]]:
+        """Yields the holders' names, and their keys: of all roles, and of a started worker's tokens, ended ones too."""
+        yield from self._roles.items()
+        for each in self._started.get(worker_id, ()):
+            yield proof.holder_of_worker(worker_id), each
+
+    def keys_of(self, holder: str) -> list[Key]:
+        """Returns the keys that a holder of this name may have; an unknown holder has none."""
+        role, _, worker_id = holder.partition("/")
+        if worker_id:
+            return list(self._started.get(unquote(worker_id), ())) if role == Role.WORKER else []
+        return [self._roles[Role(role)]] if role in self._roles else []
 
     def started(self, worker_id: str) -> str:
         """Returns a new token for a worker that is being started; its previous one becomes invalid."""
-        self.ended(worker_id)
-        self._grants += 1
         token = secrets.token_urlsafe(_TOKEN_BYTES)
-        self._started[worker_id] = _digest(token)
-        self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id, self._grants)
+        self._begin(worker_id, proof.key_of(token))
         return token
 
     def ended(self, worker_id: str) -> None:
         """Invalidates the worker's token; its name stays the service's."""
-        self._callers.pop(self._started.get(worker_id, b""), None)
+        keys = self._started.get(worker_id)
+        if keys:
+            keys[-1] = replace(keys[-1], is_ended=True)
 
     def mark_of(self, worker_id: str) -> str:
-        """Returns the mark of the worker's token, by which a later service recognises it; empty: it has none."""
-        return self._started.get(worker_id, b"").hex()
+        """Returns the mark of the worker's token, by which a later service recognises it; empty: it has none. Who has
+        the mark can prove the token.
+        """
+        keys = self._started.get(worker_id)
+        return keys[-1].key.hex() if keys else ""
 
     def known_again(self, worker_id: str, mark: str) -> None:
         """Accepts the token of a worker that an earlier service started."""
+        self._begin(worker_id, bytes.fromhex(mark))
+
+    def _begin(self, worker_id: str, key: bytes) -> None:
         self.ended(worker_id)
         self._grants += 1
-        self._started[worker_id] = bytes.fromhex(mark)
-        self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id, self._grants)
+        keys = self._started.setdefault(worker_id, [])
+        keys.append(Key(key, Caller(Role.WORKER, worker_id, self._grants)))
+        del keys[: -1 - _ENDED_MAX]
 
     def may_take(self, caller: Caller, worker_id: str) -> bool:
         """Returns whether a worker may use this name. A name of the service's is for the worker that it started, while
@@ -105,13 +136,11 @@ class Tokens:
         """
         if not caller.worker_id:
             return worker_id not in self._started
-        held = self._callers.get(self._started.get(worker_id, b""))
-        return caller.worker_id == worker_id and held is not None and held.grant == caller.grant
+        keys = self._started.get(worker_id)
+        held = keys[-1] if keys else None
+        is_valid = held is not None and not held.is_ended and held.caller.grant == caller.grant
+        return caller.worker_id == worker_id and is_valid
 
 
 def _derived(root: bytes, role: Role) -> str:
     return base64.urlsafe_b64encode(hmac.digest(root, role.encode(), "sha256")[:_TOKEN_BYTES]).decode()
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -21,8 +21,9 @@ from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.rpc.proven import Prover, proven_channel
+from dora.rpc.sealed import unsealed
 
 MESSAGES_QUEUED_MAX = 65536  # unread reports, beyond which the service counts as lost
 OUTCOMES_TOGETHER_MAX = 256
@@ -68,19 +69,18 @@ class Link:
 
     def __init__(
         self,
-        address: str,
-        token: str,
+        prover: Prover,
         name: str,
         capability: EngineCapability | PoolCapability,
         kv: KvEndpoint = NO_KV,
         held: pb.WorkerHello | pb.PoolHello | None = None,
         host: str = "",
     ) -> None:
-        """``name``, ``capability``: of the worker or pool. ``held``: its hello's part about an earlier link, if it has
-        outlived one. ``host``: the name of its host; empty: the system's name.
+        """``prover``: outlives its links. ``name``, ``capability``: of the worker or pool. ``held``: its hello's part
+        about an earlier link, if it has outlived one. ``host``: the name of its host; empty: the system's name.
         """
-        self.address = address
-        self._token = token
+        self.address = prover.address
+        self._prover = prover
         process, host = os.getpid(), host or socket.gethostname()
         self._hello = (
             pb.WorkerMessage(pool_hello=convert.pool_hello_to_wire(name, process, host, capability, kv))
@@ -139,16 +139,21 @@ class Link:
             self._inbox.put(ServiceUnavailable(f"the stream to {self.address} has ended", "address", self.address))
 
     async def _talk(self) -> None:
-        async with open_channel(self.address, proxied=False) as channel:
-            call = stubs.WorkerStub(channel).Connect(self._messages(), metadata=bearer(self._token))
+        async with proven_channel(self.address, self._prover, proxied=False) as channel:
+            call: Any = stubs.WorkerStub(channel).Connect(self._messages())
             try:
                 async for command in call:
+                    if command.HasField("welcome"):
+                        unsealed(command, call.session.key)
                     for each in one_by_one(command):
                         self._inbox.put(each)
             except grpc.aio.AioRpcError as error:
                 found = from_rpc_error(error)
                 self.is_lost = isinstance(found, ServiceUnavailable)
                 self._inbox.put(found)
+            except DoraError as error:
+                self.is_lost = isinstance(error, ServiceUnavailable)
+                self._inbox.put(error)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         """Outcomes that are ready at once go in one message."""

@@ -15,6 +15,7 @@ from dora.kvtransfer.plane import DataPlane, local_host
 from dora.kvtransfer.registry import installed
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.proven import Prover
 from dora.session.commands import CommandLoop
 from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
 from dora.session.member import TOLD_TO_END, Member, run_blocking
@@ -53,6 +54,7 @@ class LinkedMember(Member):
     ) -> None:
         super().__init__(stop.is_set)
         self._address = address
+        self._prover = Prover(address.orchestrator, address.token, address.name)
         self._capability = capability
         self._fingerprint = fingerprint
         self._stop = stop
@@ -95,9 +97,7 @@ class LinkedMember(Member):
         self._listener = self._listener or Listener(address.kv_host or local_host(address.orchestrator))
         kv = KvEndpoint(self._listener.address, installed())
         with contextlib.ExitStack() as session:
-            link = Link(
-                address.orchestrator, address.token, address.name, self._capability, kv, self.held(), address.host
-            )
+            link = Link(self._prover, address.name, self._capability, kv, self.held(), address.host)
             session.callback(link.close)
             link.begin()
             welcome = self._await_welcome(link)

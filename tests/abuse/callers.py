@@ -4,9 +4,9 @@ from typing import Any
 
 import grpc
 
-from dora.rpc.channel import bearer
 from dora.rpc.errors import from_rpc_error
 from dora.rpc.roles import Role
+from tests.proofs import credentials
 
 METHODS = {
     "/dora.v1.Trainer/Attach": Role.TRAINER,
@@ -23,7 +23,7 @@ METHODS = {
 
 async def answer(channel: grpc.aio.Channel, method: str, content: bytes, token: str | None) -> Any:
     """What a call of any kind with one message comes to: its first reply, or the error. As bytes, of any client."""
-    metadata = bearer(token) if token is not None else ()
+    metadata = await credentials(channel, method, token) if token is not None else ()
     call = channel.unary_stream(method)(content, metadata=metadata, timeout=30)
     try:
         return await call.read()

@@ -15,7 +15,7 @@ from dora.release import __version__
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer, open_channel
+from dora.rpc.proven import proven_channel
 from dora.rpc.roles import SERVICES, Role
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.direct import Direct
@@ -171,12 +171,11 @@ class Service:
 
     async def fill(self) -> None:
         """Lets a trainer take a whole step, which a commit may then end."""
-        metadata = bearer(self.handle.tokens[Role.TRAINER])
-        async with open_channel(self.handle.address) as channel:
+        async with proven_channel(self.handle.address, self.handle.tokens[Role.TRAINER]) as channel:
             trainer = stubs.TrainerStub(channel)
-            attached = await trainer.Attach(pb.AttachRequest(), metadata=metadata)
+            attached = await trainer.Attach(pb.AttachRequest())
             request = pb.StreamStepRequest(trainer_epoch=attached.trainer_epoch, step=attached.next_step)
-            async for _ in trainer.StreamStep(request, metadata=metadata, timeout=PATIENCE_S):
+            async for _ in trainer.StreamStep(request, timeout=PATIENCE_S):
                 pass
 
     @property

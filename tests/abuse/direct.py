@@ -8,15 +8,17 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
-from dora.rpc.channel import bearer
+from dora.rpc.interceptor import AccessInterceptor
+from dora.rpc.proven import Metadata, Session
+from tests.proofs import session_with
 
 
 class Details:
     """grpc.HandlerCallDetails, which is made by gRPC alone."""
 
-    def __init__(self, method: str, token: str) -> None:
+    def __init__(self, method: str, metadata: Metadata) -> None:
         self.method = method
-        self.invocation_metadata = bearer(token)
+        self.invocation_metadata = metadata
 
 
 class Aborted(Exception):
@@ -41,6 +43,9 @@ class Context:
         for callback in self._when_done:
             callback(self)
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
     async def read(self) -> Any:
         if self._pause is not None:
             await self._pause()
@@ -60,6 +65,7 @@ class Direct:
     def __init__(self) -> None:
         self._interceptors: tuple[Any, ...] = ()
         self._handlers: list[Any] = []
+        self._sessions: dict[str, Session] = {}  # by token
 
     def took(self, interceptors: Iterable[Any], server: Any) -> None:
         self._interceptors = tuple(interceptors)
@@ -79,9 +85,15 @@ class Direct:
             for each in methods
         }
 
+    def _session(self, token: str) -> Session:
+        if token not in self._sessions:
+            (access,) = (each for each in self._interceptors if isinstance(each, AccessInterceptor))
+            self._sessions[token] = session_with(access.challenges, token)
+        return self._sessions[token]
+
     async def replies(self, method: str, token: str, context: Context) -> AsyncIterator[Any]:
         """What a call answers, one after the other; ends with its status in ``context``. A bug raises."""
-        details = Details(method, token)
+        details = Details(method, self._session(token).credential(method).metadata)
 
         async def found(_: Any) -> Any:
             return next(filter(None, (handler.service(details) for handler in self._handlers)))

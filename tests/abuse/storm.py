@@ -23,10 +23,11 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import bearer, open_channel
+from dora.rpc.channel import open_channel
 from dora.rpc.roles import Role
 from tests.abuse.calls import GROUPS, PATIENCE_S, RPCS, WORKERS, Rpc, Service
 from tests.abuse.direct import Context, Direct, of_next_server, turns
+from tests.proofs import credentials
 from tests.service import configured, running, train
 
 WIRED: Final = 20
@@ -109,7 +110,8 @@ async def _over_grpc(channel: grpc.aio.Channel, rpc: Rpc, token: str, messages: 
             yield message
 
     status, reason = None, ""
-    call = channel.stream_stream(f"/dora.v1.{rpc.name}")(sent(), metadata=bearer(token))
+    method = f"/dora.v1.{rpc.name}"
+    call = channel.stream_stream(method)(sent(), metadata=await credentials(channel, method, token))
     try:
         async with asyncio.timeout(0.05 if rpc.waits else PATIENCE_S):
             async for _ in call:

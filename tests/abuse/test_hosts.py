@@ -12,8 +12,8 @@ from dora.orchestrator.main import ServiceHandle
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import LimitExceeded, from_rpc_error
+from dora.rpc.proven import proven_channel
 from dora.rpc.roles import Role
 from tests.refusals import refused
 from tests.service import until
@@ -31,8 +31,8 @@ async def told(handle: ServiceHandle, *messages: pb.HostMessage) -> DoraError:
         if messages and messages[0].HasField("hello"):
             await asyncio.Event().wait()
 
-    async with open_channel(handle.address) as channel:
-        call = stubs.HostStub(channel).Join(said(), metadata=bearer(handle.tokens[Role.HOST]), timeout=30)
+    async with proven_channel(handle.address, handle.tokens[Role.HOST]) as channel:
+        call = stubs.HostStub(channel).Join(said(), timeout=30)
         try:
             async for order in call:
                 assert order.HasField("welcome")
@@ -91,8 +91,8 @@ async def test_what_is_no_live_version_changes_nothing(handle: ServiceHandle) ->
         yield pb.HostMessage(failed=pb.VersionFailed(name=NAME, reason="none"))
         await leaves.wait()
 
-    async with open_channel(handle.address) as channel:
-        call = stubs.HostStub(channel).Join(said(), metadata=bearer(handle.tokens[Role.HOST]))
+    async with proven_channel(handle.address, handle.tokens[Role.HOST]) as channel:
+        call = stubs.HostStub(channel).Join(said())
         orders = aiter(call)
         assert (await anext(orders)).HasField("welcome")
         assert [(await anext(orders)).drop_version.name for _ in range(2)] == [NAME, NAME]
@@ -104,13 +104,12 @@ async def test_what_is_no_live_version_changes_nothing(handle: ServiceHandle) ->
 
 
 async def test_only_the_models_own_files_are_given_out(handle: ServiceHandle) -> None:
-    metadata = bearer(handle.tokens[Role.HOST])
-    async with open_channel(handle.address) as channel:
+    async with proven_channel(handle.address, handle.tokens[Role.HOST]) as channel:
         stub = stubs.HostStub(channel)
-        listed = await stub.ListFiles(pb.ListFilesRequest(), metadata=metadata)
+        listed = await stub.ListFiles(pb.ListFilesRequest())
         size_bytes = {file.name: file.file_bytes for file in listed.files}["config.json"]
         request = pb.FetchFileRequest(name="config.json", offset=size_bytes - 2)
-        chunks = [chunk.content async for chunk in stub.FetchFile(request, metadata=metadata)]
+        chunks = [chunk.content async for chunk in stub.FetchFile(request)]
         assert len(b"".join(chunks)) == 2
         for name, offset, kind in (
             ("../token", 0, NotFound),
@@ -118,6 +117,6 @@ async def test_only_the_models_own_files_are_given_out(handle: ServiceHandle) ->
             ("config.json", 1 << 40, InvalidValue),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                async for _ in stub.FetchFile(pb.FetchFileRequest(name=name, offset=offset), metadata=metadata):
+                async for _ in stub.FetchFile(pb.FetchFileRequest(name=name, offset=offset)):
                     pass
             assert isinstance(from_rpc_error(refused.value), kind)

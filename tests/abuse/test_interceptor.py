@@ -16,8 +16,9 @@ from dora.orchestrator.rollout.telemetry import METRICS_KEPT, STEPS_KEPT, Teleme
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc import interceptor
-from dora.rpc.channel import bearer, open_channel, server_options
+from dora.rpc.channel import open_channel, server_options
 from dora.rpc.errors import LimitExceeded
+from dora.rpc.proven import ProvenChannel, proven_channel
 from dora.rpc.roles import Role, Tokens
 from tests.abuse.callers import METHODS, answer
 from tests.refusals import refused, refused_call
@@ -34,15 +35,16 @@ def resident_bytes() -> int:
 
 FLOOD = """
 import asyncio, sys, grpc
-async def one(channel, method, metadata):
+from tests.proofs import credentials
+async def one(channel, method, token):
     try:
+        metadata = await credentials(channel, method, token)
         return await channel.unary_unary(method)(bytes(60 << 20), metadata=metadata, timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code().name
 async def main(address, method, token):
-    metadata = (("authorization", "Bearer " + token),)
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        print(sorted(set(await asyncio.gather(*(one(channel, method, metadata) for _ in range(8))))))
+        print(sorted(set(await asyncio.gather(*(one(channel, method, token) for _ in range(8))))))
 asyncio.run(main(*sys.argv[1:]))
 """
 
@@ -79,16 +81,16 @@ async def test_eight_messages_of_60_megabytes_at_once(
 
 async def test_nobody_is_served_before_a_trainer_has_attached(handle: ServiceHandle) -> None:
     """The first epoch is 1: a call of epoch 0 would wait for ever, or take another's groups."""
-    async with open_channel(handle.address) as channel:
-        trainer, metadata = stubs.TrainerStub(channel), bearer(handle.tokens[Role.TRAINER])
+    async with proven_channel(handle.address, handle.tokens[Role.TRAINER]) as channel:
+        trainer = stubs.TrainerStub(channel)
         for call in (
-            trainer.StreamStep(pb.StreamStepRequest(), metadata=metadata),
-            trainer.KeepAlive(pb.KeepAliveRequest(), metadata=metadata),
+            trainer.StreamStep(pb.StreamStepRequest()),
+            trainer.KeepAlive(pb.KeepAliveRequest()),
         ):
             with refused_call(Conflict, field="trainer_epoch", value=0):
                 await call.read()
         with refused_call(Conflict, field="trainer_epoch", value=0):
-            await trainer.CommitStep(pb.CommitStepRequest(version=1), metadata=metadata)
+            await trainer.CommitStep(pb.CommitStepRequest(version=1))
 
 
 async def test_bytes_that_are_no_message_are_the_senders_error(handle: ServiceHandle) -> None:
@@ -125,42 +127,47 @@ class Slow(stubs.OperatorServicer):
 
 
 @pytest.fixture
-async def slow() -> AsyncIterator[tuple[Slow, grpc.aio.Channel]]:
+async def slow() -> AsyncIterator[tuple[Slow, ProvenChannel]]:
     service = Slow()
     server = grpc.aio.server(interceptors=interceptor.server_interceptors(Tokens("mine")), options=server_options())
     stubs.add_OperatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with proven_channel(f"127.0.0.1:{port}", "mine") as channel:
         yield service, channel
     await server.stop(None)
 
 
-async def test_open_calls_are_bounded(slow: tuple[Slow, grpc.aio.Channel]) -> None:
+async def test_open_calls_are_bounded(slow: tuple[Slow, ProvenChannel]) -> None:
     service, channel = slow
     call = stubs.OperatorStub(channel).GetStatus
     most = interceptor.CALLS_AT_ONCE[Role.OPERATOR]
-    held = [asyncio.ensure_future(call(pb.StatusRequest(), metadata=bearer("mine"))) for _ in range(most)]
+    held = [asyncio.ensure_future(call(pb.StatusRequest())) for _ in range(most)]
     for _ in held:
         await service.asked.acquire()
     with refused_call(LimitExceeded, field="calls of the operator service", value=most + 1, names=(most,)):
-        await call(pb.StatusRequest(), metadata=bearer("mine"))
+        await call(pb.StatusRequest())
     service.go.set()
     await asyncio.gather(*held)
-    assert await call(pb.StatusRequest(), metadata=bearer("mine")) == pb.Status()
+    assert await call(pb.StatusRequest()) == pb.Status()
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
 
 
 async def test_callers_that_never_send_their_message_make_room(
-    slow: tuple[Slow, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+    slow: tuple[Slow, ProvenChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interceptor, "SMALL_S", 0.05)
     service, channel = slow
     service.go.set()
     silent = [
-        channel.stream_unary("/dora.v1.Operator/GetStatus")(metadata=bearer("mine"))
+        asyncio.ensure_future(channel.stream_unary("/dora.v1.Operator/GetStatus")(never()))
         for _ in range(2 * interceptor.LARGE_AT_ONCE)
     ]
-    assert await stubs.OperatorStub(channel).GetStatus(pb.StatusRequest(), metadata=bearer("mine")) == pb.Status()
+    assert await stubs.OperatorStub(channel).GetStatus(pb.StatusRequest()) == pb.Status()
     for call in silent:
         with refused_call(InvalidValue, field="message", names=("0.05 s",)):
             await call
@@ -174,9 +181,9 @@ async def test_connections_are_bounded_and_those_that_there_are_go_on(monkeypatc
     stubs.add_OperatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with proven_channel(f"127.0.0.1:{port}", "mine") as channel:
         call = stubs.OperatorStub(channel).GetStatus
-        assert await call(pb.StatusRequest(), metadata=bearer("mine")) == pb.Status()
+        assert await call(pb.StatusRequest()) == pb.Status()
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         ended = {asyncio.ensure_future(_ended(reader)) for reader, _ in strangers}
         done: set[asyncio.Future[None]] = set()
@@ -185,7 +192,7 @@ async def test_connections_are_bounded_and_those_that_there_are_go_on(monkeypatc
             assert done, "nothing was closed"
             if len(done) < 17:
                 await asyncio.sleep(0)
-        assert await call(pb.StatusRequest(), metadata=bearer("mine")) == pb.Status()
+        assert await call(pb.StatusRequest()) == pb.Status()
         for each in ended:
             each.cancel()
         for _, writer in strangers:

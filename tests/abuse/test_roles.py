@@ -21,6 +21,7 @@ from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import CALLER, Caller, Role, Tokens
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.callers import METHODS, answer
+from tests.proofs import caller_of
 from tests.refusals import refused, refused_call
 from tests.service import configured, running, until
 from tests.unit.test_runtime import Shell
@@ -55,19 +56,19 @@ def test_roles_tokens_follow_from_the_owners_and_not_the_owners_from_theirs() ->
     assert first.of == again.of and first.of[Role.OWNER] == "secret"
     assert not set(first.of.values()) & set(other.of.values())
     assert new.of[Role.OWNER] != Tokens().of[Role.OWNER]
-    assert first.caller("") is None and first.caller("\udc80") is None
+    assert caller_of(first, "") is None
 
 
 def test_a_started_workers_token_is_good_for_its_name_until_it_is_started_again() -> None:
     tokens = Tokens()
-    general = tokens.caller(tokens.of[Role.WORKER])
+    general = caller_of(tokens, tokens.of[Role.WORKER])
     before = tokens.started("w0")
-    w0 = tokens.caller(before)
+    w0 = caller_of(tokens, before, "w0")
     assert w0 == Caller(Role.WORKER, "w0") and general == Caller(Role.WORKER)
     assert tokens.may_take(w0, "w0") and not tokens.may_take(w0, "w1") and not tokens.may_take(w0, "mine")
     assert tokens.may_take(general, "mine") and not tokens.may_take(general, "w0")
     after = tokens.started("w0")
-    assert tokens.caller(before) is None and tokens.caller(after) == w0
+    assert caller_of(tokens, before, "w0") is None and caller_of(tokens, after, "w0") == w0
 
 
 def test_a_worker_has_its_token_by_environment_alone(tiny_dense: Path) -> None:
@@ -81,7 +82,7 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     """Nor while that worker is away; and no refusal tells what the engines must have alike."""
     shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
     service = WorkerService(shell.runtime, tmp_path / "kv", tokens)
-    w7 = tokens.caller(tokens.started("w7"))
+    w7 = caller_of(tokens, tokens.started("w7"), "w7")
     assert w7 is not None
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense)
     hello = pb.WorkerMessage(hello=convert.hello_to_wire("w7", 1, "host", engine.capability))

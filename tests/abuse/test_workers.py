@@ -22,9 +22,9 @@ from dora.orchestrator.rollout.worker_checks import checked_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import bearer, open_channel
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.errors import from_rpc_error
+from dora.rpc.proven import proven_channel
 from dora.rpc.roles import Role
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
@@ -73,9 +73,9 @@ async def said_to(handle: ServiceHandle, name: str, model: Path, tamper: Tamper)
         while True:
             yield await outbox.get()
 
-    async with open_channel(handle.address) as channel:
+    async with proven_channel(handle.address, handle.tokens[Role.WORKER]) as channel:
         say(pb.WorkerMessage(hello=convert.hello_to_wire(name, 1, "host", engine.capability)))
-        commands = aiter(stubs.WorkerStub(channel).Connect(messages(), metadata=bearer(handle.tokens[Role.WORKER])))
+        commands = aiter(stubs.WorkerStub(channel).Connect(messages()))
         try:
             loop = EngineLoop(engine, orders, (await anext(commands)).welcome, clock=iter(range(1 << 40)).__next__)
             while True:

@@ -173,7 +173,7 @@ async def test_without_the_token_nothing_is_served(service: Running) -> None:
             with refused(Unauthenticated, field="token") as caught:
                 await trainer.attach(GROUPS)
             assert TOKEN not in str(caught.value)
-            stream = trainer.stub.StreamStep(pb.StreamStepRequest(), metadata=trainer.connection.metadata)
+            stream = trainer.stub.StreamStep(pb.StreamStepRequest())
             with refused(Unauthenticated, field="token"):
                 await trainer.connection.read(stream)
 

@@ -16,7 +16,7 @@ from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFo
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.rewards.verdict import LOG_MAX_BYTES
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import bearer, open_channel
+from dora.rpc.channel import open_channel
 from dora.rpc.convert import (
     canary_from_wire,
     canary_to_wire,
@@ -43,6 +43,7 @@ from dora.rpc.errors import (
     abort,
     from_rpc_error,
 )
+from dora.rpc.proven import Prover
 from dora.rpc.roles import Tokens
 from tests.contract.trainer_service import make_group, make_trajectory
 from tests.refusals import data_words, refused
@@ -248,7 +249,7 @@ async def test_an_error_without_a_field_is_internal_and_long_ones_are_shortened(
 
 def test_tokens_and_addresses_that_cannot_work_are_refused() -> None:
     with refused(InvalidValue, field="token", value="(not shown)"):
-        bearer("new\nline")
+        Prover("127.0.0.1:1", "new\nline")
     with refused(InvalidValue, field="token", value="(not shown)"):
         Tokens("new\nline")
     for address in ("nowhere", "host:", ":7070", "host:99999", "host:http"):

@@ -20,6 +20,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens
 from dora.weights.host_store import HostStore
+from tests.proofs import caller_of
 from tests.refusals import refused
 from tests.service import configured
 
@@ -60,7 +61,7 @@ class Incarnation:
 
     def good(self, *names: str) -> list[str]:
         """Of these, those whose tokens of the first life are good for their names."""
-        return [name for name in names if self.tokens.caller(FIRST[name]) is not None]
+        return [name for name in names if caller_of(self.tokens, FIRST[name], name) is not None]
 
 
 FIRST: dict[str, str] = {}  # tokens that the first life gave
@@ -179,7 +180,7 @@ async def test_orders_that_did_not_reach_the_agent_are_given_again(incarnations:
     assert [each.start_worker.worker_id for each in found if each.HasField("start_worker")] == ["h1-w2"]
     stops = {each.stop_worker.worker_id: each.stop_worker for each in found if each.HasField("stop_worker")}
     assert {name: stop.again for name, stop in stops.items()} == {"h1-w0": False, "h1-w1": True, "h1-pool-0": True}
-    assert all(second.tokens.caller(stops[name].token) for name in ("h1-w1", "h1-pool-0"))
+    assert all(caller_of(second.tokens, stops[name].token, name) for name in ("h1-w1", "h1-pool-0"))
 
 
 async def test_a_worker_that_is_replaced_has_another_token(incarnations: Callable[[], Incarnation]) -> None:
@@ -187,7 +188,7 @@ async def test_a_worker_that_is_replaced_has_another_token(incarnations: Callabl
     first, session = begin(incarnations)
     first.hosts.kill("h1-w1")
     (order,) = orders(session)
-    assert order.stop_worker.again and first.tokens.caller(order.stop_worker.token) is not None
+    assert order.stop_worker.again and caller_of(first.tokens, order.stop_worker.token, "h1-w1") is not None
     assert not first.good("h1-w1") and first.good("h1-w0")
     assert not incarnations().good("h1-w1")
 

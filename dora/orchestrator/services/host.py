@@ -12,6 +12,8 @@ from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
+from dora.rpc.roles import SESSION
+from dora.rpc.sealed import sealed
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
@@ -41,13 +43,13 @@ class HostService(stubs.HostServicer):
         try:
             welcome = hosts.welcome(session, digest, self._runtime.orphan_timeout_s)
             await self._runtime.journal.settled()  # a later incarnation must not reuse this epoch
-            yield pb.HostOrder(welcome=welcome)
+            yield sealed(pb.HostOrder(welcome=welcome), SESSION.get())
             how = "came back" if session.goes_on else "joined"
             log.info("host %s %s (epoch %d)", session.name, how, session.epoch)
             hosts.welcomed(session, hello.workers)
             await self._runtime.journal.settled()  # a later incarnation must know of the workers whose start is ordered
             while (order := await session.next_order()) is not None:
-                yield order
+                yield sealed(order, SESSION.get())
             if reading.done() and not reading.cancelled() and (error := reading.exception()):
                 raise error
         finally:

@@ -20,7 +20,8 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import PermissionDenied, ServicerContext
-from dora.rpc.roles import CALLER, Tokens
+from dora.rpc.roles import CALLER, SESSION, Tokens
+from dora.rpc.sealed import sealed
 
 log = logging.getLogger("dora.service")
 
@@ -52,7 +53,7 @@ class WorkerService(stubs.WorkerServicer):
         try:
             await runtime.journal.settled()  # a later incarnation must not reuse this epoch
             await self._join(session)
-            yield pb.WorkerCommand(
+            welcome = pb.WorkerCommand(
                 welcome=pb.Welcome(
                     epoch=session.epoch,
                     snapshot_folder=str(self._snapshot_folder),
@@ -63,6 +64,7 @@ class WorkerService(stubs.WorkerServicer):
                     goes_on=self._goes_on(session),
                 )
             )
+            yield sealed(welcome, SESSION.get())
             log.info("%s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid)
             async for command in session.commands():
                 yield command

@@ -1,0 +1,290 @@
+"""The client's half of the proofs: a channel that shows nothing to a service, and believes nothing of it, before the
+service has proved that it knows the client's token.
+
+A session begins with a challenge. It ends with the connection, as far as gRPC shows, or with an answer without a proof:
+whoever has the service's address now may be another. Each call waits for the proof of its answer before it sends a
+stream, returns a message, or raises the service's refusal.
+"""
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Self
+from urllib.parse import quote
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
+
+from dora.errors import MISSING, DoraError
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import proof
+from dora.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from dora.rpc.errors import ServiceUnavailable, Unauthenticated, is_broken
+from dora.rpc.roles import SERVICES, Role, token_for
+
+CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class Session:
+    """One session with a service that has proved itself."""
+
+    holder: str
+    client_nonce: bytes
+    service_nonce: bytes
+    key: bytes
+    calls: int = 0
+
+    def credential(self, method: str) -> "Call":
+        self.calls += 1
+        mac = proof.call_proof(self.key, method, self.calls)
+        header = proof.Credential(self.holder, self.client_nonce, self.service_nonce, self.calls, mac).header()
+        return Call(self, ((proof.AUTHORIZATION, header),), proof.answer_proof(self.key, method, self.calls))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call sends, and what its answer must show."""
+
+    session: Session
+    metadata: Metadata
+    answer: bytes
+
+    async def is_proven(self, call: Any) -> bool:
+        """Returns whether the call's answer is that of the service. Waits for its beginning."""
+        for key, value in await call.initial_metadata():
+            if key == proof.ANSWER_KEY:
+                try:
+                    return hmac.compare_digest(proof.bytes_of(str(value)), self.answer)
+                except ValueError:
+                    return False
+        return False
+
+
+class Prover:
+    """Knows a token, and whether its service has proved itself before. Lives as long as its client.
+
+    A service that has never proved itself may have another token than ours, which is the user's error. A service that
+    stops to prove itself is taken for absent: another may have its address for a time.
+    """
+
+    def __init__(self, address: str, token: str, worker_id: str = "") -> None:
+        """``worker_id``: the name of a worker or pool. Raises InvalidValue for a token that is not printable ASCII."""
+        proof.check_token(token)
+        self.address = address
+        self.worker_id = worker_id
+        self._token = token
+        self._was_proven = False
+
+    async def challenge(self, channel: grpc.aio.Channel, method: str, timeout_s: float | None = None) -> Session:
+        """Begins a session for a call of ``method``.
+
+        Raises grpc.aio.AioRpcError if nobody answers, Unauthenticated without a token or if the service proves another,
+        ServiceUnavailable if it did prove ours before.
+        """
+        nonce = secrets.token_bytes(proof.NONCE_BYTES)
+        metadata: Metadata = ((proof.NONCE_KEY, proof.text_of(nonce)),)
+        if self.worker_id:
+            metadata += ((proof.WORKER_KEY, quote(self.worker_id, safe="")),)
+        ask = channel.unary_unary(proof.CHALLENGE, pb.ChallengeRequest.SerializeToString, pb.ChallengeReply.FromString)
+        try:
+            reply = await ask(
+                pb.ChallengeRequest(), metadata=metadata, timeout=min(timeout_s or CHALLENGE_S, CHALLENGE_S)
+            )
+        except grpc.aio.AioRpcError as error:
+            if is_broken(error.code(), error.details()):
+                raise
+            raise self.doubted(method, f"answers no challenge ({error.code().name})") from None
+        found = self._session(nonce, reply) if self._token else None
+        if found is None:
+            raise self.doubted(method)
+        self._was_proven = True
+        return found
+
+    def doubted(self, method: str, why: str = "") -> DoraError:
+        """Returns the error of a call to a service that does not prove that it knows the token. ``why``: about an
+        address whose answers are not those of a service of this release.
+        """
+        if self._was_proven:
+            reason = why or "another service has this address, or ours was restarted with another token"
+            return ServiceUnavailable(f"{self.address} does not prove that it knows this client's token: {reason}")
+        if why:
+            allowed = "the address of a DORA service of this release, which proves that it knows the token"
+            return Unauthenticated("address", self.address, allowed, why)
+        needed = SERVICES.get(method.rpartition("/")[0].rpartition(".")[2], Role.OWNER)
+        return Unauthenticated("token", "(wrong)" if self._token else MISSING, token_for(needed))
+
+    def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> Session | None:
+        """The session of the holder whose proof our token gives. The owner's key takes longest, and is tried last."""
+        for each in sorted(reply.proofs, key=lambda each: each.holder == proof.OWNER):
+            key = proof.owner_key(self._token) if each.holder == proof.OWNER else proof.key_of(self._token)
+            if hmac.compare_digest(each.proof, proof.service_proof(key, nonce, reply.nonce)):
+                return Session(each.holder, nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
+        return None
+
+
+class ProvenChannel(grpc.aio.Channel):
+    """A channel for generated stubs. Calls need no metadata, and raise grpc.aio.AioRpcError for a proven service's
+    status or an unreachable service; for others as ``Prover.challenge``.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, prover: Prover) -> None:
+        self._channel = channel
+        self._prover = prover
+        self._session: Session | None = None
+        self._asking = asyncio.Lock()
+
+    async def begin(
+        self, method: str, make: Callable[[Metadata], Any], timeout_s: float | None = None
+    ) -> tuple[Any, Session]:
+        """Makes a call once the service has proved itself. Returns it once its answer has begun with a proof; if that
+        cannot come, its status is the connection's.
+
+        A service that was restarted has refused the call before it read anything: the call is made a second time.
+        """
+        for is_again in (False, True):
+            sent = await self.credential(method, timeout_s)
+            call = make(sent.metadata)
+            try:
+                if await sent.is_proven(call):
+                    return call, sent.session
+            except BaseException:
+                call.cancel()
+                raise
+            if self._session is sent.session:
+                self._session = None
+            if not call.done():
+                call.cancel()
+            elif is_broken(await call.code(), await call.details()):
+                return call, sent.session
+            if is_again:
+                break
+        raise self._prover.doubted(method, "its answer has no proof")
+
+    async def credential(self, method: str, timeout_s: float | None = None) -> "Call":
+        """Returns what one call sends, of a session with a service that has proved itself over this connection."""
+        async with self._asking:
+            is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
+            if self._session is None or not is_connected:
+                self._session = await self._prover.challenge(self._channel, method, timeout_s)
+            return self._session.credential(method)
+
+    def unary_unary(self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any) -> Any:
+        make = self._channel.unary_unary(method, *serializers, **named)
+
+        async def call(request: Any, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 gRPC's own name
+            begun, _ = await self.begin(method, lambda sent: make(request, metadata=sent, timeout=timeout), timeout)
+            return await begun
+
+        return call
+
+    def unary_stream(
+        self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
+    ) -> Any:
+        make = self._channel.unary_stream(method, *serializers, **named)
+
+        def call(request: Any, *, timeout: float | None = None) -> ProvenStream:
+            return ProvenStream(self.begin(method, lambda sent: make(request, metadata=sent, timeout=timeout), timeout))
+
+        return call
+
+    def stream_unary(
+        self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
+    ) -> Any:
+        make = self._channel.stream_unary(method, *serializers, **named)
+
+        async def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+            proven = asyncio.Event()
+            begun, _ = await self.begin(
+                method, lambda sent: make(_after(proven, messages), metadata=sent, timeout=timeout), timeout
+            )
+            proven.set()
+            return await begun
+
+        return call
+
+    def stream_stream(
+        self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
+    ) -> Any:
+        make = self._channel.stream_stream(method, *serializers, **named)
+
+        def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> ProvenStream:
+            proven = asyncio.Event()
+            beginning = self.begin(
+                method, lambda sent: make(_after(proven, messages), metadata=sent, timeout=timeout), timeout
+            )
+            return ProvenStream(beginning, proven)
+
+        return call
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class ProvenStream:
+    """The messages of a call, once its service has proved itself. The call is made at once."""
+
+    def __init__(
+        self, beginning: Coroutine[Any, Any, tuple[Any, Session]], proven: asyncio.Event | None = None
+    ) -> None:
+        self._beginning = asyncio.ensure_future(beginning)
+        self._beginning.add_done_callback(lambda done: done.cancelled() or done.exception())  # a reader raises it
+        self._proven = proven
+        self._call: Any = None
+        self.session: Session | None = None  # once the first message has come
+
+    async def read(self) -> Any:
+        """Returns the next message, or EOF. Raises as ``ProvenChannel`` says."""
+        if self._call is None:
+            self._call, self.session = await self._beginning
+            if self._proven is not None:
+                self._proven.set()
+        return await self._call.read()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (message := await self.read()) is EOF:
+            raise StopAsyncIteration
+        return message
+
+    def cancel(self) -> None:
+        """May be repeated."""
+        if self._call is not None:
+            self._call.cancel()
+        elif not self._beginning.cancel() and not self._beginning.cancelled() and not self._beginning.exception():
+            self._beginning.result()[0].cancel()
+
+
+def proven_channel(
+    address: str, prover: Prover | str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True
+) -> ProvenChannel:
+    """Returns a channel as ``open_channel`` does. ``prover``: or a token, for one connection alone."""
+    if isinstance(prover, str):
+        prover = Prover(address, prover)
+    return ProvenChannel(open_channel(address, max_message_bytes, proxied=proxied), prover)
+
+
+async def _after(proven: asyncio.Event, messages: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    await proven.wait()
+    async for message in messages:
+        yield message
