@@ -88,16 +88,25 @@ class Pool:
         self.uploading = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
 
-def server_interceptors(tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Sequence[ServerInterceptor]:
-    """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop."""
-    return (AccessInterceptor(tokens, max_message_bytes), ErrorInterceptor())
+Proven = Callable[[str], None]
+
+
+def server_interceptors(
+    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, proven: Proven = lambda peer: None
+) -> Sequence[ServerInterceptor]:
+    """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
+
+    ``proven`` is called with gRPC's name of each caller that has proved a token.
+    """
+    return (AccessInterceptor(tokens, max_message_bytes, proven), ErrorInterceptor())
 
 
 class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
-    def __init__(self, tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, tokens: Tokens, max_message_bytes: int, proven: Proven) -> None:
         self.challenges = Challenges(tokens)
+        self._proven = proven
         self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
         self._limits = {
             "Submit": Limits(max_message_bytes),
@@ -130,8 +139,28 @@ class AccessInterceptor(ServerInterceptor):
         pool = self._pools[needed]
         answer = _answering(handler, pool, self._limits.get(name, Limits()))
         return grpc.stream_stream_rpc_method_handler(
-            _admitted(answer, admitted, needed, pool), response_serializer=_serializer(handler)
+            self._admitted(answer, admitted, needed, pool), response_serializer=_serializer(handler)
         )
+
+    def _admitted(self, answer: "Behaviour", admitted: Admitted, needed: Role, pool: Pool) -> "Behaviour":
+        """Returns ``answer`` for this caller, counted among its service's open calls. The service's proof goes first."""
+
+        async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
+            self._proven(context.peer())
+            CALLER.set(admitted.caller)
+            SESSION.set(admitted.session)
+            await context.send_initial_metadata(((ANSWER_KEY, text_of(admitted.answer)),))
+            try:
+                _check(admitted, needed)
+                with pool.calls.one():
+                    async for reply in answer(requests, context):
+                        yield reply
+            except DoraError as error:
+                # The traceback would keep the message in memory until the caller has read the error.
+                error.__traceback__ = error.__cause__ = error.__context__ = None
+                await abort(context, error)
+
+        return behaviour
 
     def _challenged(self, metadata: Any) -> "Behaviour":
         """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
@@ -164,26 +193,6 @@ def _serializer(handler: Any) -> Callable[[Any], bytes]:
 
 
 Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
-
-
-def _admitted(answer: Behaviour, admitted: Admitted, needed: Role, pool: Pool) -> Behaviour:
-    """Returns ``answer`` for this caller, counted among its service's open calls. The service's proof goes first."""
-
-    async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
-        CALLER.set(admitted.caller)
-        SESSION.set(admitted.session)
-        await context.send_initial_metadata(((ANSWER_KEY, text_of(admitted.answer)),))
-        try:
-            _check(admitted, needed)
-            with pool.calls.one():
-                async for reply in answer(requests, context):
-                    yield reply
-        except DoraError as error:
-            # The traceback would keep the message in memory until the caller has read the error.
-            error.__traceback__ = error.__cause__ = error.__context__ = None
-            await abort(context, error)
-
-    return behaviour
 
 
 def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:

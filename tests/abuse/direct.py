@@ -43,6 +43,9 @@ class Context:
         for callback in self._when_done:
             callback(self)
 
+    def peer(self) -> str:
+        return "here"
+
     async def send_initial_metadata(self, metadata: Any) -> None:
         pass
 

@@ -1,5 +1,6 @@
 """The gRPC server with all services of one runtime."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +16,10 @@ from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.services.waking import WakingInterceptor
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import server_options
+from dora.rpc.channel import connections_most, server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
+from dora.rpc.room import Room
 from dora.system.process_tree import listener_of
 
 STREAM_END_S = 1.0  # time for open streams to end by themselves
@@ -31,7 +33,8 @@ async def serving(
     if an earlier incarnation made one.
     """
     limit_bytes = config.service.max_message_bytes
-    interceptors = (*server_interceptors(tokens, limit_bytes), WakingInterceptor(runtime))
+    room = Room(connections_most())
+    interceptors = (*server_interceptors(tokens, limit_bytes, room.proven), WakingInterceptor(runtime))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
@@ -40,9 +43,11 @@ async def serving(
     stubs.add_HostServicer_to_server(HostService(runtime), server)
     address = _bound(server, config)
     await server.start()
+    room.open(int(address.rpartition(":")[2]))
     try:
         yield address
     finally:
+        await asyncio.to_thread(room.close)
         await server.stop(grace=STREAM_END_S)
 
 

@@ -1,0 +1,160 @@
+"""Keeps room among a service's connections for peers that prove a token.
+
+gRPC closes new connections once there are as many as the service takes, whoever holds them, and its Python API shows
+none of them. So a thread looks through the process's own sockets: connections of peers that have proved nothing may
+take half of the places that the others leave. Of more than that, the oldest connection of the address that has most is
+ended, again and again. The other half is for those who come between two looks. Works where the system lists a process's
+files (Linux, macOS); elsewhere gRPC's limits alone hold.
+"""
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections import defaultdict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import count
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+CALM_S: Final = 0.25  # between two counts of files
+LEAST_S: Final = 0.02  # between two looks at all of them, while there are many
+SHARE: Final = 4  # a look takes at most one part of so many of a core's time
+FOLDERS: Final = ("/proc/self/fd", "/dev/fd")
+
+Peer = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Socket:
+    number: int  # counts up
+    inode: int
+    peer: Peer | None = None  # None: it is none of the service's connections
+    is_ended: bool = False
+
+
+class Room:
+    """``open`` once the service listens, ``close`` at its end. ``proven`` may be called by any thread."""
+
+    def __init__(self, most: int) -> None:
+        """``most``: connections of the service."""
+        self._most = most
+        self._port = 0
+        self._proven: dict[Peer, float] = {}  # when the peer last proved its token
+        self._sockets: dict[int, _Socket] = {}  # by descriptor, as of the last look
+        self._numbers = count()
+        self._looked_s = 0.0  # when that began
+        self._folder = next((folder for folder in FOLDERS if Path(folder).is_dir()), "")
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="room", daemon=True)
+
+    def open(self, port: int) -> None:
+        """Begins to keep room among the connections to this port."""
+        self._port = port
+        if self._folder:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def proven(self, peer: str) -> None:
+        """Notes that a call of this peer, as gRPC names it, has proved a token."""
+        scheme, _, address = unquote(peer).partition(":")
+        host, _, port = address.rpartition(":")
+        if scheme in ("ipv4", "ipv6") and port.isdecimal():
+            self._proven[_plain(host.strip("[]")), int(port)] = time.monotonic()
+
+    def _watch(self) -> None:
+        others = 0  # files that are not of unproven connections, as of the last look
+        pause_s = CALM_S
+        while not self._stopping.wait(pause_s):
+            pause_s = CALM_S
+            if len(os.listdir(self._folder)) - others > self._unproven_most() // 2:
+                began_s = time.monotonic()
+                unproven = self.look()
+                others = len(self._sockets) - len(unproven)
+                if len(unproven) > self._unproven_most() // 2:
+                    pause_s = min(CALM_S, max(LEAST_S, (SHARE - 1) * (time.monotonic() - began_s)))
+
+    def _unproven_most(self) -> int:
+        return max(1, (self._most - len(self._proven)) // 2)
+
+    def look(self) -> list[int]:
+        """Notes who is connected, and ends connections. Returns the descriptors of unproven ones that stay."""
+        began_s, found = time.monotonic(), dict[int, _Socket]()
+        for name in os.listdir(self._folder):
+            if (descriptor := int(name)) in found:
+                continue
+            try:
+                about = os.fstat(descriptor)
+            except OSError:  # closed meanwhile
+                continue
+            known = self._sockets.get(descriptor)
+            if known is None or known.inode != about.st_ino:
+                known = _Socket(
+                    next(self._numbers), about.st_ino, self._peer(descriptor) if stat.S_ISSOCK(about.st_mode) else None
+                )
+                if known.peer is not None and self._proven.get(known.peer, began_s) < self._looked_s:
+                    del self._proven[known.peer]  # the proof was that of an earlier connection from the same port
+            found[descriptor] = known
+        present = {each.peer for each in found.values()}
+        for peer, proven_s in dict(self._proven).items():
+            if peer not in present and proven_s < began_s:
+                self._proven.pop(peer, None)
+        self._sockets, self._looked_s = found, began_s
+        return self._keep([fd for fd, each in found.items() if self._is_unproven(each)])
+
+    def _is_unproven(self, each: _Socket) -> bool:
+        return each.peer is not None and not each.is_ended and each.peer not in self._proven
+
+    def _keep(self, unproven: list[int]) -> list[int]:
+        """Ends connections until there are no more unproven ones than may be."""
+        by_host: dict[str, deque[int]] = defaultdict(deque)
+        for descriptor in sorted(unproven, key=lambda fd: self._sockets[fd].number):
+            peer = self._sockets[descriptor].peer
+            by_host[peer[0] if peer else ""].append(descriptor)
+        most_first = [(-len(each), self._sockets[each[0]].number, host) for host, each in by_host.items()]
+        heapify(most_first)
+        for _ in range(len(unproven) - self._unproven_most()):
+            held, _, host = most_first[0]
+            self._end(by_host[host].popleft())
+            if held < -1:
+                heapreplace(most_first, (held + 1, self._sockets[by_host[host][0]].number, host))
+            else:
+                heappop(most_first)
+        return [descriptor for each in by_host.values() for descriptor in each]
+
+    def _end(self, descriptor: int) -> None:
+        """Shuts a connection down, which gRPC then closes. A copy holds the socket that is checked."""
+        each = self._sockets[descriptor]
+        each.is_ended = True
+        with suppress(OSError):  # it was closed meanwhile
+            copy = os.dup(descriptor)
+            try:
+                if os.fstat(copy).st_ino == each.inode:
+                    with socket.socket(fileno=os.dup(copy)) as held:
+                        held.shutdown(socket.SHUT_RDWR)
+            finally:
+                os.close(copy)
+
+    def _peer(self, descriptor: int) -> Peer | None:
+        """The other end of a connection to our port; None for any other socket."""
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as held:
+                if held.family not in (socket.AF_INET, socket.AF_INET6) or held.getsockname()[1] != self._port:
+                    return None
+                host, port = held.getpeername()[:2]
+        except OSError:  # closed meanwhile; or it listens
+            return None
+        return _plain(host), port
+
+
+def _plain(host: str) -> str:
+    """An IPv4 address may stand within an IPv6 one."""
+    return host.removeprefix("::ffff:")
