@@ -19,7 +19,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type s
 
 from dora.errors import MISSING, DoraError, InvalidValue
 from dora.rpc.challenge import Admitted, Challenges
-from dora.rpc.channel import MAX_MESSAGE_BYTES
+from dora.rpc.channel import MAX_MESSAGE_BYTES, connections_most
 from dora.rpc.errors import (
     ErrorInterceptor,
     LimitExceeded,
@@ -31,6 +31,7 @@ from dora.rpc.errors import (
 )
 from dora.rpc.proof import ANSWER_KEY, CHALLENGE, NONCE_BYTES, NONCE_KEY, WORKER_KEY, bytes_of, text_of
 from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, Tokens, token_for
+from dora.rpc.room import Room
 from dora.system.memory import give_back_memory
 
 SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
@@ -88,25 +89,22 @@ class Pool:
         self.uploading = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
 
-Proven = Callable[[str], None]
-
-
 def server_interceptors(
-    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, proven: Proven = lambda peer: None
+    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None
 ) -> Sequence[ServerInterceptor]:
     """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
 
-    ``proven`` is called with gRPC's name of each caller that has proved a token.
+    ``room`` learns which peers prove a token.
     """
-    return (AccessInterceptor(tokens, max_message_bytes, proven), ErrorInterceptor())
+    return (AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most())), ErrorInterceptor())
 
 
 class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
-    def __init__(self, tokens: Tokens, max_message_bytes: int, proven: Proven) -> None:
+    def __init__(self, tokens: Tokens, max_message_bytes: int, room: Room) -> None:
         self.challenges = Challenges(tokens)
-        self._proven = proven
+        self._room = room
         self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
         self._limits = {
             "Submit": Limits(max_message_bytes),
@@ -143,10 +141,10 @@ class AccessInterceptor(ServerInterceptor):
         )
 
     def _admitted(self, answer: "Behaviour", admitted: Admitted, needed: Role, pool: Pool) -> "Behaviour":
-        """Returns ``answer`` for this caller, counted among its service's open calls. The service's proof goes first."""
+        """Returns ``answer`` for this caller, counted among its service's open calls, after the service's proof."""
 
         async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
-            self._proven(context.peer())
+            self._room.proven(context.peer())
             CALLER.set(admitted.caller)
             SESSION.set(admitted.session)
             await context.send_initial_metadata(((ANSWER_KEY, text_of(admitted.answer)),))
@@ -173,6 +171,7 @@ class AccessInterceptor(ServerInterceptor):
                 nonce = b""
             if len(nonce) != NONCE_BYTES:
                 await abort(context, InvalidValue(NONCE_KEY, "(not shown)", f"{NONCE_BYTES} random bytes in base64"))
+            self._room.challenged(context.peer())
             yield self.challenges.answer(nonce, unquote(str(given.get(WORKER_KEY, "")))).SerializeToString()
 
         return answer

@@ -9,6 +9,7 @@ stream, returns a message, or raises the service's refusal.
 import asyncio
 import hmac
 import secrets
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -25,6 +26,9 @@ from dora.rpc.errors import ServiceUnavailable, Unauthenticated, is_broken
 from dora.rpc.roles import SERVICES, Role, token_for
 
 CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
+CROWDED_S: Final = 5.0  # a service that closes connections as they come, because it has too many, is tried for so long
+CROWDED_PAUSE_S: Final = 0.1
+CROWDED: Final = ("Socket closed", "reset by peer", "Broken pipe")  # in gRPC's words of such a connection
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -90,14 +94,18 @@ class Prover:
         if self.worker_id:
             metadata += ((proof.WORKER_KEY, quote(self.worker_id, safe="")),)
         ask = channel.unary_unary(proof.CHALLENGE, pb.ChallengeRequest.SerializeToString, pb.ChallengeReply.FromString)
-        try:
-            reply = await ask(
-                pb.ChallengeRequest(), metadata=metadata, timeout=min(timeout_s or CHALLENGE_S, CHALLENGE_S)
-            )
-        except grpc.aio.AioRpcError as error:
-            if is_broken(error.code(), error.details()):
-                raise
-            raise self.doubted(method, f"answers no challenge ({error.code().name})") from None
+        limit_s = min(timeout_s or CHALLENGE_S, CHALLENGE_S)
+        until_s = time.monotonic() + min(limit_s, CROWDED_S)
+        while True:
+            try:
+                reply = await ask(pb.ChallengeRequest(), metadata=metadata, timeout=limit_s)
+                break
+            except grpc.aio.AioRpcError as error:
+                if not is_broken(error.code(), error.details()):
+                    raise self.doubted(method, f"answers no challenge ({error.code().name})") from None
+                if time.monotonic() >= until_s or not any(each in (error.details() or "") for each in CROWDED):
+                    raise
+            await asyncio.sleep(CROWDED_PAUSE_S)
         found = self._session(nonce, reply) if self._token else None
         if found is None:
             raise self.doubted(method)

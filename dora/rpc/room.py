@@ -3,8 +3,8 @@
 gRPC closes new connections once there are as many as the service takes, whoever holds them, and its Python API shows
 none of them. So a thread looks through the process's own sockets: connections of peers that have proved nothing may
 take half of the places that the others leave. Of more than that, the oldest connection of the address that has most is
-ended, again and again. The other half is for those who come between two looks. Works where the system lists a process's
-files (Linux, macOS); elsewhere gRPC's limits alone hold.
+ended, again and again; one that has asked for no challenge goes first. The other half is for those who come between two
+looks. Works where the system lists a process's files (Linux, macOS); elsewhere gRPC's limits alone hold.
 """
 
 import os
@@ -45,6 +45,7 @@ class Room:
         self._most = most
         self._port = 0
         self._proven: dict[Peer, float] = {}  # when the peer last proved its token
+        self._challenged: dict[Peer, float] = {}  # when it last was answered a challenge
         self._sockets: dict[int, _Socket] = {}  # by descriptor, as of the last look
         self._numbers = count()
         self._looked_s = 0.0  # when that began
@@ -65,10 +66,17 @@ class Room:
 
     def proven(self, peer: str) -> None:
         """Notes that a call of this peer, as gRPC names it, has proved a token."""
+        self._note(self._proven, peer)
+
+    def challenged(self, peer: str) -> None:
+        """Notes that this peer was answered a challenge: silent connections of its address are ended before it."""
+        self._note(self._challenged, peer)
+
+    def _note(self, noted: dict[Peer, float], peer: str) -> None:
         scheme, _, address = unquote(peer).partition(":")
         host, _, port = address.rpartition(":")
         if scheme in ("ipv4", "ipv6") and port.isdecimal():
-            self._proven[_plain(host.strip("[]")), int(port)] = time.monotonic()
+            noted[_plain(host.strip("[]")), int(port)] = time.monotonic()
 
     def _watch(self) -> None:
         others = 0  # files that are not of unproven connections, as of the last look
@@ -100,13 +108,15 @@ class Room:
                 known = _Socket(
                     next(self._numbers), about.st_ino, self._peer(descriptor) if stat.S_ISSOCK(about.st_mode) else None
                 )
-                if known.peer is not None and self._proven.get(known.peer, began_s) < self._looked_s:
-                    del self._proven[known.peer]  # the proof was that of an earlier connection from the same port
+                for noted in (self._proven, self._challenged):
+                    if known.peer is not None and noted.get(known.peer, began_s) < self._looked_s:
+                        del noted[known.peer]  # by an earlier connection from the same port
             found[descriptor] = known
         present = {each.peer for each in found.values()}
-        for peer, proven_s in dict(self._proven).items():
-            if peer not in present and proven_s < began_s:
-                self._proven.pop(peer, None)
+        for noted in (self._proven, self._challenged):
+            for peer, noted_s in dict(noted).items():
+                if peer not in present and noted_s < began_s:
+                    noted.pop(peer, None)
         self._sockets, self._looked_s = found, began_s
         return self._keep([fd for fd, each in found.items() if self._is_unproven(each)])
 
@@ -116,19 +126,24 @@ class Room:
     def _keep(self, unproven: list[int]) -> list[int]:
         """Ends connections until there are no more unproven ones than may be."""
         by_host: dict[str, deque[int]] = defaultdict(deque)
-        for descriptor in sorted(unproven, key=lambda fd: self._sockets[fd].number):
+        for descriptor in sorted(unproven, key=self._rank):
             peer = self._sockets[descriptor].peer
             by_host[peer[0] if peer else ""].append(descriptor)
-        most_first = [(-len(each), self._sockets[each[0]].number, host) for host, each in by_host.items()]
+        most_first = [(-len(each), self._rank(each[0]), host) for host, each in by_host.items()]
         heapify(most_first)
         for _ in range(len(unproven) - self._unproven_most()):
             held, _, host = most_first[0]
             self._end(by_host[host].popleft())
             if held < -1:
-                heapreplace(most_first, (held + 1, self._sockets[by_host[host][0]].number, host))
+                heapreplace(most_first, (held + 1, self._rank(by_host[host][0]), host))
             else:
                 heappop(most_first)
         return [descriptor for each in by_host.values() for descriptor in each]
+
+    def _rank(self, descriptor: int) -> tuple[bool, int]:
+        """Orders connections by who is ended first."""
+        each = self._sockets[descriptor]
+        return each.peer in self._challenged, each.number
 
     def _end(self, descriptor: int) -> None:
         """Shuts a connection down, which gRPC then closes. A copy holds the socket that is checked."""

@@ -1,10 +1,9 @@
 """Strangers that take a service's connections, in a process of their own: they open new ones as others are closed.
 
-    python -m tests.abuse.attackers PORT COUNT SENT_HEX HOST...
+python -m tests.abuse.attackers PORT COUNT SENT_HEX HOST...
 """
 
 import asyncio
-import socket
 import sys
 
 
@@ -25,7 +24,7 @@ async def attack(port: int, count: int, sent: bytes, hosts: list[str]) -> None:
                 while await reader.read(4096):
                     pass
             except OSError:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             finally:
                 if writer is not None:
                     writer.transport.abort()
@@ -34,5 +33,4 @@ async def attack(port: int, count: int, sent: bytes, hosts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    assert socket.AF_INET
     asyncio.run(attack(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]), sys.argv[4:]))

@@ -34,7 +34,7 @@ async def serving(
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
-    interceptors = (*server_interceptors(tokens, limit_bytes, room.proven), WakingInterceptor(runtime))
+    interceptors = (*server_interceptors(tokens, limit_bytes, room), WakingInterceptor(runtime))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
