@@ -27,6 +27,7 @@ from dora.prompts.store import PROMPTS_MAX
 from dora.prompts.tables import CELL_BYTES_MAX
 from dora.rewards.pool import LOG_BYTES
 from dora.rewards.verdict import COMPONENTS_MAX, LOG_MAX_BYTES
+from dora.rpc.challenge import FRESH_S, SESSIONS_MAX
 from dora.rpc.channel import CONNECTIONS_MAX, HANDSHAKE_S, IDLE_S
 from dora.rpc.interceptor import (
     CALLS_AT_ONCE,
@@ -48,6 +49,12 @@ def limits() -> Iterator[tuple[str, str, str]]:
     """Yields the bounded thing, its bound, and the effect of exceeding it."""
     yield "connections", f"{CONNECTIONS_MAX:,}, or half of the process's limit of open files", "closed"
     yield "time of a connection without a call; until its first bytes", f"{IDLE_S:g} s; {HANDSHAKE_S:g} s", "closed"
+    yield (
+        "connections that have proved no token",
+        "half of the free ones",
+        "the oldest of the address that has most is closed",
+    )
+    yield "time from a challenge to its first call; sessions", f"{FRESH_S:g} s; {SESSIONS_MAX:,}", "a new challenge"
     clients = (Role.TRAINER, Role.SUBMITTER, Role.OPERATOR)
     yield "open calls of trainers, submitters, operators", _numbers(CALLS_AT_ONCE[role] for role in clients), REFUSED
     machines = (Role.WORKER, Role.HOST)

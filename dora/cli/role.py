@@ -1,5 +1,6 @@
 """``dora token``"""
 
+import asyncio
 import sys
 from typing import Annotated
 
@@ -17,6 +18,14 @@ def token(
     role: Annotated[str, typer.Argument(help="trainer, submitter, operator, worker, host or owner.")] = "owner",
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
+    call: Annotated[
+        str,
+        typer.Option(
+            metavar="SERVICE/METHOD",
+            help="Print the header of one call instead, for clients such as grpcurl: a proof of the token, valid once, "
+            "for 30 s.",
+        ),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Print the token of a role, derived from the owner's token."""
@@ -29,7 +38,35 @@ def token(
     if not owner:
         raise Unauthenticated("token", MISSING, f"the owner's: {WHERE}")
     found = Tokens(owner).of[Role(role)]
+    if call:
+        name, value = asyncio.run(header_of(address, found, f"/{call.strip('/')}"))
+        if as_json:
+            print_json({name: value})
+        else:
+            sys.stdout.write(f"{name}: {value}\n")
+        return
     if as_json:
         print_json({"role": role, "token": found})
     else:
         sys.stdout.write(found + "\n")
+
+
+async def header_of(address: str, token: str, method: str) -> tuple[str, str]:
+    """Returns the metadata of one call. Raises InvalidValue for an unknown method, Unauthenticated, and
+    ServiceUnavailable.
+    """
+    import grpc
+
+    from dora.rpc.errors import from_rpc_error
+    from dora.rpc.proven import proven_channel
+    from dora.rpc.roles import SERVICES
+
+    services = [f"/dora.v1.{name}/" for name in SERVICES]
+    if not method.startswith(tuple(services)):
+        raise InvalidValue("--call", method.strip("/"), f"a method such as {services[1].strip('/')}/Submit")
+    async with proven_channel(address, token) as channel:
+        try:
+            ((name, value),) = (await channel.credential(method)).metadata
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+    return name, value

@@ -1,4 +1,4 @@
-"""A stranger on the port of a killed service gets nothing of its clients that is worth anything, and ends none of them."""
+"""A stranger on the port of a killed service gets nothing from its clients that is worth anything."""
 
 import asyncio
 import base64

@@ -71,7 +71,7 @@ async def test_who_proves_a_token_gets_in(service: ServiceHandle, sent: bytes, h
                 async with Operator(service.address, service.token, timeout_s=READY_S) as operator:
                     await operator.status()
             async with Trainer(service.address, token=service.token) as trainer:
-                await trainer.attach()
+                await trainer.attach(groups=4)
             prover = Prover(service.address, service.tokens[Role.WORKER], "back")
             link = Link(prover, "back", engine.capability)
             link.begin()

@@ -133,7 +133,8 @@ async def test_prompts_are_submitted_as_printed(folder: Path, tiny_dense: Path) 
     ) as handle:
         await run(handle, folder, "my_prompts.py")
         (line,) = [each for block in blocks(PAGE, "sh") for each in block.splitlines() if "grpcurl" in each]
-        words = shlex.split(line.replace("$DORA_TOKEN", handle.token))
+        header_line = await _header(line, handle)
+        words = shlex.split(re.sub(r"\$\(.*?\)", header_line, line))
         folder_of_proto, proto, header, body, address, method = (
             *(words[words.index(flag) + 1] for flag in ("-import-path", "-proto", "-H", "-d")),
             *words[-2:],
@@ -147,6 +148,15 @@ async def test_prompts_are_submitted_as_printed(folder: Path, tiny_dense: Path) 
         async with dora.Trainer(handle.address, token=handle.token) as trainer:
             step = await anext(trainer.steps(groups=4))
             assert "q1" in {group.prompt_id async for group in step}
+
+
+async def _header(line: str, handle: ServiceHandle) -> str:
+    """What the command within the printed line prints for this service."""
+    (command,) = re.findall(r"\$\(dora (.*?)\)", line)
+    argv, environment = [*command.split(), "--address", handle.address], {"DORA_TOKEN": handle.token}
+    result = await asyncio.to_thread(CliRunner(env=environment).invoke, app, argv)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout.strip())
 
 
 async def test_a_worker_joins_by_hand_as_printed(folder: Path, tiny_dense: Path) -> None:

@@ -1,0 +1,113 @@
+"""Sessions of proven callers: each call's number once, each challenge for a time, and no more sessions than may be."""
+
+import random
+import secrets
+
+import pytest
+
+from dora.errors import LimitExceeded
+from dora.rpc import challenge, proof
+from dora.rpc.challenge import FRESH_S, NUMBERS_KEPT, Challenges
+from dora.rpc.errors import Unauthenticated
+from dora.rpc.proven import Session
+from dora.rpc.roles import Caller, Role, Tokens
+from tests.proofs import session_with
+from tests.refusals import refused
+
+METHOD = "/dora.v1.Operator/GetStatus"
+TOKENS = Tokens("owner")
+
+
+class Bench:
+    """The challenges of one incarnation, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.challenges = Challenges(TOKENS, lambda: self.now_s)
+
+    def session(self, token: str = "owner") -> Session:
+        return session_with(self.challenges, token)
+
+    def admit(self, session: Session, number: int, method: str = METHOD) -> challenge.Admitted:
+        session.calls = number - 1
+        sent = session.credential(METHOD)
+        return self.challenges.admit(sent.metadata, method, Role.OPERATOR)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_number_is_taken_once_in_whatever_order_calls_come(seed: int) -> None:
+    chance, bench, used, highest = random.Random(seed), Bench(), set[int](), 0
+    session = bench.session()
+    for _ in range(400):
+        number = max(1, highest + chance.choice((1, 1, 2, 0, -1, -chance.randrange(2 * NUMBERS_KEPT), 700)))
+        if number in used or number <= highest - NUMBERS_KEPT:
+            with refused(Unauthenticated, field="proof", value="(used before)"):
+                bench.admit(session, number)
+            continue
+        assert bench.admit(session, number).caller == Caller(Role.OWNER)
+        used.add(number)
+        highest = max(highest, number)
+
+
+def test_a_session_begins_soon_after_its_challenge_and_then_lasts() -> None:
+    bench = Bench()
+    early, late = bench.session(), bench.session()
+    bench.admit(early, 1)
+    bench.now_s += FRESH_S + 1
+    bench.admit(early, 2)
+    with refused(Unauthenticated, field="proof"):
+        bench.admit(late, 1)
+
+
+def test_sessions_are_bounded_and_a_dropped_one_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(challenge, "SESSIONS_MAX", 3)
+    bench = Bench()
+    sessions = [bench.session() for _ in range(4)]
+    for each in sessions[:3]:
+        bench.admit(each, 1)
+    with refused(LimitExceeded, field="sessions", value="4"):
+        bench.admit(sessions[3], 1)
+    bench.now_s += FRESH_S + 1
+    bench.admit(sessions[0], 2)
+    bench.admit(bench.session(), 1)
+    for session, number in ((sessions[1], 1), (sessions[1], 2)):
+        with refused(Unauthenticated, field="proof"):
+            bench.admit(session, number)
+    bench.admit(sessions[0], 3)
+
+
+def test_a_proof_is_for_its_method_its_incarnation_and_its_key() -> None:
+    bench, other = Bench(), Bench()
+    session = bench.session()
+    with refused(Unauthenticated, field="token", value="(wrong)"):
+        bench.admit(session, 1, "/dora.v1.Operator/Drain")
+    with refused(Unauthenticated, field="proof", value="(of another incarnation)"):
+        other.admit(session, 1)
+    with refused(Unauthenticated, field="token", value="(wrong)"):
+        bench.admit(bench.session("wrong"), 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_credential_is_refused(seed: int) -> None:
+    chance, bench = random.Random(seed), Bench()
+    (name, header), *_ = bench.session().credential(METHOD).metadata
+    damaged = list(header)
+    place = chance.randrange(len(damaged))
+    damaged[place] = chance.choice([each for each in "A9- /=\x00é" if each != damaged[place]])
+    with pytest.raises(Unauthenticated):
+        bench.challenges.admit(((name, "".join(damaged)),), METHOD, Role.OPERATOR)
+
+
+def test_an_ended_token_is_known_but_not_valid() -> None:
+    """So that its worker can believe that it is refused."""
+    tokens, nonce = Tokens("owner"), secrets.token_bytes(proof.NONCE_BYTES)
+    first, second = tokens.started("w0"), tokens.started("w0")
+    held = Challenges(tokens)
+    for token, is_ended in ((first, True), (second, False)):
+        reply = held.answer(nonce, "w0")
+        key = proof.key_of(token)
+        assert proof.service_proof(key, nonce, reply.nonce) in {each.proof for each in reply.proofs}
+        session = Session("worker/w0", nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
+        sent = session.credential("/dora.v1.Worker/Connect")
+        found = held.admit(sent.metadata, "/dora.v1.Worker/Connect", Role.WORKER)
+        assert found.is_ended is is_ended and found.caller.worker_id == "w0" and found.answer == sent.answer
