@@ -22,10 +22,11 @@ from dora.errors import MISSING, DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
 from dora.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from dora.rpc.errors import ServiceUnavailable, Unauthenticated, is_broken
+from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated, is_broken
 from dora.rpc.roles import SERVICES, Role, token_for
 
 CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
+PROOF_S: Final = 60.0  # so does a call whose answer does not begin
 CROWDED_S: Final = 5.0  # a service that closes connections as they come, because it has too many, is tried for so long
 CROWDED_PAUSE_S: Final = 0.1
 CROWDED: Final = ("Socket closed", "reset by peer", "Broken pipe")  # in gRPC's words of such a connection
@@ -157,8 +158,12 @@ class ProvenChannel(grpc.aio.Channel):
             sent = await self.credential(method, timeout_s)
             call = make(sent.metadata)
             try:
-                if await sent.is_proven(call):
-                    return call, sent.session
+                async with asyncio.timeout(PROOF_S):
+                    if await sent.is_proven(call):
+                        return call, sent.session
+            except TimeoutError as error:
+                call.cancel()
+                raise NoAnswer(f"{self._prover.address} did not begin to answer in {PROOF_S:g} s") from error
             except BaseException:
                 call.cancel()
                 raise

@@ -20,7 +20,8 @@ from dora.data.types import PoolCapability
 from dora.errors import DoraError, InvalidValue
 from dora.host.agent import AgentOptions, run_agent
 from dora.rpc import dora_pb2 as pb
-from dora.rpc import proof
+from dora.rpc import proof, proven
+from dora.rpc.challenge import Challenges
 from dora.rpc.channel import server_options
 from dora.rpc.errors import ServiceUnavailable, Unauthenticated, from_rpc_error
 from dora.rpc.interceptor import server_interceptors
@@ -50,7 +51,7 @@ class Service(grpc.GenericRpcHandler):
         """``challenge``: how a fake one answers it."""
         self.captured: Captured = []
         self._challenge = challenge
-        self._proof = proof_sent
+        self.proof_sent = proof_sent
 
     def service(self, details: Any) -> Any:
         metadata, messages = tuple(details.invocation_metadata), list[bytes]()
@@ -60,8 +61,8 @@ class Service(grpc.GenericRpcHandler):
             return None  # the interceptor's, or of an older release
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            if self._proof:
-                await context.send_initial_metadata(((proof.ANSWER_KEY, proof.text_of(self._proof)),))
+            if self.proof_sent:
+                await context.send_initial_metadata(((proof.ANSWER_KEY, proof.text_of(self.proof_sent)),))
             if details.method == proof.CHALLENGE and challenge is not None:
                 yield challenge(dict(metadata))
                 return
@@ -237,6 +238,21 @@ async def test_members_and_clients_show_a_stranger_nothing(kind: str, tmp_path: 
             await run_agent(options, asyncio.Event(), lambda _: None)
     keeps_secret(stranger.secrets_shown)
     assert {method for method, _, _ in stranger.captured} == {proof.CHALLENGE}
+
+
+@pytest.mark.parametrize("answer", [b"", bytes(32), b"no"], ids=["none", "another", "of another size"])
+async def test_an_answer_without_its_proof_is_not_believed(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its challenge was answered well: another has the connection now. A stream's messages wait for it."""
+    if not answer:  # it does not begin to answer before it has the message
+        monkeypatch.setattr(proven, "PROOF_S", 0.1)
+    challenges = Challenges(TOKENS)
+    stranger = Service(lambda given: challenges.answer(proof.bytes_of(given[proof.NONCE_KEY]), "").SerializeToString())
+    stranger.proof_sent = answer
+    async with listening(stranger) as port, proven_channel(f"127.0.0.1:{port}", OWNER) as channel:
+        for method in METHODS:
+            with pytest.raises(ServiceUnavailable):
+                await call_of(channel, method)
+    assert not any(messages for _, _, messages in stranger.captured)
 
 
 async def test_what_was_heard_is_accepted_once() -> None:
