@@ -230,19 +230,19 @@ def test_statuses_that_grpc_itself_gives(code: grpc.StatusCode, kind: type[DoraE
 async def test_a_rejected_version_travels_with_all_that_is_known_of_it(difference: float) -> None:
     context: Any = AbortedContext()
     error = VersionRejected(3, "logprobs differ, by 100% or so", ("w0", "w-1.b"), difference)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(Aborted):
         await abort(context, error)
     assert context.error.code() is grpc.StatusCode.FAILED_PRECONDITION
     found = from_rpc_error(context.error)
     assert isinstance(found, VersionRejected) and (str(found), vars(found)) == (str(error), vars(error))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(Aborted):
         await abort(context, VersionRejected(3, "\u00fc" * 5000, ("w0",), 0.0))
     assert sum(len(key) + len(value) for key, value in context.error.trailing_metadata()) < 6000
 
 
 async def test_an_error_without_a_field_is_internal_and_long_ones_are_shortened() -> None:
     context: Any = AbortedContext()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(Aborted):
         await abort(context, CanaryMismatch("off by one " * 1000, 1.0))
     assert context.error.code() is grpc.StatusCode.INTERNAL and len(context.error.details()) <= 512
 
