@@ -66,6 +66,8 @@ def secret_fields(model: type[BaseModel]) -> Iterator[str]:
 
 def _is_secret(path: tuple[str, ...], value: Any, names: set[str]) -> bool:
     """Returns whether the value at ``path`` may hold a secret. A field may be misspelt, or be in the wrong section."""
+    if value is None or isinstance(value, int | float):
+        return False  # secrets are text
     if any(nearest(part, names, ALIKE) for part in path):
         return True
     if isinstance(value, Mapping):

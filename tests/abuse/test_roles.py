@@ -47,7 +47,7 @@ async def test_each_role_may_do_its_own_and_the_owner_what_a_client_may(handle: 
 async def test_another_scheme_is_no_token(handle: ServiceHandle) -> None:
     async with open_channel(handle.address) as channel:
         for value in (handle.token, f"Basic {handle.token}", f"bearer {handle.token}x", "Bearer"):
-            with refused_call(Unauthenticated, field="token"):
+            with refused_call(Unauthenticated, field="authorization"):
                 await stubs.OperatorStub(channel).GetStatus(pb.StatusRequest(), metadata=(("authorization", value),))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ SETTINGS = (
     *("model=tiny", "prompts=tiny", "workers.engine=fake", "workers.count=1", "workers.max_model_len_tokens=512"),
     *("workers.kv_tokens=4096", "kv.pool_mb=0", "service.listen=127.0.0.1:0", "service.drain_timeout_s=60"),
 )
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Children inherit an ignored signal, as under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @asynccontextmanager

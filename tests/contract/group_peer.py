@@ -128,7 +128,13 @@ def _is_of_a_larger_world(peer: Peer) -> None:
 def _comes_late(peer: Peer) -> None:
     offer = peer.told.recv()
     peer.told.recv()  # the source has given up
-    _tell_failure(peer, lambda: TorchReceiver(peer.backend, peer.stream, peer.timeout_s).attach(offer))
+
+    def join() -> None:
+        receiver = TorchReceiver(peer.backend, peer.stream, peer.timeout_s)
+        receiver.attach(offer)  # may succeed while the source's thread ends
+        receiver.chunk(peer.stream, {"at": 0, "size": len(CHUNK)}, np.zeros(CHUNK_MAX, np.uint8).data, digest)
+
+    _tell_failure(peer, join)
 
 
 def _tell_failure(peer: Peer, join: Callable[[], Any]) -> None:

@@ -18,15 +18,15 @@ LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 
 def beginnings(world: UnreliableWorld) -> Iterator[tuple[records.LogRecord, on.Restored]]:
     """What a later life would tell its core, after each fact but those of tokens and verdicts."""
-    told = world.logged.told
+    logged = world.logged.records
     ledger, tokens, verdicts = Ledger(None), [], []
-    for count, record in enumerate(told, start=1):
+    for count, record in enumerate(logged, start=1):
         ledger.apply([record], count)
         if isinstance(record, records.Tokens):
             tokens.append(record)
         elif isinstance(record, records.Verdict):
             verdicts.append(record)
-        elif ledger.values["life"] >= 0 and count > len(told) - LAST:
+        elif ledger.values["life"] >= 0 and count > len(logged) - LAST:
             groups = ledger.groups()
             requests = Content(groups).of(tokens, verdicts)
             offered, window = world.service._offered, world.config.window

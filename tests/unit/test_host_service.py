@@ -10,7 +10,7 @@ from dora.host.processes import Processes
 from dora.orchestrator.services.host import HostService
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import SESSION, Tokens
 from tests.contract.relays import publish
 from tests.unit.test_runtime import Shell
 
@@ -33,6 +33,7 @@ async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell
         yield pb.HostMessage(ready=pb.HostReady(relay_address="127.0.0.1:1", held=names[:2]))
         await asyncio.Event().wait()
 
+    SESSION.set(bytes(32))
     orders = HostService(shell.runtime).Join(said(), None)
     first = asyncio.create_task(anext(orders))
     await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import CALLER, Caller, Role, Tokens
+from dora.rpc.roles import CALLER, SESSION, Caller, Role, Tokens
 from dora.weights.store import WeightStore
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.full import files_up_to
@@ -200,6 +200,7 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
         await asyncio.Event().wait()
 
     CALLER.set(Caller(Role.WORKER))
+    SESSION.set(bytes(32))
     stream = service.Connect(messages(), None)
     first = asyncio.create_task(anext(stream))
     await shell.until(lambda: "mine" in runtime.sessions.workers)

@@ -138,7 +138,7 @@ def test_another_refusal_is_none_of_too_large_a_kv_cache(monkeypatch: pytest.Mon
         def started(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(engine_checks, "_started", started)
+        monkeypatch.setattr(engine_checks, "engine_of", started)
 
     subject = Subject("cuda", tmp_path, tmp_path)
     refuse(LimitExceeded("workers.kv_tokens", 1 << 31, "fewer"))

@@ -71,13 +71,16 @@ def test_values_are_completed(line: str, values: list[str], tmp_path: Path, monk
     assert found[: len(values)] == values and (values or not found)
 
 
+GIVEN_TOGETHER = ("prompts.", "reward.function=", "model=", "balance.cost.", "workers.batch_invariant=true")
+
+
 def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None:
     names = completed("dora serve --set ")
     assert {"model=", "window.size=", "service.listen=", "selection.filter="} <= set(names)
     assert all(name.endswith("=") for name in names) and len(names) > 50
     for name in names:
         for value in completed(f"dora serve --set {name}"):
-            if not value.startswith(("prompts.", "reward.function=", "model=", "balance.cost.")):  # given together
+            if not value.startswith(GIVEN_TOGETHER):
                 load_config(None, ["workers.max_model_len_tokens=4096", value])
     assert [f"balance.policy={policy}" for policy in POLICIES] == completed("dora serve --set balance.policy=")
     assert set(Config.model_fields) >= {name.partition(".")[0].rstrip("=") for name in names}

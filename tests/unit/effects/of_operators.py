@@ -129,5 +129,8 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("token", "role"): Ran(["token", "--token-file", "{token}"], ["trainer"]),
     ("token", "address"): Ran(["token"], ["--address", "{left}"], lambda done: TOKEN in done.out),
     ("token", "token"): Ran(["token"], ["--token-file", "{token}"], lambda done: TOKEN in done.out),
+    ("token", "call"): Ran(
+        ["token", "owner", *AT], ["--call", "Operator/GetStatus"], lambda done: done.out.startswith("authorization: ")
+    ),
     ("token", "as_json"): Ran(["token", "--token-file", "{token}"], ["--json"], is_json),
 }
