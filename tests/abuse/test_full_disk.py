@@ -105,7 +105,7 @@ async def test_shared_memory_that_is_full_breaks_no_stream_and_a_version_may_be_
     disk = tmp_path / "disk"
     settings = {"service.run_folder": disk / "run", "workers.count": 2}
     async with (
-        served(tiny_dense, disk, 8 * MEGABYTE, **settings) as service,
+        served(tiny_dense, disk, 12 * MEGABYTE, **settings) as service,
         Operator(service.address, service.token) as operator,
         dora.Trainer(service.address, token=service.token) as trainer,
     ):
