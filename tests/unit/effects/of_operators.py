@@ -130,7 +130,9 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("token", "address"): Ran(["token"], ["--address", "{left}"], lambda done: TOKEN in done.out),
     ("token", "token"): Ran(["token"], ["--token-file", "{token}"], lambda done: TOKEN in done.out),
     ("token", "call"): Ran(
-        ["token", "owner", *AT], ["--call", "dora.v1.Operator/GetStatus"], lambda done: done.out.startswith("authorization: ")
+        ["token", "owner", *AT],
+        ["--call", "dora.v1.Operator/GetStatus"],
+        lambda done: done.out.startswith("authorization: "),
     ),
     ("token", "as_json"): Ran(["token", "--token-file", "{token}"], ["--json"], is_json),
 }
