@@ -27,7 +27,10 @@ from tests.contract.driver import (
 )
 from tests.refusals import refused
 
-pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
+pytestmark = [  # a process imports vLLM for many tests; `make test` tries routed experts of one rank
+    pytest.mark.xdist_group("vllm-dense"),
+    pytest.mark.full,
+]
 
 REQUESTS = mixed_requests(4)
 PROMPT = make_request(7, GREEDY, 100)
@@ -73,7 +76,7 @@ def alone(model: Path) -> Alone:
     return Alone(responses, snapshot)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("tensor_parallel", marks=pytest.mark.full), "pipeline_parallel"])
+@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
 def engine(request: pytest.FixtureRequest, model: Path, alone: Alone) -> Iterator[VllmEngine]:
     """Two ranks that share each layer, or the layers. vLLM keeps some state for a process, so ``alone`` comes first."""
     engine = make_ranked(model, **{request.param: 2})

@@ -37,7 +37,14 @@ async def trained(service: Killed, model: Path, steps: int, groups: int, leave_a
     return taken
 
 
-@pytest.mark.parametrize(("size", "groups", "is_killed"), [(1, 4, False), (4, 3, True), ("auto", 2, True)])
+@pytest.mark.parametrize(
+    ("size", "groups", "is_killed"),
+    [
+        pytest.param(1, 4, False, marks=pytest.mark.full),
+        pytest.param(4, 3, True, marks=pytest.mark.full),
+        ("auto", 2, True),
+    ],
+)
 async def test_window_batch_and_lengths_change_at_a_start(
     size: int | str, groups: int, is_killed: bool, tiny_dense: Path, tmp_path: Path
 ) -> None:

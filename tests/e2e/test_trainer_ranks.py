@@ -165,6 +165,7 @@ async def services(model_folder: Path, tmp_path: Path) -> AsyncIterator[tuple[Ru
         await each.server.stop(None)
 
 
+@pytest.mark.full  # two runs, one after the other
 async def test_a_run_of_two_ranks_is_gone_on_with_by_one(
     services: tuple[Running, Running], model_folder: Path, tmp_path: Path
 ) -> None:

@@ -50,7 +50,10 @@ def test_it_says_how_the_best_trainer_is_laid_out() -> None:
     [
         ("--gpus", "64"),
         ("--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1"),
-        ("--gpus", "65536", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000"),
+        pytest.param(
+            ("--gpus", "65536", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_no_line_is_longer_than_100_characters(arguments: tuple[str, ...]) -> None:

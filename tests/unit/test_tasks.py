@@ -326,7 +326,7 @@ def test_a_file_has_them_as_a_list_of_sections_and_a_setting_changes_one_by_its_
 # ------------------------------------------------------------------------------------------------------------ simulated
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_statistics_tell_tasks_apart_among_prompts_never_seen(tmp_path: Path, seed: int) -> None:
     """In the first epoch the task is all that they can go by: with one task they know no prompt from another."""
     file = tmp_path / "mine.toml"
