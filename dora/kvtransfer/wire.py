@@ -20,6 +20,7 @@ import contextlib
 import hmac
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,6 +44,8 @@ _NUMBER: Final = Struct("<Q")
 _TIMEVAL: Final = Struct("@ll")
 _LOWER_EFFORT: Final = 1 << 2  # DSCP of RFC 8622, in the byte of class and congestion
 _DRAIN_BYTES: Final = 256 << 10
+PACE_BYTES_PER_S: Final = 1024.0  # of a read or write in progress: the least that counts as progress,
+PACE_SHARE: Final = 0.01  # or this share of the stream's own pace so far
 
 
 Field = TypeVar("Field", str, int, bytes, bool)
@@ -95,8 +98,8 @@ class Frame:
 class Stream:
     """A connected socket as a stream of frames. One thread sends, one receives.
 
-    Every method raises TransferFailed if the other end disconnects, stalls for longer than the timeout, or sends an
-    invalid frame.
+    Every method raises TransferFailed if the other end disconnects, stalls for longer than the timeout, sends an
+    invalid frame, or makes too little progress within a read or write: bytes that drip are no sign of life.
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
@@ -110,6 +113,8 @@ class Stream:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = _Tags()
         self._receiving = _Tags()
+        self._sent = _Pace(timeout_s)
+        self._received = _Pace(timeout_s)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
 
@@ -128,13 +133,16 @@ class Stream:
         packed = msgpack.packb(head)
         preamble = PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
         waiting = [memoryview(preamble + self._sending.next(preamble, packed) + packed), *body]
+        self._sent.begin()
         try:
             while waiting:
                 ready = waiting[:BUFFERS_MAX]
                 if pace is not None:
                     ready = [waiting[0][:PACED_BYTES]]
                     pace(ready[0].nbytes)
+                began_s = time.monotonic()
                 sent = self._socket.sendmsg(ready)
+                self._sent.passed(sent, time.monotonic() - began_s)
                 waiting = _rest(waiting, sent)
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "takes no bytes")) from error
@@ -165,12 +173,15 @@ class Stream:
         return Frame(Kind(kind), head, body_bytes)
 
     def read_into(self, target: memoryview) -> None:
+        self._received.begin()
         try:
             while target:
+                began_s = time.monotonic()
                 taken = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
                 if not taken:
                     raise Gone("the other end has disconnected")
                 target = target[taken:]
+                self._received.passed(taken, time.monotonic() - began_s)
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "says nothing")) from error
 
@@ -212,6 +223,43 @@ class Stream:
         if isinstance(error, BlockingIOError | TimeoutError):
             return f"the other end {waited} for {self._timeout_s:g} s"
         return f"the connection broke: {error}"
+
+
+class _Pace:
+    """The progress of one direction: within a read or write, bytes must pass at a share of the stream's own pace.
+
+    A call of the system ends when all its bytes have passed or the timeout is over. So only frames that take several
+    calls are watched, from the end of the first one, which may have waited for a frame to begin.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._watched_s = timeout_s / 2
+        self._began_s = time.monotonic()
+        self._total = 0
+        self._is_first = True
+        self._bytes = 0
+        self._took_s = 0.0  # in calls of the system: a sender's own limit of bandwidth does not count
+
+    def begin(self) -> None:
+        self._is_first, self._bytes, self._took_s = True, 0, 0.0
+
+    def passed(self, count: int, took_s: float) -> None:
+        """Enters one call of the system. Raises TransferFailed if too few bytes have passed."""
+        self._total += count
+        if self._is_first:
+            self._is_first = False
+            return
+        self._bytes += count
+        self._took_s += took_s
+        if self._took_s < self._watched_s:
+            return
+        own = self._total / (time.monotonic() - self._began_s)
+        least = max(PACE_BYTES_PER_S, PACE_SHARE * own)
+        if self._bytes < least * self._took_s:
+            raise TransferFailed(
+                f"only {self._bytes} bytes passed in {self._took_s:.3g} s, at least {least:.3g} a second are expected"
+            )
+        self._bytes, self._took_s = 0, 0.0
 
 
 class _Tags:
