@@ -210,12 +210,15 @@ class ProvenChannel(grpc.aio.Channel):
         make = self._channel.stream_unary(method, *serializers, **named)
 
         async def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
-            proven = asyncio.Event()
-            begun, _ = await self.begin(
-                method, lambda sent: make(_after(proven, messages), metadata=sent, timeout=timeout), timeout
-            )
-            proven.set()
-            return await begun
+            sending = _Sending(messages)
+            try:
+                begun, _ = await self.begin(
+                    method, lambda sent: make(sending.begin(), metadata=sent, timeout=timeout), timeout
+                )
+                sending.proven.set()
+                return await begun
+            finally:
+                sending.end()
 
         return call
 
@@ -225,11 +228,9 @@ class ProvenChannel(grpc.aio.Channel):
         make = self._channel.stream_stream(method, *serializers, **named)
 
         def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> ProvenStream:
-            proven = asyncio.Event()
-            beginning = self.begin(
-                method, lambda sent: make(_after(proven, messages), metadata=sent, timeout=timeout), timeout
-            )
-            return ProvenStream(beginning, proven)
+            sending = _Sending(messages)
+            beginning = self.begin(method, lambda sent: make(sending.begin(), metadata=sent, timeout=timeout), timeout)
+            return ProvenStream(beginning, sending)
 
         return call
 
@@ -252,25 +253,62 @@ class ProvenChannel(grpc.aio.Channel):
         await self.close()
 
 
+class _Sending:
+    """The messages of one call, which a task of gRPC's reads once the service has proved itself.
+
+    gRPC leaves this task behind if a call is refused, so it is ended here: it would still read messages.
+    """
+
+    def __init__(self, messages: AsyncIterable[Any]) -> None:
+        self.proven = asyncio.Event()
+        self._messages = messages
+        self._attempt = 0
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self) -> AsyncIterator[Any]:
+        """Returns the messages for one more attempt; the attempt before ends."""
+        self.end()
+        return self._each(self._attempt)
+
+    def end(self) -> None:
+        """May be repeated."""
+        self._attempt += 1
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _each(self, attempt: int) -> AsyncIterator[Any]:
+        if attempt != self._attempt:
+            return
+        self._task = asyncio.current_task()
+        await self.proven.wait()
+        async for message in self._messages:
+            yield message
+
+
 class ProvenStream:
     """The messages of a call, once its service has proved itself. The call is made at once."""
 
-    def __init__(
-        self, beginning: Coroutine[Any, Any, tuple[Any, Session]], proven: asyncio.Event | None = None
-    ) -> None:
+    def __init__(self, beginning: Coroutine[Any, Any, tuple[Any, Session]], sending: _Sending | None = None) -> None:
         self._beginning = asyncio.ensure_future(beginning)
-        self._beginning.add_done_callback(lambda done: done.cancelled() or done.exception())  # a reader raises it
-        self._proven = proven
+        self._beginning.add_done_callback(self._begun)
+        self._sending = sending
         self._call: Any = None
         self.session: Session | None = None  # once the first message has come
 
     async def read(self) -> Any:
         """Returns the next message, or EOF. Raises as ``ProvenChannel`` says."""
-        if self._call is None:
-            self._call, self.session = await self._beginning
-            if self._proven is not None:
-                self._proven.set()
-        return await self._call.read()
+        message = EOF
+        try:
+            if self._call is None:
+                self._call, self.session = await self._beginning
+                if self._sending is not None:
+                    self._sending.proven.set()
+            message = await self._call.read()
+        finally:
+            if message is EOF:
+                self._end_sending()
+        return message
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -282,10 +320,19 @@ class ProvenStream:
 
     def cancel(self) -> None:
         """May be repeated."""
+        self._end_sending()
         if self._call is not None:
             self._call.cancel()
         elif not self._beginning.cancel() and not self._beginning.cancelled() and not self._beginning.exception():
             self._beginning.result()[0].cancel()
+
+    def _begun(self, beginning: "asyncio.Future[tuple[Any, Session]]") -> None:
+        if beginning.cancelled() or beginning.exception():  # which a reader raises
+            self._end_sending()
+
+    def _end_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.end()
 
 
 def proven_channel(
@@ -295,9 +342,3 @@ def proven_channel(
     if isinstance(prover, str):
         prover = Prover(address, prover)
     return ProvenChannel(open_channel(address, max_message_bytes, proxied=proxied), prover)
-
-
-async def _after(proven: asyncio.Event, messages: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    await proven.wait()
-    async for message in messages:
-        yield message
