@@ -40,7 +40,7 @@ def verify(
 ) -> None:
     """Recompute every recorded logprob with Hugging Face transformers, and check the guarantees of the run record.
 
-    The command exits with 1 after a violation, and if the record has no trajectory.
+    The command exits with 1 after a violation, and if it could recompute nothing.
     """
     from dora.verify import verify as verify_record
 
@@ -52,10 +52,7 @@ def verify(
 
 
 def _table(folder: Path, report: "VerifyReport") -> Facts:
-    verdict = Text("verified", "bold green") if report.verified else Text("nothing to verify", "bold red")
-    if not report.ok:
-        verdict = Text(f"{report.violations_total} violations", "bold red")
-    table = Facts(Text.assemble(f"{folder}: ", verdict))
+    table = Facts(Text.assemble(f"{folder}: ", _verdict(report)))
     table.add_row("steps committed", f"{report.steps:,}")
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("recomputed", f"{report.tokens:,} tokens of {report.recomputed:,} trajectories")
@@ -75,6 +72,17 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
     if report.violations_total > SHOWN_VIOLATIONS:
         table.notes.append(f"{report.violations_total - SHOWN_VIOLATIONS:,} more violations (--json lists up to 1000)")
     return table
+
+
+def _verdict(report: "VerifyReport") -> Text:
+    """``verified`` alone is said of a record of which everything was recomputed."""
+    if not report.ok:
+        return Text(f"{report.violations_total} violations", "bold red")
+    if not report.recomputed:
+        return Text("nothing recomputed" if report.trajectories else "nothing to verify", "bold red")
+    if report.recomputed < report.trajectories:
+        return Text(f"in part: {report.recomputed:,} of {report.trajectories:,} trajectories recomputed", "bold yellow")
+    return Text("verified", "bold green")
 
 
 def _versions(versions: Sequence[int]) -> str:

@@ -71,6 +71,7 @@ class Fetch:
     receivers: Mapping[str, MakeReceiver]  # transports beside TCP, by name, in order of preference
     helpers: Executor
     timeout_s: float
+    wait_s: float  # an upstream that only says that more will come is left after this, and the timeout
     came_bytes: int = 0
     culprits: set[str] = field(default_factory=set)
     link: Link | None = None
@@ -179,7 +180,8 @@ class Fetch:
             holding = self._holding
             assert holding is not None
             if holding.lacked():
-                self._receive(_Arriving(stream, holding, receivers.get(transport), far, upstream.host, measured))
+                receiver, patience_s = receivers.get(transport), self.wait_s + self.timeout_s
+                self._receive(_Arriving(stream, holding, receiver, far, upstream.host, measured, patience_s))
             lacked = len(holding.lacked())
             if lacked:
                 raise TransferFailed(f"it says that all was sent, and {lacked} chunks are lacking")
@@ -272,6 +274,7 @@ class _Arriving:
     is_far: bool
     host: str
     measured: Measured
+    patience_s: float  # without a chunk
     came_bytes: int = 0
     _seen: set[int] = field(default_factory=set)  # chunks that were written, checked or not: none is written twice
     _checking: "deque[Future[int]]" = field(default_factory=deque)
@@ -288,8 +291,11 @@ class _Arriving:
 
     def _hear(self, helpers: Executor, secret: bytes) -> None:
         ready_s = 0.0  # when the last piece had come, where the next was ready then
+        came_s = time.monotonic()
         while (frame := _heard(self.stream)).kind is not Kind.COMPLETE:
             if frame.kind is Kind.AWAITED:
+                if time.monotonic() - came_s > self.patience_s:
+                    raise TransferFailed(f"it awaits more, and nothing came for {self.patience_s:g} s")
                 continue
             if frame.kind is not Kind.CHUNK:
                 raise WrongBytes(f"it sent {frame.kind.name}")

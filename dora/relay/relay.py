@@ -166,9 +166,8 @@ class Relay:
 
     def _made(self, order: Order) -> Fetch:
         settings = self._settings
-        return Fetch(
-            order, self._own, settings.secret, self._hold, self._receivers(), self._helpers, settings.timeout_s
-        )
+        receivers, times_s = self._receivers(), (settings.timeout_s, settings.wait_s)
+        return Fetch(order, self._own, settings.secret, self._hold, receivers, self._helpers, *times_s)
 
     def _run(self, fetch: Fetch) -> None:
         began_s = monotonic()

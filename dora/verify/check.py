@@ -54,8 +54,8 @@ class VerifyReport:
 
     @property
     def verified(self) -> bool:
-        """Whether there were trajectories, and no violation was found."""
-        return self.ok and self.trajectories > 0
+        """Whether logprobs were recomputed, and no violation was found."""
+        return self.ok and self.recomputed > 0
 
 
 def verify(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dora.errors import TransferFailed
+from dora.kvtransfer import wire
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, answer, greet
 from dora.kvtransfer.wire import Kind, Stream
@@ -56,7 +57,7 @@ class Scripted:
         self._act = act
 
     def serve(self, stream: Stream, stopping: threading.Event) -> None:
-        self.stream = stream
+        self.stream, self.stopping = stream, stopping
         try:
             self._act(self)
         except TransferFailed:
@@ -262,6 +263,34 @@ FAULTS: dict[str, Callable[[Scripted], object]] = {
         Scripted.begin, lambda upstream: upstream.send(0, upstream.content(0) * 2, size=SMALL)
     ),
 }
+
+
+def drips(upstream: Scripted) -> None:
+    """A byte of a chunk now and then, as PACED_BYTES says."""
+    upstream.begin()
+    body = upstream.content(0)
+    told = {"first": 0, "count": 1, "size": len(body), "tags": tag_of(memoryview(body), SECRET)}
+    upstream.stream.send(Kind.CHUNK, told, [memoryview(body)], lambda count: upstream.stopping.wait(0.02))
+
+
+def awaits(upstream: Scripted) -> None:
+    """It says again and again that it lives, and that more will come."""
+    upstream.begin()
+    while not upstream.stopping.wait(0.02):
+        upstream.stream.send(Kind.AWAITED, {"here": 0})
+
+
+@pytest.mark.parametrize("sign", [drips, awaits])
+def test_an_upstream_that_gives_only_signs_of_life_is_left(
+    tmp_path: Path, model: Path, sign: Callable[[Scripted], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PACED_BYTES", 1)
+    with hosts_of(tmp_path, model, 2, timeout_s=0.4, wait_s=0.1) as (source, target):
+        name = publish(source.store, 1)
+        with scripted(source, sign) as idle:
+            target.fetch(name, idle, source)
+            arrived = target.arrived()
+        assert arrived.upstream == "h0" and same(source.store, target.store, 1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dora.cli.app import app
+from dora.cli.exits import ExitCode
 from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
@@ -284,8 +285,24 @@ def test_the_command_says_what_it_could_not_recompute(
         recorder.append(replace(each, trained_step=4, staleness=4 - each.behaviour_version) for each in trajectories)
     shown = CliRunner().invoke(app, ["verify", str(tmp_path), "--sample", "2"])
     assert shown.exit_code == 0, shown.stdout
+    assert "verified" not in shown.stdout and "2 of 6 trajectories" in shown.stdout
     assert re.search(r"not recomputable\W+v1 \(3 trajectories\)", shown.stdout)
     assert re.search(r"recomputed\W+\d+ tokens of 2 trajectories", shown.stdout)
+
+
+def test_a_record_without_the_weights_of_all_that_it_holds_proves_nothing(
+    tmp_path: Path, models: list[Path], trajectories: list[Trajectory]
+) -> None:
+    commits(tmp_path, models, "none", range(1, 5))
+    with Recorder(tmp_path) as recorder:
+        recorder.append(
+            replace(each, trained_step=4, staleness=3) for each in trajectories if each.behaviour_version == 1
+        )
+    report = verify(tmp_path)
+    assert report.ok and not report.verified and (report.without_weights, report.recomputed) == (3, 0)
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert shown.exit_code == ExitCode.FAILED and "verified" not in shown.stdout
+    assert json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--json"]).stdout)["ok"] is False
 
 
 def test_versions_are_loaded_into_one_module_and_give_what_a_new_one_gives(
