@@ -28,7 +28,7 @@ from dora.prompts.tables import CELL_BYTES_MAX
 from dora.rewards.pool import LOG_BYTES
 from dora.rewards.verdict import COMPONENTS_MAX, LOG_MAX_BYTES
 from dora.rpc.challenge import FRESH_S, SESSIONS_MAX
-from dora.rpc.channel import CONNECTIONS_MAX, HANDSHAKE_S, IDLE_S
+from dora.rpc.channel import CALLS_WAITING_MAX, CONNECTIONS_MAX, HANDSHAKE_S, IDLE_S
 from dora.rpc.interceptor import (
     CALLS_AT_ONCE,
     COMMIT_BYTES,
@@ -40,6 +40,7 @@ from dora.rpc.interceptor import (
     WORKER_BYTES,
 )
 from dora.rpc.roles import Role
+from dora.rpc.room import CALLS_MAX
 
 REFUSED: Final = "refused"
 WAITS: Final = "the next one waits"
@@ -54,6 +55,8 @@ def limits() -> Iterator[tuple[str, str, str]]:
         "half of the free ones",
         "the oldest of the address that has most is closed",
     )
+    yield "calls without a proof on a connection that has proved no token", f"{CALLS_MAX}", "the connection is closed"
+    yield "calls that wait for an answer to begin", f"{CALLS_WAITING_MAX:,}", "cancelled: the client tries again"
     yield "time from a challenge to its first call; sessions", f"{FRESH_S:g} s; {SESSIONS_MAX:,}", "a new challenge"
     clients = (Role.TRAINER, Role.SUBMITTER, Role.OPERATOR)
     yield "open calls of trainers, submitters, operators", _numbers(CALLS_AT_ONCE[role] for role in clients), REFUSED

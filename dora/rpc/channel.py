@@ -16,6 +16,7 @@ FRAME_BYTES: Final = 1 << 20  # into which a message to a client is cut; HTTP/2'
 WEIGHT_CHUNK_BYTES: Final = 4 << 20
 LOOKAHEAD_BYTES: Final = 1 << 20  # unread bytes of one call: less would slow down uploads over long round trips
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
+CALLS_WAITING_MAX: Final = 16384  # that the event loop has not begun to answer; gRPC drops further ones by chance
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 HANDSHAKE_S: Final = 5.0  # for a connection's first bytes
 IDLE_S: Final = 15.0  # of a connection without a call, which holds a place: a client connects again for its next call
@@ -54,6 +55,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.max_concurrent_streams", STREAMS_AT_ONCE),
+        ("grpc.server.max_pending_requests", CALLS_WAITING_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", CALLS_WAITING_MAX),
         ("grpc.max_allowed_incoming_connections", connections_most()),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),

@@ -133,7 +133,7 @@ class AccessInterceptor(ServerInterceptor):
         try:
             admitted = self.challenges.admit(metadata, method, needed)
         except DoraError as error:
-            return grpc.stream_stream_rpc_method_handler(_refusing(error))
+            return grpc.stream_stream_rpc_method_handler(self._refusing(error))
         pool = self._pools[needed]
         answer = _answering(handler, pool, self._limits.get(name, Limits()))
         return grpc.stream_stream_rpc_method_handler(
@@ -159,6 +159,16 @@ class AccessInterceptor(ServerInterceptor):
                 await abort(context, error)
 
         return behaviour
+
+    def _refusing(self, error: DoraError) -> "Behaviour":
+        """Ends a call of any kind without reading."""
+
+        async def refuse(_: Any, context: ServicerContext) -> AsyncIterator[Any]:
+            self._room.refused(context.peer())
+            await abort(context, error)
+            yield  # an async generator, as every streaming method is
+
+        return refuse
 
     def _challenged(self, metadata: Any) -> "Behaviour":
         """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
@@ -230,16 +240,6 @@ def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
                 yield await handler.stream_unary(messages, context)
 
     return many if handler.request_streaming else one
-
-
-def _refusing(error: DoraError) -> Behaviour:
-    """Ends a call of any kind without reading."""
-
-    async def refuse(_: Any, context: ServicerContext) -> AsyncIterator[Any]:
-        await abort(context, error)
-        yield  # an async generator, as every streaming method is
-
-    return refuse
 
 
 async def _only(context: ServicerContext, most_bytes: int) -> bytes:

@@ -4,7 +4,8 @@ gRPC closes new connections once there are as many as the service takes, whoever
 none of them. So a thread looks through the process's own sockets: connections of peers that have proved nothing may
 take half of the places that the others leave. Of more than that, the oldest connection of the address that has most is
 ended, again and again; one that has asked for no challenge goes first. The other half is for those who come between two
-looks. Works where the system lists a process's files (Linux, macOS); elsewhere gRPC's limits alone hold.
+looks. A connection that makes call after call without a proof is ended too, with its calls that wait. Works where the
+system lists a process's files (Linux, macOS); elsewhere gRPC's limits alone hold.
 """
 
 import os
@@ -23,6 +24,7 @@ from urllib.parse import unquote
 
 CALM_S: Final = 0.25  # between two counts of files
 LEAST_S: Final = 0.02  # between two looks at all of them, while there are many
+CALLS_MAX: Final = 32  # challenges and refused calls of a connection that has proved nothing
 SHARE: Final = 4  # a look takes at most one part of so many of a core's time
 FOLDERS: Final = ("/proc/self/fd", "/dev/fd")
 
@@ -46,7 +48,9 @@ class Room:
         self._port = 0
         self._proven: dict[Peer, float] = {}  # when the peer last proved its token
         self._challenged: dict[Peer, float] = {}  # when it last was answered a challenge
+        self._calls: dict[Peer, int] = {}  # of a peer that has proved nothing
         self._sockets: dict[int, _Socket] = {}  # by descriptor, as of the last look
+        self._is_noisy = False  # a connection has made too many calls, or calls are noted of too many
         self._numbers = count()
         self._looked_s = 0.0  # when that began
         self._folder = next((folder for folder in FOLDERS if Path(folder).is_dir()), "")
@@ -66,24 +70,34 @@ class Room:
 
     def proven(self, peer: str) -> None:
         """Notes that a call of this peer, as gRPC names it, has proved a token."""
-        self._note(self._proven, peer)
+        if (noted := self._note(self._proven, peer)) is not None:
+            self._calls.pop(noted, None)
 
     def challenged(self, peer: str) -> None:
         """Notes that this peer was answered a challenge: silent connections of its address are ended before it."""
-        self._note(self._challenged, peer)
+        self._count(self._note(self._challenged, peer))
 
-    def _note(self, noted: dict[Peer, float], peer: str) -> None:
-        scheme, _, address = unquote(peer).partition(":")
-        host, _, port = address.rpartition(":")
-        if scheme in ("ipv4", "ipv6") and port.isdecimal():
-            noted[_plain(host.strip("[]")), int(port)] = time.monotonic()
+    def refused(self, peer: str) -> None:
+        """Notes that a call of this peer had no valid proof."""
+        self._count(_parsed(peer))
+
+    def _note(self, noted: dict[Peer, float], peer: str) -> Peer | None:
+        if (found := _parsed(peer)) is not None:
+            noted[found] = time.monotonic()
+        return found
+
+    def _count(self, peer: Peer | None) -> None:
+        if peer is not None and peer not in self._proven:
+            self._calls[peer] = self._calls.get(peer, 0) + 1
+            self._is_noisy = self._is_noisy or self._calls[peer] > CALLS_MAX or len(self._calls) > self._most
 
     def _watch(self) -> None:
         others = 0  # files that are not of unproven connections, as of the last look
         pause_s = CALM_S
         while not self._stopping.wait(pause_s):
             pause_s = CALM_S
-            if len(os.listdir(self._folder)) - others > self._unproven_most() // 2:
+            is_noisy, self._is_noisy = self._is_noisy, False
+            if is_noisy or len(os.listdir(self._folder)) - others > self._unproven_most() // 2:
                 began_s = time.monotonic()
                 unproven = self.look()
                 others = len(self._sockets) - len(unproven)
@@ -117,7 +131,12 @@ class Room:
             for peer, noted_s in dict(noted).items():
                 if peer not in present and noted_s < began_s:
                     noted.pop(peer, None)
+        for gone in [peer for peer in list(self._calls) if peer not in present]:
+            self._calls.pop(gone, None)
         self._sockets, self._looked_s = found, began_s
+        for descriptor, each in found.items():
+            if each.peer is not None and self._is_unproven(each) and self._calls.get(each.peer, 0) > CALLS_MAX:
+                self._end(descriptor)
         return self._keep([fd for fd, each in found.items() if self._is_unproven(each)])
 
     def _is_unproven(self, each: _Socket) -> bool:
@@ -168,6 +187,12 @@ class Room:
         except OSError:  # closed meanwhile; or it listens
             return None
         return _plain(host), port
+
+
+def _parsed(peer: str) -> Peer | None:
+    scheme, _, address = unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    return (_plain(host.strip("[]")), int(port)) if scheme in ("ipv4", "ipv6") and port.isdecimal() else None
 
 
 def _plain(host: str) -> str:

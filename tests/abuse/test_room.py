@@ -3,23 +3,27 @@
 import asyncio
 import random
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from dora.client import Operator, Trainer
+from dora.client import Operator, Prompts, Trainer
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services import server
-from dora.rpc import channel
+from dora.rpc import channel, proof
+from dora.rpc.errors import PermissionDenied
 from dora.rpc.proven import Prover
 from dora.rpc.roles import Role
-from dora.rpc.room import Room
+from dora.rpc.room import CALLS_MAX, Room
 from dora.session.link import Link
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.test_idle_connections import GREETING
+from tests.refusals import refused
 from tests.service import configured, running
 
 PLACES = 256
@@ -79,6 +83,24 @@ async def test_who_proves_a_token_gets_in(service: ServiceHandle, sent: bytes, h
             assert welcome is not None and welcome.HasField("welcome")
             await asyncio.to_thread(link.close)
             await early.status()
+
+
+@pytest.mark.parametrize("method", [proof.CHALLENGE, "/dora.v1.Operator/GetStatus"])
+async def test_a_connection_that_only_calls_without_a_proof_is_ended(service: ServiceHandle, method: str) -> None:
+    """And no other one, though it is from the same address and its calls are refused too."""
+    token = service.tokens[Role.OPERATOR]
+    async with Operator(service.address, token) as early, Prompts(service.address, token) as misled:
+        await early.status()
+        nonce = ((proof.NONCE_KEY, proof.text_of(bytes(proof.NONCE_BYTES))),)
+        seen: Counter[grpc.StatusCode] = Counter()
+        async with asyncio.timeout(READY_S), channel.open_channel(service.address) as stranger:
+            while not seen[grpc.StatusCode.UNAVAILABLE]:
+                call = stranger.unary_unary(method)(b"", metadata=nonce)
+                seen[await call.code()] += 1
+                with refused(PermissionDenied, field="token"):
+                    await misled.end()
+        assert seen.total() > CALLS_MAX
+        await early.status()
 
 
 class Sockets(Room):
