@@ -10,6 +10,7 @@ from dora.view.numbers import NONE, size
 from dora.view.tables import Column, Sheet
 
 STATE_STYLES: Final = {"ready": "green", "joining": "yellow", "lost": "bold red"}
+LEFT: Final = "drained"  # its host was asked to leave
 
 POOL_COLUMNS: Final[Sequence[Column[PoolStatus]]] = (
     Column("pool", "its id, for `migrate --to`", lambda row: row.pool_id, words=True),
@@ -39,9 +40,12 @@ POOL_COLUMNS: Final[Sequence[Column[PoolStatus]]] = (
 
 
 def pools_table(status: Status) -> Sheet[PoolStatus]:
-    """The pools; below them the reasons of losses."""
-    notes = [f"{row.pool_id}: {row.reason}" for row in status.pools if row.reason]
-    return Sheet(POOL_COLUMNS, list(status.pools), "pools", notes=notes)
+    """The pools; below them the reasons of losses, and the pools whose hosts have left."""
+    there = [row for row in status.pools if row.state != LEFT]
+    notes = [f"{row.pool_id}: {row.reason}" for row in there if row.reason]
+    if left := [row.pool_id for row in status.pools if row.state == LEFT]:
+        notes.append(f"left, as was asked: {', '.join(left)}")
+    return Sheet(POOL_COLUMNS, there, "pools", notes=notes)
 
 
 def pools_line(status: Status) -> str:
@@ -53,5 +57,5 @@ def pools_line(status: Status) -> str:
         sum(getattr(row, name) for row in status.pools) for name in ("memory_bytes", "spill_bytes")
     )
     disk = f", {size(spill_bytes)} on disk" if spill_bytes else ""
-    states = ", ".join(f"{row.pool_id} {row.state}" for row in status.pools)
+    states = ", ".join(f"{row.pool_id} {row.state}" for row in status.pools if row.state != LEFT) or "none"
     return f"{states}: {parked:,} parked, {size(memory_bytes)} in memory{disk}"

@@ -100,6 +100,8 @@ async def test_hosts_are_scaled_drained_and_leave(tiny_dense: Path, tmp_path: Pa
         status = await operator.status()
     check_promises(steps, window=2, groups=GROUPS)
     assert status.counters["groups_lost"] == status.counters["c1_violations"] == status.counters["workers_lost"] == 0
+    pools = {each.pool_id: each.state for each in status.pools}
+    assert pools == {"pool-0": "ready", "h1-pool-0": "drained", "h2-pool-0": "drained"}
 
 
 async def test_a_host_that_cannot_serve_is_told_why(tiny_dense: Path, tmp_path: Path) -> None:

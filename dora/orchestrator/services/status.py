@@ -1,7 +1,7 @@
 """The status for operators as wire messages. Reads the runtime and changes nothing."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
@@ -10,6 +10,7 @@ import numpy as np
 from dora.core.fleet.worker import Worker
 from dora.core.state import GroupStatus, RequestStatus, State
 from dora.data.score import Evaluated
+from dora.host.command import pool_id_of
 from dora.orchestrator.rollout.streams import DRAINED
 from dora.orchestrator.rollout.telemetry import StepRecord
 from dora.orchestrator.runtime import Runtime
@@ -23,7 +24,7 @@ _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on 
 
 def of_service(runtime: Runtime, model: str) -> pb.Status:
     state, position = runtime.machine.state, runtime.feed.position
-    window = state.window
+    window, hosts = state.window, runtime.hosts.statuses()
     return pb.Status(
         model=model,
         uptime_s=time.time() - runtime.started_at,
@@ -55,8 +56,8 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         source_index=position.index,
         kv_tier=_tier(runtime),
         adaptive_window=_adaptive_window(runtime),
-        pools=_pools(runtime),
-        hosts=runtime.hosts.statuses(),
+        pools=_pools(runtime, hosts),
+        hosts=hosts,
         evaluations=evaluations_of(runtime),
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
@@ -168,8 +169,8 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
     )
 
 
-def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
-    """The connected pools, then the lost ones."""
+def _pools(runtime: Runtime, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:
+    """The connected pools, then the lost ones. A pool whose host has left as was asked is not lost."""
     known, sessions = runtime.machine.state.pools, runtime.sessions
     found = []
     for pool_id, session in sorted(sessions.pools.items()):
@@ -191,8 +192,11 @@ def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
                 pinned_bytes=session.report.pinned_bytes,
             )
         )
-    lost = sorted(sessions.lost_pools.items())
-    return found + [pb.PoolStatus(pool_id=pool_id, state="lost", reason=reason) for pool_id, reason in lost]
+    left = {pool_id_of(host.name) for host in hosts if host.state == DRAINED}
+    for pool_id, reason in sorted(sessions.lost_pools.items()):
+        state, reason = (DRAINED, "") if pool_id in left else ("lost", reason)
+        found.append(pb.PoolStatus(pool_id=pool_id, state=state, reason=reason))
+    return found
 
 
 def _gone(runtime: Runtime) -> Iterator[tuple[str, str, str]]:

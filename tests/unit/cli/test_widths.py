@@ -33,6 +33,7 @@ from dora.view.decisions import CONTINUED, block
 from dora.view.decisions import summary_table as replay_table
 from dora.view.hosts import hosts_table
 from dora.view.live import service_view
+from dora.view.pools import pools_line, pools_table
 from dora.view.profile import profile_table
 from dora.view.service import (
     COUNTER_GROUPS,
@@ -387,7 +388,16 @@ def test_who_left_as_was_asked_stands_below_the_table() -> None:
             pb.HostStatus(name="h1", state="drained", epoch=1),
             pb.HostStatus(name="h2", state="lost", epoch=2, reason="its connection broke"),
         ],
+        pools=[
+            pb.PoolStatus(pool_id="pool-0", state="ready"),
+            pb.PoolStatus(pool_id="h1-pool-0", state="drained"),
+            pb.PoolStatus(pool_id="h2-pool-0", state="lost", reason="its connection broke"),
+        ],
     )
+    pools = pools_table(status)
+    assert [row.pool_id for row in pools.rows] == ["pool-0", "h2-pool-0"]
+    assert pools.notes == ["h2-pool-0: its connection broke", "left, as was asked: h1-pool-0"]
+    assert "h1-pool-0" not in pools_line(status)
     table = workers_table(by_version(status.workers))
     assert [row.worker_id for row in table.rows] == ["w0", "w1"] and table.notes == ["left, as was asked: w2"]
     found = hosts_table(status)
