@@ -35,6 +35,7 @@ NOTABLE: Final = (
     *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*", "MALLOC_*", "PYTHON*", "LD_*"),
     *("*_PROXY", "*_proxy", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "DORA_*"),
 )
+OWN: Final = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}  # set by DORA itself, where nobody else has
 
 
 def child_environment(
@@ -62,7 +63,7 @@ def left_out(child: Mapping[str, str], given: Mapping[str, str] | None = None) -
     return sorted(
         name
         for name, value in source.items()
-        if child.get(name) != value and _matches(name, NOTABLE) and name not in SECRETS
+        if child.get(name) != value and _matches(name, NOTABLE) and name not in SECRETS and OWN.get(name) != value
     )
 
 
