@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iter
         lacks = f"{STEPS_FILE} is missing: the record does not say which steps published versions {published}."
         return 0, iter([lacks] if published else [])
     steps, withdrawn = read_steps(folder / STEPS_FILE)
-    return len(steps), violations(folder, trajectories, steps, withdrawn)
+    return len(steps), chain(_twice(folder / STEPS_FILE), violations(folder, trajectories, steps, withdrawn))
 
 
 def without_weights(folder: Path) -> set[int]:
@@ -106,6 +107,15 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
             committed_in[group_id] = step.step
     yield from _beside(folder, members, committed_in, last)
     yield from _versions(folder, steps, {each.trained_step for each in trajectories}, withdrawn)
+
+
+def _twice(file: Path) -> Iterator[str]:
+    """A commit that was repeated has one line, or two alike. Two with different groups are of different runs."""
+    groups: dict[int, Any] = {}
+    for line in whole_lines(file):
+        record = json.loads(line)
+        if "step" in record and groups.setdefault(int(record["step"]), record["groups"]) != record["groups"]:
+            yield f"step {record['step']} stands in {STEPS_FILE} twice, with different groups."
 
 
 def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:

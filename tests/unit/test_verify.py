@@ -181,6 +181,18 @@ def test_a_repeated_line_and_a_missing_version_are_found(record: Path) -> None:
     assert "version 1 sampled 3 trajectories and is not in the record." in report.violations
 
 
+@pytest.mark.parametrize(("groups", "is_found"), [({"s0-g0": 3}, True), (None, False)])
+def test_a_step_that_stands_twice_is_found(record: Path, groups: dict[str, int] | None, is_found: bool) -> None:
+    """A repeated commit of the same groups is none: earlier services wrote it twice."""
+    file = record / "steps.jsonl"
+    line = json.loads(file.read_text())
+    again = {**line, "committed_at": 2.0, "groups": line["groups"] if groups is None else groups}
+    before = verify(record).violations
+    file.write_text(f"{json.dumps(again)}\n{json.dumps(line)}\n")
+    told = set(verify(record).violations) - set(before)
+    assert told == ({"step 0 stands in steps.jsonl twice, with different groups."} if is_found else set())
+
+
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     with refused(InvalidValue, field="record"):
         verify(tmp_path)
