@@ -24,6 +24,7 @@ from dora.rpc import proof
 from dora.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated, is_broken
 from dora.rpc.roles import SERVICES, Role, token_for
+from dora.rpc.sending import Sending
 
 CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
 PROOF_S: Final = 60.0  # so does a call whose answer does not begin
@@ -210,7 +211,7 @@ class ProvenChannel(grpc.aio.Channel):
         make = self._channel.stream_unary(method, *serializers, **named)
 
         async def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
-            sending = _Sending(messages)
+            sending = Sending(messages)
             try:
                 begun, _ = await self.begin(
                     method, lambda sent: make(sending.begin(), metadata=sent, timeout=timeout), timeout
@@ -228,7 +229,7 @@ class ProvenChannel(grpc.aio.Channel):
         make = self._channel.stream_stream(method, *serializers, **named)
 
         def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> ProvenStream:
-            sending = _Sending(messages)
+            sending = Sending(messages)
             beginning = self.begin(method, lambda sent: make(sending.begin(), metadata=sent, timeout=timeout), timeout)
             return ProvenStream(beginning, sending)
 
@@ -253,43 +254,10 @@ class ProvenChannel(grpc.aio.Channel):
         await self.close()
 
 
-class _Sending:
-    """The messages of one call, which a task of gRPC's reads once the service has proved itself.
-
-    gRPC leaves this task behind if a call is refused, so it is ended here: it would still read messages.
-    """
-
-    def __init__(self, messages: AsyncIterable[Any]) -> None:
-        self.proven = asyncio.Event()
-        self._messages = messages
-        self._attempt = 0
-        self._task: asyncio.Task[Any] | None = None
-
-    def begin(self) -> AsyncIterator[Any]:
-        """Returns the messages for one more attempt; the attempt before ends."""
-        self.end()
-        return self._each(self._attempt)
-
-    def end(self) -> None:
-        """May be repeated."""
-        self._attempt += 1
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    async def _each(self, attempt: int) -> AsyncIterator[Any]:
-        if attempt != self._attempt:
-            return
-        self._task = asyncio.current_task()
-        await self.proven.wait()
-        async for message in self._messages:
-            yield message
-
-
 class ProvenStream:
     """The messages of a call, once its service has proved itself. The call is made at once."""
 
-    def __init__(self, beginning: Coroutine[Any, Any, tuple[Any, Session]], sending: _Sending | None = None) -> None:
+    def __init__(self, beginning: Coroutine[Any, Any, tuple[Any, Session]], sending: Sending | None = None) -> None:
         self._beginning = asyncio.ensure_future(beginning)
         self._beginning.add_done_callback(self._begun)
         self._sending = sending

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -158,3 +159,18 @@ async def test_each_of_these_drains_a_host(number: signal.Signals, tmp_path: Pat
             if host.returncode is None:
                 host.kill()
             await host.wait()
+
+
+def test_the_documented_table_is_the_one_in_force() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| SIG")]
+    named: dict[str, tuple[str, str]] = {
+        name: (row[2].split()[0].strip(";,"), row[3].split()[0])
+        for row in rows
+        for name in re.findall(r"SIG[A-Z0-9]+", row[1])
+    }
+    service, child = ({each.name for each in group} for group in (DRAIN, CHILD_STOP))
+    assert {name for name, (does, _) in named.items() if does == "drains"} == service
+    assert {name for name, (_, does) in named.items() if does == "leaves"} == child
+    assert {name for name, (does, _) in named.items() if does == "ignored"} == {each.name for each in IGNORED}
+    assert {name for name, (_, does) in named.items() if does == "ignored"} == {each.name for each in CHILD_IGNORED}
