@@ -1,7 +1,6 @@
 """``dora demo``"""
 
 import asyncio
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import WINDOW_METAVAR, JsonOption, SettingsOption, check_no_secret, window_size
 from dora.cli.output import print_json, stderr, stdout
+from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:
     from dora.demo.folder import OutFolder
@@ -77,7 +77,10 @@ def demo(
     console = stderr() if as_json else stdout()
     folder = OutFolder(out)
     with screen_for(console, f"dora demo --model {model}", options.steps_asked) as screen:
-        report = asyncio.run(_run(options, folder, screen))
+        try:
+            report = asyncio.run(_run(options, folder, screen))
+        except asyncio.CancelledError:  # by a signal
+            raise KeyboardInterrupt from None
     if as_json:
         print_json(report)
     else:
@@ -87,10 +90,10 @@ def demo(
 
 
 async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> "DemoReport":
-    """SIGTERM ends the demo like Ctrl-C: the trainer stops and the service drains."""
+    """Each signal that drains a service ends the demo like Ctrl-C: the trainer stops and the service drains."""
     from dora.demo.run import run_demo
 
     running = asyncio.current_task()
     assert running is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    drain_on_signals(running.cancel, running.cancel)
     return await run_demo(options, folder, screen)

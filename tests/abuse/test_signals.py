@@ -174,3 +174,33 @@ def test_the_documented_table_is_the_one_in_force() -> None:
     assert {name for name, (_, does) in named.items() if does == "leaves"} == child
     assert {name for name, (does, _) in named.items() if does == "ignored"} == {each.name for each in IGNORED}
     assert {name for name, (_, does) in named.items() if does == "ignored"} == {each.name for each in CHILD_IGNORED}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(each, marks=() if each == signal.SIGHUP else pytest.mark.full) for each in DRAIN],
+    ids=lambda number: number.name,
+)
+async def test_each_of_these_ends_a_demo_like_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
+    argv = ("-m", "dora", "demo", "--model", "tiny", "--steps", "200", "--out", str(tmp_path / "out"))
+    demo = await asyncio.create_subprocess_exec(
+        *(sys.executable, *argv, "--set", "workers.engine=fake"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    try:
+        while b"starting" not in await asyncio.wait_for(demo.stdout.readline(), ENDS_S):
+            assert demo.returncode is None
+        children = psutil.Process(demo.pid).children(recursive=True)
+        for each in IGNORED:
+            demo.send_signal(each)
+        demo.send_signal(number)
+        told, _ = await asyncio.wait_for(demo.communicate(), ENDS_S)
+        assert demo.returncode == INTERRUPTED and b"Traceback" not in told, told.decode()
+    finally:
+        if demo.returncode is None:
+            demo.kill()
+        await demo.wait()
+    assert children and not [each for each in children if runs(each)]
