@@ -95,5 +95,9 @@ async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") ->
 
     running = asyncio.current_task()
     assert running is not None
-    drain_on_signals(running.cancel, running.cancel)
+
+    def end() -> None:
+        running.cancel()
+
+    drain_on_signals(end, end)
     return await run_demo(options, folder, screen)
