@@ -86,4 +86,7 @@ def service_config(options: DemoOptions, record: Path) -> Config:
             "workers.count": options.workers,
         }
     )
-    return load_config(None, [*defaults, *options.settings, *asked])
+    config = load_config(None, [*defaults, *options.settings, *asked])
+    if config.workers.engine == "fake":
+        raise InvalidValue("workers.engine", "fake", "vllm: a demo's trainer learns from what the model samples")
+    return config

@@ -184,7 +184,7 @@ def test_the_documented_table_is_the_one_in_force() -> None:
 async def test_each_of_these_ends_a_demo_like_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
     argv = ("-m", "dora", "demo", "--model", "tiny", "--steps", "200", "--out", str(tmp_path / "out"))
     demo = await asyncio.create_subprocess_exec(
-        *(sys.executable, *argv, "--set", "workers.engine=fake"),
+        *(sys.executable, *argv),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,

@@ -19,8 +19,10 @@ from dora.demo.options import DemoOptions, service_config
 from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
 from dora.demo.run import Strike, busiest, trainer_arguments
 from dora.demo.screen import PlainScreen
+from dora.errors import InvalidValue
 from dora.host.launcher import LOCAL
 from dora.rpc import dora_pb2 as pb
+from tests.refusals import refused
 
 SECONDS = DemoSeconds(model=0.5, start=2.5, first_step=3.0, later_steps=5.0, end=1.0)
 RUN = DemoRun(
@@ -47,6 +49,11 @@ def trainer_argument(name: str) -> Callable[[DemoOptions], object]:
         return arguments[arguments.index(name) + 1]
 
     return read
+
+
+def test_an_engine_that_samples_without_the_model_is_refused() -> None:
+    with refused(InvalidValue, field="workers.engine", value="fake"):
+        service_config(DemoOptions("tiny", Path("out"), settings=("workers.engine=fake",)), Path("out/record"))
 
 
 def kills(options: DemoOptions) -> int:
