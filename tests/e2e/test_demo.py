@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 STEPS = 60
-TWO_VERSIONS = 0.5  # of the samples of the run
 
 
-@pytest.mark.full  # four minutes, with vLLM
+@pytest.mark.full  # a minute and a half, with vLLM
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_the_reward_rises_while_two_versions_generate(tmp_path: Path) -> None:
+def test_the_reward_rises_while_versions_overlap(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     argv = [sys.executable, "-m", "dora", "demo", "--model", "tiny", "--steps", str(STEPS), "--out", str(out)]
     assert subprocess.run(argv, check=False).returncode == 0
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == STEPS and report["failures"] == []
-    assert report["two_versions_share"] >= TWO_VERSIONS
-    assert report["reward_last"] > report["reward_first"]
+    assert report["reward_last"] > 2 * report["reward_first"]
+    assert report["two_versions_share"] > 0.0, "its bar is in docs/performance.md"
