@@ -14,11 +14,10 @@ from dora.host.last_words import reason_in
 from dora.models import NAMES
 from dora.system.environment import child_environment
 from dora.system.memory import available_bytes
+from dora.weights.first_version import BAD_LOGPROBS, LACKS
 from dora.weights.reference import DTYPE_BYTES, read_reference
 
 MODULE: Final = "dora.weights.first_version"
-LACKS: Final = 2  # its exit code for a folder without some weights
-BAD_LOGPROBS: Final = 3  # and for weights that give logprobs that are not finite
 IMPORT_S: Final = 10.0  # of torch and transformers
 BYTES_A_SECOND: Final = 200e6  # of weights in float32 that are read, and computed with once
 

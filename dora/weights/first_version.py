@@ -8,14 +8,14 @@ the logprobs are not finite, the exit code is 3.
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dora.errors import InvalidValue
 from dora.weights.canary import check_canary, compute_canary
 
 NAMES_MAX = 3
-LACKS = 2  # exit codes
-BAD_LOGPROBS = 3
+LACKS: Final = 2  # exit code for a folder without some weights
+BAD_LOGPROBS: Final = 3  # and for weights that give logprobs that are not finite
 
 
 def main(arguments: list[str]) -> int:
