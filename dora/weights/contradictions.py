@@ -11,7 +11,7 @@ from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
 from dora.models.ends import ends_by_file, merged_ends, token_ids
 from dora.models.text_part import text_part
-from dora.weights.reference import open_regular, read_layout, weight_files
+from dora.weights.reference import TensorHeader, open_regular, read_layout, weight_files
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
@@ -20,6 +20,7 @@ _DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SAME_ROPE: Final = {"mrope": "default", "su": "longrope"}  # old names of kinds of rope
 _ROPE: Final = ("rope_parameters", "rope_scaling")
 _PIECE_BYTES: Final = 1 << 24
+_Layouts = Mapping[str, tuple[int, tuple[TensorHeader, ...]]]  # by file: the offset of its tensors, and these
 # Defaults of generation_config.json that change what transformers' generate() samples, and the values that do not.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
@@ -33,8 +34,14 @@ def check_folder(folder: Path) -> tuple[str, ...]:
     """Warnings about a model folder, one sentence each. Raises InvalidValue, naming both sides of a contradiction."""
     config = json_object(folder / "config.json", "--model")
     _check_rope(folder, config)
-    _check_head(folder, config)
-    return (*_of_ends(folder, config), *_of_tokens(folder, config), *_of_dtype(folder, config), *_of_defaults(folder))
+    layouts = {file: read_layout(folder / file) for file in weight_files(folder)}
+    _check_head(folder, config, layouts)
+    return (
+        *_of_ends(folder, config),
+        *_of_tokens(folder, config),
+        *_of_dtype(folder, config, layouts),
+        *_of_defaults(folder),
+    )
 
 
 def _refuse(folder: Path, one: str, other: str, remedy: str) -> None:
@@ -63,12 +70,12 @@ def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
             _refuse(folder, one, other, "remove one of them from config.json")
 
 
-def _check_head(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_head(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> None:
     """A tied head that the checkpoint holds must equal the embeddings; an untied one must be in the checkpoint."""
     tied = config.get("tie_word_embeddings")
-    places = {tensor.name: file for file in weight_files(folder) for tensor in read_layout(folder / file)[1]}
+    places = {tensor.name: file for file, (_, tensors) in layouts.items() for tensor in tensors}
     pair = [(places[name], name) for name in (_HEAD, _EMBEDDINGS) if name in places]
-    if tied and len(pair) == 2 and not _are_equal(folder, *pair):
+    if tied and len(pair) == 2 and not _are_equal(folder, layouts, *pair):
         remedy = "set tie_word_embeddings to false, or remove the head from the checkpoint"
         _refuse(folder, "tie_word_embeddings is true", f"{_HEAD} differs from {_EMBEDDINGS}", remedy)
     if tied is False and _EMBEDDINGS in places and not any(part in name for name in places for part in _HEADS):
@@ -76,11 +83,11 @@ def _check_head(folder: Path, config: Mapping[str, Any]) -> None:
         _refuse(folder, "tie_word_embeddings is false", f"the checkpoint has no {_HEAD}", remedy)
 
 
-def _are_equal(folder: Path, *tensors: tuple[str, str]) -> bool:
+def _are_equal(folder: Path, layouts: _Layouts, *tensors: tuple[str, str]) -> bool:
     """Whether two tensors have the same dtype, shape and bytes."""
     found = []
     for file, name in tensors:
-        start, layout = read_layout(folder / file)
+        start, layout = layouts[file]
         for tensor in layout:
             if tensor.name == name:
                 found.append((tensor, start))
@@ -129,7 +136,7 @@ def _of_tokens(folder: Path, config: Mapping[str, Any]) -> list[str]:
     return [f"tokenizer.json has tokens outside the model's vocabulary of {vocab_size:,}, refused in prompts: {shown}"]
 
 
-def _of_dtype(folder: Path, config: Mapping[str, Any]) -> list[str]:
+def _of_dtype(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> list[str]:
     said = config.get("dtype") or config.get("torch_dtype")
     if config.get("dtype") and config.get("torch_dtype") and config["dtype"] != config["torch_dtype"]:
         _refuse(
@@ -137,8 +144,8 @@ def _of_dtype(folder: Path, config: Mapping[str, Any]) -> list[str]:
         )
     wanted = _DTYPES.get(str(said))
     content: dict[str, int] = {}
-    for file in weight_files(folder):
-        for tensor in read_layout(folder / file)[1]:
+    for _, tensors in layouts.values():
+        for tensor in tensors:
             content[tensor.dtype] = content.get(tensor.dtype, 0) + tensor.content_bytes
     most = max(content, key=lambda dtype: content[dtype], default=None)
     if wanted is None or most is None or most == wanted or most not in _DTYPES.values():
