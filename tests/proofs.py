@@ -30,10 +30,10 @@ def session_of(token: str, nonce: bytes, reply: pb.ChallengeReply) -> Session:
     holders = [
         each.holder
         for each in reply.proofs
-        if each.proof == proof.service_proof(_key(each.holder, token), nonce, reply.nonce)
+        if each.proof == proof.service_proof(proof.holder_key(each.holder, token), nonce, reply.nonce)
     ]
     holder = holders[0] if holders else "operator"
-    key = proof.session_key(_key(holder, token), nonce, reply.nonce)
+    key = proof.session_key(proof.holder_key(holder, token), nonce, reply.nonce)
     return Session(holder, nonce, reply.nonce, key)
 
 
@@ -43,11 +43,7 @@ def caller_of(tokens: Tokens, token: str, worker_id: str = "") -> Caller | None:
         (
             each.caller
             for holder, each in tokens.keys(worker_id)
-            if each.key == _key(holder, token) and not each.is_ended
+            if each.key == proof.holder_key(holder, token) and not each.is_ended
         ),
         None,
     )
-
-
-def _key(holder: str, token: str) -> bytes:
-    return proof.owner_key(token) if holder == proof.OWNER else proof.key_of(token)

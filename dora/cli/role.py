@@ -52,8 +52,8 @@ def token(
 
 
 async def header_of(address: str, token: str, method: str) -> tuple[str, str]:
-    """Returns the metadata of one call. Raises InvalidValue for an unknown method, Unauthenticated, and
-    ServiceUnavailable.
+    """Returns the metadata of one call. Raises InvalidValue for a method of no service with a token,
+    Unauthenticated, and ServiceUnavailable.
     """
     import grpc
 

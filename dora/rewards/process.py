@@ -68,9 +68,7 @@ class Errors:
         return f"{described(error)[:ERROR_CHARS]}; {limit}"
 
 
-def kept(
-    function: UserFunction, call: Message, _tokenizer: Tokenizer | None = None, describe: Describe = described
-) -> Message:
+def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None, describe: Describe) -> Message:
     """Runs a filter on one group: {"keep"}, or {"failure": the reason}."""
     try:
         result = function(call["prompt_text"], call["rewards"], json.loads(call["verifier_json"]))
@@ -79,9 +77,7 @@ def kept(
     return decision(result, describe)
 
 
-def outcome(
-    function: UserFunction, call: Message, tokenizer: Tokenizer | None, describe: Describe = described
-) -> Message:
+def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None, describe: Describe) -> Message:
     """Runs a reward function: {"reward", "components", "log"}, or {"failure": the reason}."""
     try:
         token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()

@@ -78,7 +78,9 @@ class Challenges:
         return pb.ChallengeReply(nonce=nonce, proofs=proofs)
 
     def admit(self, metadata: Any, method: str, needed: Role) -> Admitted:
-        """Returns the caller of a call. Raises Unauthenticated for no proof, a wrong, an old or a used one."""
+        """Returns the caller of a call. Raises Unauthenticated for no proof, a wrong, an old or a used one, and
+        LimitExceeded for too many new sessions.
+        """
         given = ""
         for key, value in metadata or ():
             if key == proof.AUTHORIZATION:

@@ -2,8 +2,8 @@
 
 Every call passes this interceptor first. It answers challenges itself. A call without a proof of a token, or with
 another role's, ends before a byte of its message is read: HTTP/2 lets a caller send at most ``LOOKAHEAD_BYTES`` unread
-bytes. gRPC's own handlers of unary calls
-read before authentication, so every call is handled as a stream, which is the same on the wire.
+bytes. gRPC's own handlers of unary calls read before authentication, so every call is handled as a stream, which is the
+same on the wire.
 """
 
 import asyncio
@@ -50,6 +50,8 @@ CALLS_AT_ONCE: Final[Mapping[Role, int]] = {
     Role.WORKER: 4096 + 64,
     Role.HOST: 1024 + 64,
 }  # open calls of one service; a further one is refused
+
+Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class AccessInterceptor(ServerInterceptor):
             self._admitted(answer, admitted, needed, pool), response_serializer=_serializer(handler)
         )
 
-    def _admitted(self, answer: "Behaviour", admitted: Admitted, needed: Role, pool: Pool) -> "Behaviour":
+    def _admitted(self, answer: Behaviour, admitted: Admitted, needed: Role, pool: Pool) -> Behaviour:
         """Returns ``answer`` for this caller, counted among its service's open calls, after the service's proof."""
 
         async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
@@ -160,7 +162,7 @@ class AccessInterceptor(ServerInterceptor):
 
         return behaviour
 
-    def _refusing(self, error: DoraError) -> "Behaviour":
+    def _refusing(self, error: DoraError) -> Behaviour:
         """Ends a call of any kind without reading."""
 
         async def refuse(_: Any, context: ServicerContext) -> AsyncIterator[Any]:
@@ -170,7 +172,7 @@ class AccessInterceptor(ServerInterceptor):
 
         return refuse
 
-    def _challenged(self, metadata: Any) -> "Behaviour":
+    def _challenged(self, metadata: Any) -> Behaviour:
         """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
 
         async def answer(_: Any, context: ServicerContext) -> AsyncIterator[bytes]:
@@ -199,9 +201,6 @@ def _serializer(handler: Any) -> Callable[[Any], bytes]:
     """Returns the serializer of a method's replies; bytes are already whole messages."""
     serialize = handler.response_serializer
     return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
-
-
-Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
 
 def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:

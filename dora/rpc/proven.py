@@ -130,7 +130,7 @@ class Prover:
     def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> Session | None:
         """The session of the holder whose proof our token gives. The owner's key takes longest, and is tried last."""
         for each in sorted(reply.proofs, key=lambda each: each.holder == proof.OWNER):
-            key = proof.owner_key(self._token) if each.holder == proof.OWNER else proof.key_of(self._token)
+            key = proof.holder_key(each.holder, self._token)
             if hmac.compare_digest(each.proof, proof.service_proof(key, nonce, reply.nonce)):
                 return Session(each.holder, nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
         return None

@@ -87,7 +87,7 @@ class Tokens:
         self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0
 
-    def keys(self, worker_id: str = "") -> Iterator[tuple[str, Key]]:
+    def keys(self, worker_id: str) -> Iterator[tuple[str, Key]]:
         """Yields the holders' names, and their keys: of all roles, and of a started worker's tokens, ended ones too."""
         yield from self._roles.items()
         for each in self._started.get(worker_id, ()):

@@ -143,17 +143,12 @@ class Link:
             call: Any = stubs.WorkerStub(channel).Connect(self._messages())
             try:
                 async for command in call:
-                    if command.HasField("welcome"):
-                        unsealed(command, call.session.key)
-                    for each in one_by_one(command):
+                    for each in one_by_one(unsealed(command, call.session.key)):
                         self._inbox.put(each)
-            except grpc.aio.AioRpcError as error:
-                found = from_rpc_error(error)
+            except (grpc.aio.AioRpcError, DoraError) as error:
+                found = error if isinstance(error, DoraError) else from_rpc_error(error)
                 self.is_lost = isinstance(found, ServiceUnavailable)
                 self._inbox.put(found)
-            except DoraError as error:
-                self.is_lost = isinstance(error, ServiceUnavailable)
-                self._inbox.put(error)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         """Outcomes that are ready at once go in one message."""

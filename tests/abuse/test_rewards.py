@@ -179,12 +179,12 @@ async def test_a_leak_costs_no_verdict_and_each_call_is_judged_once(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("bytes", "raised MemoryError: ; the limit is reward.memory_mb = 256"),
+        ("bytes", "raised MemoryError:; the limit is reward.memory_mb = 256"),
         ("numpy", "MiB for an array with shape"),
         ("small objects", "; the limit is reward.memory_mb = 256"),
         ("caught", "raised ValueError: no reward; the limit is reward.memory_mb = 256"),
         ("quoted", "raised RuntimeError: child: Cannot allocate memory; the limit is reward.memory_mb = 256"),
-        ("result", "returned a value that cannot be read: MemoryError: ; the limit is reward.memory_mb = 256"),
+        ("result", "returned a value that cannot be read: MemoryError:; the limit is reward.memory_mb = 256"),
         ("long error", "xxx; the limit is reward.memory_mb = 256"),
         ("shared", "MiB of reward.memory_mb = 256"),
         ("shared and prints", "MiB of reward.memory_mb = 256"),
@@ -196,7 +196,7 @@ async def test_a_leak_costs_no_verdict_and_each_call_is_judged_once(
 async def test_a_call_that_needs_too_much_names_the_limit(start: Start, what: str, message: str) -> None:
     runner = await start("takes", limits=LOW, timeout_s=60.0)
     bad = await runner.score(what, "", [], "{}")
-    assert (not bad.valid and message in bad.log and "; the limit is" in message) or "reward." in bad.log
+    assert not bad.valid and message in bad.log and "reward." in bad.log
     assert await runner.score("nothing", "", [], "{}") == Reward(1.0)
 
 
