@@ -4,14 +4,13 @@ each rank. Only the handles differ from CUDA's: they name mapped memory.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dora.worker.device.cpu import Cpu
 from dora.worker.reservation import KvStore
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -35,16 +34,10 @@ class AsDevices(Cpu):
         pid, descriptor, size_bytes, dtype, shape, stride, offset = handle
         return torch.from_numpy(mapped(pid, descriptor, size_bytes)).view(dtype).as_strided(shape, stride, offset)
 
-    def kv_store(
-        self,
-        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
-        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
-        groups: Mapping[str, int],
-        block_count: int,
-    ) -> KvStore:
+    def kv_store(self, *args: Any, **kwargs: Any) -> KvStore:
         from dora.worker.device.cuda import Cuda
 
-        return Cuda().kv_store(rows, tensors, groups, block_count)
+        return Cuda().kv_store(*args, **kwargs)
 
 
 def on_device(kv: Any, device: AsDevices, tensors: Mapping[str, "torch.Tensor"]) -> Any:

@@ -71,10 +71,10 @@ def neighbours(subject: Subject) -> dict[str, Any]:
     others = [request(f"n{number}", replace(PLAIN, seed=number), number) for number in range(SLOTS - 1)]
     beside = finished(started, [request("beside", PLAIN), *others])["beside"]
     started.add(request("held", PLAIN))
-    held = _stepped(started, "held", 20)
+    held = stepped(started, "held", 20)
     started.freeze("held")
     started.thaw("held")
-    held = _joined(held, finished(started, [], "held")["held"])
+    held = joined(held, finished(started, [], "held")["held"])
     if held != alone:
         raise Failed("a request that was held and taken up again continues otherwise")
     return {"is_batch_invariant": beside == alone}
@@ -98,7 +98,7 @@ def check_moves(started: "VllmEngine", samplings: Sequence[SamplingParams] = (PL
             if tokens >= sampling.max_tokens:
                 continue
             started.add(request("moves", sampling))
-            before = _stepped(started, "moves", tokens)
+            before = stepped(started, "moves", tokens)
             started.freeze("moves")
             snapshot = started.export("moves")
             if snapshot is None:
@@ -106,7 +106,7 @@ def check_moves(started: "VllmEngine", samplings: Sequence[SamplingParams] = (PL
             copied = _copied(snapshot)
             started.remove("moves")
             started.take_in(copied)
-            found = _joined(before, finished(started, [], "moves")["moves"])
+            found = joined(before, finished(started, [], "moves")["moves"])
             if found[0] != stayed[0]:
                 raise Failed(f"moved after {tokens} tokens, a request continues with other tokens")
             if found[1] != stayed[1]:
@@ -176,7 +176,7 @@ def finished(engine: "VllmEngine", requests: Sequence[RequestSpec], *running: st
     return found
 
 
-def _stepped(engine: "VllmEngine", name: str, tokens: int) -> Response:
+def stepped(engine: "VllmEngine", name: str, tokens: int) -> Response:
     """Steps until the request has so many tokens."""
     found: Response = ([], [])
     while len(found[0]) < tokens:
@@ -187,7 +187,8 @@ def _stepped(engine: "VllmEngine", name: str, tokens: int) -> Response:
     return found
 
 
-def _joined(before: Response, after: Response) -> Response:
+def joined(before: Response, after: Response) -> Response:
+    """Returns a response of two parts."""
     return [*before[0], *after[0]], [*before[1], *after[1]]
 
 

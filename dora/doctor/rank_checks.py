@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.data.types import SamplingParams
-from dora.doctor.engine_checks import PLAIN, check_moves, engine_of, finished, request
+from dora.doctor.engine_checks import PLAIN, check_moves, engine_of, finished, joined, request, stepped
 from dora.doctor.verdict import Failed, Skipped, Subject
 from dora.errors import InvalidValue, SnapshotRefused
 
@@ -21,19 +21,19 @@ def ranks(subject: Subject) -> dict[str, Any]:
 
     On GPUs writes the proof that lifts the refusal of such engines (``device.proof``).
     """
-    model = _model(subject)
     if subject.device == "cuda":
         import torch
 
         if torch.cuda.device_count() < 2:
             raise Skipped(f"{torch.cuda.device_count()} GPUs are visible")
-    alone = engine_of(replace(subject, model=model), KV_TOKENS)
-    canary = alone.load_weights(0, model, None)
+    subject = replace(subject, model=_model(subject))
+    alone = engine_of(subject, KV_TOKENS)
+    canary = alone.load_weights(0, subject.model, None)
     alone.close()
-    found: dict[str, Any] = {"model": str(model)}
+    found: dict[str, Any] = {"model": str(subject.model)}
     for split in SPLITS[subject.device]:
-        engine = engine_of(replace(subject, model=model), KV_TOKENS, **split)
-        engine.load_weights(0, model, canary)
+        engine = engine_of(subject, KV_TOKENS, **split)
+        engine.load_weights(0, subject.model, canary)
         sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)
         moved = check_moves(engine, [sampling])
         _check_all_or_none(engine, sampling)
@@ -54,7 +54,7 @@ def _check_all_or_none(engine: "VllmEngine", sampling: SamplingParams) -> None:
     """A snapshot without one shard must be refused, and its request go on as if it had not been asked."""
     stayed = finished(engine, [request("stays", sampling)])["stays"]
     engine.add(request("half", sampling))
-    before = [delta for _ in range(6) for delta in engine.step()]
+    before = stepped(engine, "half", 6)
     engine.freeze("half")
     snapshot = engine.export("half")
     if snapshot is None:
@@ -72,8 +72,7 @@ def _check_all_or_none(engine: "VllmEngine", sampling: SamplingParams) -> None:
     else:
         raise Failed("a snapshot without one of its shards was taken in")
     engine.thaw("half")
-    after = finished(engine, [], "half")["half"]
-    token_ids = [token for delta in before for token in delta.token_ids] + after[0]
+    token_ids, _ = joined(before, finished(engine, [], "half")["half"])
     if token_ids != stayed[0]:
         raise Failed("after a refused snapshot, its request continues with other tokens")
 

@@ -34,6 +34,24 @@ def main(behaviour: str, backend: str, port: int, timeout_s: float, told: Connec
         BEHAVIOURS[behaviour](Peer(backend, Stream(connected, LONG_S), timeout_s, told))
 
 
+def attach(sender: TorchSender, told: Connection) -> None:
+    """Joins as the source with a target that joins too."""
+
+    def ask(offer: dict[str, Any]) -> dict[str, Any]:
+        told.send(offer)
+        answer: dict[str, Any] = told.recv()
+        return answer
+
+    sender.attach(ask)
+
+
+def joined_receiver(backend: str, stream: Stream, timeout_s: float, told: Connection) -> TorchReceiver:
+    """Joins as the target with a source that joins too."""
+    receiver = TorchReceiver(backend, stream, timeout_s)
+    told.send(receiver.attach(told.recv()))
+    return receiver
+
+
 class Peer:
     def __init__(self, backend: str, stream: Stream, timeout_s: float, told: Connection) -> None:
         self.backend = backend
@@ -51,20 +69,12 @@ class Peer:
 
     def receiver(self) -> TorchReceiver:
         """Joins as the target."""
-        receiver = TorchReceiver(self.backend, self.stream, self.timeout_s)
-        self.told.send(receiver.attach(self.told.recv()))
-        return receiver
+        return joined_receiver(self.backend, self.stream, self.timeout_s, self.told)
 
     def sender(self) -> TorchSender:
         """Joins as the source."""
         sender = TorchSender(self.backend, self.stream, self.timeout_s, ThreadPoolExecutor(1))
-
-        def ask(offer: dict[str, Any]) -> dict[str, Any]:
-            self.told.send(offer)
-            answer: dict[str, Any] = self.told.recv()
-            return answer
-
-        sender.attach(ask)
+        attach(sender, self.told)
         return sender
 
     def receive(self, receiver: TorchReceiver) -> bytes:

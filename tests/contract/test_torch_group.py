@@ -26,7 +26,7 @@ from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transport import summed
 from dora.kvtransfer.wire import Stream
 from tests.contract import group_peer
-from tests.contract.group_peer import CHUNK, LONG_S, digest
+from tests.contract.group_peer import CHUNK, LONG_S, attach, digest, joined_receiver
 from tests.refusals import refused
 
 torch = pytest.importorskip("torch")
@@ -103,17 +103,6 @@ def source_to(end: Other, backend: str, timeout_s: float = LONG_S) -> Iterator[T
             sender.close()
 
 
-def attach(sender: TorchSender, end: Other) -> None:
-    """Joins with a target that joins too."""
-
-    def ask(offer: dict[str, Any]) -> dict[str, Any]:
-        end.told.send(offer)
-        answer: dict[str, Any] = end.told.recv()
-        return answer
-
-    sender.attach(ask)
-
-
 def send(sender: TorchSender, end: Other) -> bytes:
     return summed(sender.chunk(end.stream, {"at": 0, "size": len(CHUNK)}, [CHUNK.data], digest))
 
@@ -121,7 +110,7 @@ def send(sender: TorchSender, end: Other) -> bytes:
 def check_moves(context: Any, backend: str) -> None:
     """A new pair moves bytes."""
     with other(context, "target", backend) as end, source_to(end, backend) as sender:
-        attach(sender, end)
+        attach(sender, end.told)
         for _ in range(2):
             end.told.send(True)
             found = send(sender, end)
@@ -194,7 +183,7 @@ def test_an_offer_without_a_store_is_refused(context: Any, backend: str, wrong: 
 def test_a_target_that_fails_in_the_middle_fails_the_source_in_time(context: Any, backend: str, behaviour: str) -> None:
     names = [backend] if "stops" in behaviour else []  # the stream of an end that is gone may break first
     with other(context, behaviour, backend) as end, source_to(end, backend) as sender:
-        attach(sender, end)
+        attach(sender, end.told)
         sender._group._timeout_s = SHORT_S
         with in_time():
             with refused(TransferFailed, names=names):
@@ -209,9 +198,9 @@ def test_a_target_that_fails_in_the_middle_fails_the_source_in_time(context: Any
     check_moves(context, backend)
 
 
-def joined_receiver(end: Other, backend: str) -> TorchReceiver:
-    receiver = TorchReceiver(backend, end.stream, LONG_S)
-    end.told.send(receiver.attach(end.told.recv()))
+def receiver_of(end: Other, backend: str) -> TorchReceiver:
+    """Joins without haste, and has a short deadline afterwards."""
+    receiver = joined_receiver(backend, end.stream, LONG_S, end.told)
     receiver._group._timeout_s = SHORT_S
     return receiver
 
@@ -221,7 +210,7 @@ def test_a_source_that_fails_in_the_middle_fails_the_target_in_time_and_writes_n
     context: Any, backend: str, behaviour: str
 ) -> None:
     with other(context, behaviour, backend) as end:
-        receiver = joined_receiver(end, backend)
+        receiver = receiver_of(end, backend)
         body = np.zeros(len(CHUNK), np.uint8)
         frame = end.stream.receive()
         with in_time(), refused(SnapshotRefused, names=[backend]):
@@ -241,7 +230,7 @@ def test_a_source_that_fails_in_the_middle_fails_the_target_in_time_and_writes_n
 
 def test_an_end_that_is_gone_after_the_last_byte_leaves_what_arrived(context: Any, backend: str) -> None:
     with other(context, "source", backend) as end:
-        receiver = joined_receiver(end, backend)
+        receiver = receiver_of(end, backend)
         receiver._group._timeout_s = LONG_S
         body = np.zeros(len(CHUNK), np.uint8)
         end.told.send(True)
@@ -254,7 +243,7 @@ def test_an_end_that_is_gone_after_the_last_byte_leaves_what_arrived(context: An
             receiver.close()
         assert np.array_equal(body, CHUNK)
     with other(context, "target", backend) as end, source_to(end, backend) as sender:
-        attach(sender, end)
+        attach(sender, end.told)
         end.told.send(True)
         send(sender, end)
         assert end.told.recv() == CHUNK.data[:8]

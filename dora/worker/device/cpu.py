@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from dora.engine_patches.mapped_weights import Source
 
 PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
 
@@ -61,7 +63,7 @@ class Cpu:
 
         return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt}
 
-    def weight_source(self, device: "torch.device") -> WeightSource:
+    def weight_source(self, device: "torch.device") -> "Source":
         from dora.worker.weight_sources import mapped
 
         return mapped

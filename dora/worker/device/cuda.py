@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.device.port import Dtype, EngineSettings, Kind, WeightSource, bound_of_cpus, check_installed
+from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
 from dora.worker.device.proof import proof_file
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
@@ -13,6 +13,8 @@ from dora.worker.reservation import KvStore
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from dora.engine_patches.mapped_weights import Source
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
@@ -83,7 +85,7 @@ class Cuda:
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         return None
 
-    def weight_source(self, device: "torch.device") -> WeightSource:
+    def weight_source(self, device: "torch.device") -> "Source":
         from dora.worker.weight_sources import pinned
 
         return pinned(device)

@@ -1,6 +1,6 @@
 """The protocol of a device, and the settings of an engine. Imports neither torch nor vLLM."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -13,6 +13,8 @@ from dora.worker.reservation import KvStore
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from dora.engine_patches.mapped_weights import Source
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -52,10 +54,6 @@ class EngineSettings:
         return self.tensor_parallel * self.pipeline_parallel
 
 
-Tensors = Generator[tuple[str, "torch.Tensor"], None, None]
-WeightSource = Callable[[Sequence[str], float], Tensors]  # files, and the seconds after which their load has failed
-
-
 class Device(Protocol):
     """One kind of device, for one engine in this process."""
 
@@ -80,7 +78,7 @@ class Device(Protocol):
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
         """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
 
-    def weight_source(self, device: "torch.device") -> WeightSource:
+    def weight_source(self, device: "torch.device") -> "Source":
         """Returns the way of tensors from safetensors files to the model of a rank, with memory for it.
 
         Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
