@@ -310,7 +310,7 @@ class WorkersConfig(Section):
 
     @property
     def numerics(self) -> EngineNumerics:
-        """What decides how the engines round."""
+        """The settings that decide how the engines round."""
         return EngineNumerics(self.quantisation, self.dtype, self.batch_invariant)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run record says (its files: dora.data.run_record), read without a change to it."""
+"""Reads a run record and changes nothing in it. dora.data.run_record lists its files."""
 
 import errno
 import json

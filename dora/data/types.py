@@ -121,7 +121,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class EngineNumerics:
-    """What decides how the sampling engines round a version's logprobs.
+    """The settings that decide how the sampling engines round a version's logprobs.
 
     ``quantisation``: empty: none. ``batch_invariant``: a request's logits do not depend on its neighbours.
     """

@@ -65,11 +65,6 @@ class _Read:
         self.ends[number] = max(end, self.ends.get(number, end))
 
 
-def is_new(folder: Path) -> bool:
-    """Returns whether no service has written to this state folder. Changes nothing."""
-    return not (folder / LEDGER_FILE).exists() and not any((folder / LOG_FOLDER).glob(f"[0-9]*{frames.SUFFIX}"))
-
-
 def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
     """Opens ``folder``, which is created if absent, and prepares it for a service to continue.
 

@@ -60,7 +60,7 @@ async def run_preflight(config: Config, said: Said) -> None:
     await asyncio.to_thread(Tokens, config.service.token)
     sizes = Sizes(compacts=not config.service.keep_events)
     with reading_state(config, sizes) as state:
-        config = await asyncio.to_thread(check_from, config)
+        config = await asyncio.to_thread(check_from, config, state)
         if state is not None:
             config = state.carried_on(config)
         said("state folder", _described(config, state))

@@ -26,7 +26,7 @@ from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.orchestrator.version_memory import weight_versions
 from dora.system.environment import DOWNLOADS, child_environment
-from dora.system.files import try_folder
+from dora.system.files import nearest_existing, try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned, is_held, owner_of
 from dora.system.private import check_owner, is_own_folder, private_folder
 from dora.weights.host_store import bound_of
@@ -135,11 +135,8 @@ def check_engine(config: Config) -> None:
     launcher_named(config.workers.launcher)
     if config.kv.pool_mb and config.kv.spill_mb:
         folder = Path(config.kv.spill_folder)
-        try:
+        with writable("kv.spill_folder", folder):
             try_folder(folder)
-        except OSError as error:
-            allowed = f"a folder with room to write in ({error.strerror})"
-            raise InvalidValue("kv.spill_folder", str(folder), allowed) from error
 
 
 @contextlib.contextmanager
@@ -216,7 +213,7 @@ def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> We
 
 def lacking_room(run_folder: Path, bound_bytes: int) -> str:
     """A warning if the file system lacks room for the versions of the window; else empty. The folder need not exist."""
-    room = os.statvfs(next(each for each in (run_folder, *run_folder.absolute().parents) if each.exists()))
+    room = os.statvfs(nearest_existing(run_folder))
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes >= bound_bytes:
         return ""

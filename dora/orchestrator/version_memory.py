@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dora.config import Config
 from dora.errors import LimitExceeded
+from dora.system.files import nearest_existing
 from dora.system.memory import is_in_memory, memory_bytes
 from dora.weights.host_store import bound_of
 from dora.weights.reference import Reference
@@ -45,9 +46,7 @@ def gigabytes(size_bytes: int) -> str:
 def version_memory(config: Config, reference: Reference, folder: Path, kept: int = 0) -> VersionMemory:
     """The memory for the versions of a store in ``folder``, which need not exist. ``kept``: see ``weight_versions``."""
     versions = weight_versions(config, kept)
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_existing(folder)
     limit_bytes = 0
     if is_in_memory(folder):
         limit_bytes = min(memory_bytes(), size_of(folder) or memory_bytes())
@@ -65,5 +64,9 @@ def weight_versions(config: Config, kept: int = 0) -> int:
     evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
     """
     reference = 1 if config.rollout.reference_version else 0
-    versions = max(config.window.most, kept) + 1 + config.evaluation_versions
-    return config.service.weight_versions or versions + reference
+    return config.service.weight_versions or live_versions(config, kept) + reference
+
+
+def live_versions(config: Config, kept: int = 0) -> int:
+    """The number of versions that a host may have to hold: the window's, the next one, and those of evaluations."""
+    return max(config.window.most, kept) + 1 + config.evaluation_versions

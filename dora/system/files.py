@@ -29,6 +29,12 @@ def try_folder(folder: Path) -> None:
                 each.rmdir()
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest folder above it that exists."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
 def path_of(name: str, field: str) -> Path:
     """The path that a text from outside means, with ``~``. Raises InvalidValue, naming ``field``, where none can be."""
     try:

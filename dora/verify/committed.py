@@ -19,6 +19,7 @@ from dora.data.run_record import (
 )
 from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
+from dora.system import line_file
 
 SHOWN_MAX: Final = 5  # groups named in one sentence
 
@@ -82,10 +83,7 @@ def whole_lines(file: Path) -> Iterator[bytes]:
     Raises InvalidValue if the file cannot be read.
     """
     try:
-        with file.open("rb") as stream:
-            for line in stream:
-                if line.endswith(b"\n"):
-                    yield line
+        yield from line_file.whole_lines(file)
     except OSError as error:
         raise InvalidValue("record", str(file), f"a readable file ({error.strerror})") from error
 

@@ -1,4 +1,4 @@
-"""How far a recomputed logprob may be from the recorded one, and what decides it.
+"""The largest accepted difference between a recomputed and a recorded logprob, by weights and engines.
 
 docs/gpus.md has the table.
 """

@@ -26,7 +26,7 @@ OF_ITS_OWN: Final = "serves another service"  # what a copy says of the processe
 
 
 class Rivals:
-    """What is started beside the world's service. Each method raises Stuck where the first one is harmed."""
+    """Starts services and agents beside the world's service. Each method raises Stuck if that service is harmed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -103,7 +103,7 @@ class Rivals:
                     await rival.stop()
 
     async def _refused(self, rival: Killed, what: str) -> str:
-        """What it says as it ends. Raises Stuck if it does not."""
+        """Returns its output once it has ended. Raises Stuck if it does not end."""
         before = await self._processes()
         try:
             await asyncio.wait_for(rival.start(), self._world.setting.recovery_most_s)

@@ -13,7 +13,7 @@ from dora.config import Config
 from dora.errors import InvalidValue
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.recovery.begin_from import MODEL_FOLDER, begun_from, check_from
-from dora.orchestrator.recovery.state_folder import SERVICE_FILE, state_folder_of
+from dora.orchestrator.recovery.state_folder import SERVICE_FILE, reading_state, state_folder_of
 from dora.system.ownership import hold
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
@@ -50,10 +50,11 @@ def with_state(state: Path, begin_from: str) -> Config:
 
 
 def begin(state: Path, begin_from: str) -> Config:
-    """What a start does before it prepares its model. A dry run says the same, and changes nothing."""
+    """Begins as a start does before it prepares its model. A dry run has the same result, and changes nothing."""
     config, checked, refusal = with_state(state, begin_from), None, ""
     try:
-        checked = check_from(config)
+        with reading_state(config, DEFAULT_SIZES) as read:
+            checked = check_from(config, read)
     except InvalidValue as error:
         refusal = str(error)
     with state_folder_of(config, DEFAULT_SIZES) as opened:
@@ -129,7 +130,7 @@ async def test_what_cannot_begin_a_run_is_named(other: Path, tiny_dense: Path, t
             begin(new, wanted)
         assert not (new / MODEL_FOLDER).exists()
     with refused(InvalidValue, field="service.begin_from", names=("service.state",)):
-        check_from(configured(tiny_dense, service__begin_from=f"{other}@1"))
+        check_from(configured(tiny_dense, service__begin_from=f"{other}@1"), None)
     with refused(InvalidValue, field="service.begin_from", names=("service.state",)):
         begun_from(configured(tiny_dense, service__begin_from=f"{other}@1"), None)
     with refused(InvalidValue, field="service.begin_from"):

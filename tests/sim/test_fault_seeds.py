@@ -122,13 +122,7 @@ def test_a_request_that_fills_a_dp_group_alone_is_not_moved_for_ever() -> None:
 def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
     """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
     bench = Bench()
-    bench.start("w0")
-    bench.offer(1)
-    bench.obey(do.StartRequest)
-    bench.join("w1")
-    bench.load_all()
-    bench.post(on.MigrateAsked("g0.0", "w1"))
-    bench.obey(do.ReserveSlot)
+    bench.move()
     bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
     bench.post(on.WorkerLost("w0", 1, "killed"))
     bench.join("w0")

@@ -63,6 +63,16 @@ class Bench:
         self.load_all()
         self.post(on.TrainerAttached(1, self.groups))
 
+    def move(self) -> None:
+        """Begins a handoff of g0.0 from w0 to w1, which has reserved a slot for it."""
+        self.start("w0")
+        self.offer(1)
+        self.obey(do.StartRequest)
+        self.join("w1")
+        self.load_all()
+        self.post(on.MigrateAsked("g0.0", "w1"))
+        self.obey(do.ReserveSlot)
+
     def offer(self, count: int, group_size: int = 1, exhausted: bool = False) -> None:
         first, self.prompts = self.prompts, self.prompts + count
         prompts = tuple(on.OfferedPrompt(f"p{i}", "task", 5, group_size, 60) for i in range(first, first + count))
@@ -273,13 +283,7 @@ def test_reports_of_an_earlier_stay_on_the_same_worker_do_not_count() -> None:
     """w1 had taken the request in when the handoff was undone, and decoded a little. Then the source died, and the
     request was started on w1: what w1 reports before it has obeyed that is not what will be resumed there."""
     bench = Bench(handoff_timeout_s=5.0)
-    bench.start("w0")
-    bench.offer(1)
-    bench.obey(do.StartRequest)
-    bench.join("w1")
-    bench.load_all()
-    bench.post(on.MigrateAsked("g0.0", "w1"))
-    bench.obey(do.ReserveSlot)
+    bench.move()
     bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
     bench.now_s += 6.0
     bench.post(on.Tick())

@@ -51,7 +51,7 @@ def _progressed(state: State) -> None:
 
 
 def patience_s(state: State) -> float:
-    """How long a turn may take: ``service.trainer_stall_timeout_s`` at least; no limit while the pace is unknown."""
+    """The limit of a turn: at least ``service.trainer_stall_timeout_s``; infinite while the pace is unknown."""
     least_s, lease = state.config.service.trainer_stall_timeout_s, state.lease
     if not least_s or lease.commits < COMMITS_FIRST:
         return float("inf")

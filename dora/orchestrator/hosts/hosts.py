@@ -32,6 +32,7 @@ from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
 from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
+from dora.orchestrator.version_memory import live_versions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
@@ -129,8 +130,7 @@ class Hosts:
 
     @property
     def _versions_most(self) -> int:
-        """The versions that a host may have to hold: the window's, one that arrives, and those of evaluations."""
-        return max(self._config.window.most, self.kept_versions) + 1 + self._config.evaluation_versions
+        return live_versions(self._config, self.kept_versions)
 
     def check(self, hello: pb.HostHello, digest: str) -> None:
         """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""

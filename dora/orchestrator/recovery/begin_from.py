@@ -11,7 +11,7 @@ from typing import Final
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.journal.log import LOG_FOLDER
-from dora.orchestrator.recovery.state_folder import LOCK_FILE, VERSIONS_FOLDER, StateFolder, identity_in
+from dora.orchestrator.recovery.state_folder import LOCK_FILE, VERSIONS_FOLDER, StateFolder
 from dora.system.files import link_or_copy, sync_folder
 from dora.system.ownership import hold, is_held, owner_of
 from dora.weights.whole import is_sound
@@ -38,14 +38,13 @@ def begun_from(config: Config, state: StateFolder | None) -> Config:
     return _with_model(config, own / MODEL_FOLDER) if began else config
 
 
-def check_from(config: Config) -> Config:
+def check_from(config: Config, state: StateFolder | None) -> Config:
     """Checks like ``begun_from``, and changes nothing. Returns the configuration with the model that it would have."""
     _check_has_state(config)
-    if not config.service.state:
+    if state is None:
         return config
-    wanted, own = config.service.begin_from, Path(config.service.state)
-    began = identity_in(own).begun_from
-    if not _is_to_copy(config, own, not _has_run(own), began):
+    wanted, own, began = config.service.begin_from, state.folder, state.identity.begun_from
+    if not _is_to_copy(config, own, state.found.is_new, began):
         return _with_model(config, own / MODEL_FOLDER) if began else config
     other, version = _parsed(wanted)
     _check_other(wanted, other, own)

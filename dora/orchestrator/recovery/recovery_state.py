@@ -22,7 +22,7 @@ UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as in the core
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the window stands at a start, with the settings of that start."""
+    """The window's step and size at a start, with the settings of that start."""
 
     step: int
     left: int  # groups that this step still takes; below 0: it has taken more than the new size

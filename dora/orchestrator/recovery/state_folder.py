@@ -146,7 +146,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         raise _in_use(folder)
     try:
         try:
-            identity, versions = identity_in(folder), KeptVersions(folder / VERSIONS_FOLDER)
+            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER)
             state = StateFolder(folder, find(folder, sizes), versions, identity, held.place)
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -179,7 +179,7 @@ def reading_state(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
         raise _in_use(folder)
     with contextlib.ExitStack() as stack:
         try:
-            identity, versions = identity_in(folder), KeptVersions(folder / VERSIONS_FOLDER, repairs=False)
+            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER, repairs=False)
             found = stack.enter_context(finding(folder, sizes))
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -193,7 +193,7 @@ def _check_keeps(config: Config) -> None:
         raise InvalidValue(SETTING, "", "a folder, because service.keep_events is set")
 
 
-def identity_in(folder: Path) -> Identity:
+def _identity(folder: Path) -> Identity:
     """The identity that the folder's service has; a new one if there is none. Raises InvalidValue."""
     file = folder / SERVICE_FILE
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Why a service admits no more prompts, what it waits for, and what one can do."""
+"""The reason for which a service admits no more prompts, the groups that it waits for, and the remedy."""
 
 import time
 
@@ -26,13 +26,13 @@ def draining_of(runtime: Runtime) -> pb.Draining | None:
 
 
 def ended_line(runtime: Runtime) -> str:
-    """For a trainer that gets no more groups: what has ended, and what one can do."""
+    """The message to a trainer that gets no more groups: the reason, and how to train further."""
     ended, more = _ended(runtime)
     return f"{ended}; {more}"
 
 
 def _ended(runtime: Runtime) -> tuple[str, str]:
-    """What has ended, and how to train further."""
+    """Returns the reason for which no more prompts are admitted, and how to train further."""
     service = runtime.config.service
     where = f"start a service on {service.state} again" if service.state else "start a new service"
     if runtime.drain_ends_s is not None:

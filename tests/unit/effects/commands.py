@@ -18,7 +18,7 @@ from tests.unit.effects.rows import Shown
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where commands run. ``words``: what stands in an argument for ``{name}``."""
+    """Runs commands in a folder. ``words``: returns the text for ``{name}`` in an argument."""
 
     folder: Path
     words: Callable[[str], str]

@@ -1,15 +1,17 @@
 """The settings of the service's own evaluations."""
 
-import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
 from dora.config import Config
-from dora.errors import DoraError, InvalidValue
+from dora.data.types import Prompt
+from dora.errors import InvalidValue
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import evaluation_series
 from dora.prompts import ChatTokenizer
+from tests.unit.effects.of_prompts import read_split
 from tests.unit.effects.rows import Place, Row, Seen, Shown
 
 SERIES: Final = "tests/e2e/test_evaluation_fake.py::test_the_service_evaluates_every_so_many_versions_by_itself"
@@ -17,17 +19,13 @@ BASE: Final = {"evaluation.prompts": "set", "evaluation.every": 1}
 
 
 def split(config: Config, place: Place) -> list[str]:
-    """The prompts of a dataset's folder with two splits, or the setting that it needs."""
-    folder = place.folder / "set"
-    folder.mkdir()
-    for name in ("train", "test"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"prompt": "ab", "prompt_id": name}) + "\n")
-    config, tokenizer = place.within(config, "evaluation.prompts"), ChatTokenizer(place.model("dense"))
-    try:
+    config = place.within(config, "evaluation.prompts")
+
+    def read(_: Path, tokenizer: ChatTokenizer) -> list[Prompt]:
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=1000)
-        return [each.prompt_id for each in evaluation_series.evaluation_prompts(config, tokenizer, check)]
-    except DoraError as error:
-        return [str(getattr(error, "field", ""))]
+        return evaluation_series.evaluation_prompts(config, tokenizer, check)
+
+    return read_split(place, read)
 
 
 def share(config: Config, place: Place) -> list[float]:

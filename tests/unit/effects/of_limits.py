@@ -148,13 +148,7 @@ def until_unanswered(config: Config, _: Place) -> int:
 def until_undone(config: Config, _: Place) -> int:
     """A handoff whose copy never ends."""
     one = bench(config)
-    one.start("w0")
-    one.offer(1)
-    one.obey(do.StartRequest)
-    one.join("w1")
-    one.load_all()
-    one.post(on.MigrateAsked("g0.0", "w1"))
-    one.obey(do.ReserveSlot)
+    one.move()
     assert one.state.handoffs
     for second in range(1000):
         if not one.state.handoffs or next(iter(one.state.handoffs.values())).overdue:

@@ -1,9 +1,12 @@
 """The settings of the source of prompts: what they make of one file."""
 
 import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from dora.config import Config
+from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from tests.unit.effects.rows import Place, Row, Seen, Shown
@@ -67,17 +70,23 @@ def large(config: Config, place: Place) -> bool:
         return False
 
 
-def split(config: Config, place: Place) -> list[str]:
-    """The prompts of a dataset's folder with two splits, or the setting that it needs."""
+def read_split(place: Place, read: Callable[[Path, ChatTokenizer], Iterable[Prompt]]) -> list[str]:
+    """The prompts that ``read`` finds in a dataset's folder with two splits, or the setting that it needs."""
     folder = place.folder / "set"
     folder.mkdir()
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text(json.dumps({"prompt": "ab", "prompt_id": name}) + "\n")
-    prompts = config.prompts.model_copy(update={"source": str(folder)})
     try:
-        return [each.prompt_id for each in resolve_prompts(prompts, ChatTokenizer(place.model("dense")))]
+        return [each.prompt_id for each in read(folder, ChatTokenizer(place.model("dense")))]
     except DoraError as error:
-        return [str(getattr(error, "field", ""))]
+        return [error.field]
+
+
+def split(config: Config, place: Place) -> list[str]:
+    def read(folder: Path, tokenizer: ChatTokenizer) -> Iterable[Prompt]:
+        return resolve_prompts(config.prompts.model_copy(update={"source": str(folder)}), tokenizer)
+
+    return read_split(place, read)
 
 
 def first_text(config: Config, place: Place) -> str:
