@@ -103,13 +103,26 @@ os.register_at_fork(after_in_child=_shared.after_fork)
 atexit.register(_shared.exit)  # for clients that were not closed
 
 
-def _stand_still() -> None:
+def _stand_still(is_failed: bool = False) -> None:
     """Returns unless the interpreter ends. Then a daemon thread stands still, as it would in any other blocking call:
     executors and loops are being closed under it, which is no error of the thread's.
+
+    ``is_failed``: after an error, which may be that of an executor that was closed. The interpreter closes executors,
+    and waits for their work, while its main thread still counts as alive.
     """
     main = threading.main_thread()
-    if not main.is_alive() and threading.current_thread() is not main:
+    if threading.current_thread() is not main and (not main.is_alive() or (is_failed and _are_executors_closed())):
         threading.Event().wait()
+
+
+def _are_executors_closed() -> bool:
+    """Whether the interpreter takes no more work for threads, as one that ends."""
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int)
+    except RuntimeError:
+        return True
+    return False
 
 
 class Background:
@@ -168,7 +181,7 @@ class Background:
                     under_way.outcome.exception()  # waits for the end, ignoring the result
                 raise
         except BaseException as error:
-            _stand_still()
+            _stand_still(is_failed=True)
             if not isinstance(error, CancelledError):
                 raise
             raise self._conflict("kept open while it is in use", "was closed meanwhile") from error

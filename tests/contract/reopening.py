@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import dora
@@ -115,6 +116,12 @@ def at_work_at_exit() -> None:
     time.sleep(0.5)
 
 
+def at_work_while_executors_end() -> None:
+    """As before; the interpreter has closed its executors, and waits for a user's."""
+    at_work_at_exit()
+    ThreadPoolExecutor(1).submit(time.sleep, 0.5)
+
+
 def interrupted() -> None:
     main, within = threading.main_thread().ident or 0, threading.Event()
 
@@ -176,8 +183,9 @@ def of_a_service_that_dies() -> None:
 PROGRAMS: Final = (
     opened_again,
     beside_loops_of_the_user,
-    at_work_at_exit,
+    at_work_while_executors_end,
     forked_while_closed,
+    at_work_at_exit,
     left_within_a_step,
     ended_by_an_error,
     in_threads,

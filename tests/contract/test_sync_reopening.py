@@ -1,5 +1,6 @@
 """Clients that are opened again, in threads, after forks, at the interpreter's end: nothing on stderr, exit code 0."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +34,10 @@ def test_clients_that_are_opened_again_say_nothing(
 def run(program: Callable[[], None], running: Running, weights: Path) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-m", "tests.contract.reopening", program.__name__, running.address, TOKEN, str(weights)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+    quiet = os.environ | {"GRPC_VERBOSITY": "ERROR"}  # gRPC notes the end of a connection on stderr
+    with subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=quiet
+    ) as process:
         assert process.stdout is not None
         if program is of_a_service_that_dies:
             process.stdout.readline()
