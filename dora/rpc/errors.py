@@ -80,10 +80,10 @@ def status_of(error: DoraError) -> grpc.StatusCode:
 
 
 async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
-    """Ends the call with ``error``'s status, message and trailing metadata."""
-    metadata: tuple[tuple[str, str], ...] = ()
+    """Ends the call with ``error``'s status and message. Its trailing metadata are added to those of the call."""
+    metadata: tuple[tuple[str, str], ...] = tuple(context.trailing_metadata() or ())
     if isinstance(error, InvalidValue):
-        metadata = (
+        metadata += (
             (FIELD_KEY, _encoded(error.field)),
             (VALUE_KEY, _encoded(str(error.value))),
             (ALLOWED_KEY, _encoded(error.allowed)),

@@ -149,7 +149,9 @@ class AccessInterceptor(ServerInterceptor):
             self._room.proven(context.peer())
             CALLER.set(admitted.caller)
             SESSION.set(admitted.session)
-            await context.send_initial_metadata(((ANSWER_KEY, text_of(admitted.answer)),))
+            answer_proof = ((ANSWER_KEY, text_of(admitted.answer)),)
+            await context.send_initial_metadata(answer_proof)
+            context.set_trailing_metadata(answer_proof)
             try:
                 _check(admitted, needed)
                 with pool.calls.one():

@@ -60,8 +60,16 @@ class Call:
     answer: bytes
 
     async def is_proven(self, call: Any) -> bool:
-        """Returns whether the call's answer is that of the service. Waits for its beginning."""
-        for key, value in await call.initial_metadata():
+        """Returns whether the call's answer is that of the service. Waits for its beginning.
+
+        If a status comes right behind the initial metadata, grpc.aio may deliver the status first, and no initial
+        metadata then. So a status has the proof too.
+        """
+        begun = await call.initial_metadata()
+        return self._proves(begun) or (call.done() and self._proves(await call.trailing_metadata()))
+
+    def _proves(self, metadata: Any) -> bool:
+        for key, value in metadata or ():
             if key == proof.ANSWER_KEY:
                 try:
                     return hmac.compare_digest(proof.bytes_of(str(value)), self.answer)

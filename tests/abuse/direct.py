@@ -49,6 +49,12 @@ class Context:
     async def send_initial_metadata(self, metadata: Any) -> None:
         pass
 
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        pass
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
     async def read(self) -> Any:
         if self._pause is not None:
             await self._pause()

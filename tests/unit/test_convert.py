@@ -182,6 +182,9 @@ class Aborted(Exception):
 class AbortedContext:
     """Keeps what a call was ended with, as grpc.aio's context would send it."""
 
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("dora-proof", "AAAA"),)
+
     async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
         self.error = SimpleNamespace(code=lambda: code, details=lambda: details, trailing_metadata=lambda: metadata)
         raise Aborted
@@ -203,6 +206,7 @@ async def test_errors_keep_their_kind_and_their_three_parts(error: InvalidValue)
     with pytest.raises(Aborted):
         await abort(context, error)
     assert all(value.isascii() and value.isprintable() for _, value in context.error.trailing_metadata())
+    assert context.error.trailing_metadata()[:1] == context.trailing_metadata()
     found = from_rpc_error(context.error)
     assert type(found) is type(error) and isinstance(found, InvalidValue)
     assert str(found) == str(error)
