@@ -1,5 +1,6 @@
 """Other users of the machine: they read nothing that a service makes, and what they make first is refused."""
 
+import itertools
 import json
 import os
 import stat
@@ -46,12 +47,16 @@ def below(folder: Path) -> list[Path]:
 def exposed(root: Path, model: Path) -> list[str]:
     """Each file and folder below ``root``, and itself, that is another user's or that others can read or write.
 
-    A link to a file of the user's own ``model`` has that file's mode.
+    A link to a file of the user's own ``model`` has that file's mode. A service at work may remove a file meanwhile.
     """
     found = []
     own = {file.stat().st_ino for file in model.iterdir()}
-    for path in (root, *root.rglob("*")):
-        status = path.lstat()
+    inside = (Path(parent, name) for parent, *names in os.walk(root) for name in itertools.chain(*names))
+    for path in itertools.chain([root], inside):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
         if stat.S_ISLNK(status.st_mode) or status.st_ino in own:
             continue
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -16,7 +16,7 @@ from dora.errors import DoraError
 from dora.kvtransfer.torch_group import Joining, make_group
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transport import CHUNK_MAX, summed
-from dora.kvtransfer.wire import Stream
+from dora.kvtransfer.wire import Frame, Kind, Stream
 
 LONG_S = 60.0
 CHUNK = np.random.default_rng(1).integers(0, 255, CHUNK_MAX, np.uint8)
@@ -142,7 +142,8 @@ def _comes_late(peer: Peer) -> None:
     def join() -> None:
         receiver = TorchReceiver(peer.backend, peer.stream, peer.timeout_s)
         receiver.attach(offer)  # may succeed while the source's thread ends
-        receiver.chunk(peer.stream, {"at": 0, "size": len(CHUNK)}, np.zeros(CHUNK_MAX, np.uint8).data, digest)
+        frame = Frame(Kind.CHUNK, {"messages": [len(CHUNK)]}, 0)  # the source announces none
+        summed(receiver.chunk(peer.stream, frame, np.zeros(CHUNK_MAX, np.uint8).data, digest))
 
     _tell_failure(peer, join)
 
