@@ -529,6 +529,13 @@ class Config(Section):
             return most
         return max(0, min(most, self.service.weight_versions - self.window.most - 1 - kept))
 
+    def live_versions(self, kept: int = 0) -> int:
+        """The number of versions that a host may have to hold: the window's, the next one, and those of evaluations.
+
+        ``kept``: versions of an earlier incarnation, whose window may have been wider.
+        """
+        return max(self.window.most, kept) + 1 + self.evaluation_versions
+
     @model_validator(mode="before")
     @classmethod
     def _source_alone(cls, tree: Any) -> Any:

@@ -64,9 +64,4 @@ def weight_versions(config: Config, kept: int = 0) -> int:
     evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
     """
     reference = 1 if config.rollout.reference_version else 0
-    return config.service.weight_versions or live_versions(config, kept) + reference
-
-
-def live_versions(config: Config, kept: int = 0) -> int:
-    """The number of versions that a host may have to hold: the window's, the next one, and those of evaluations."""
-    return max(config.window.most, kept) + 1 + config.evaluation_versions
+    return config.service.weight_versions or config.live_versions(kept) + reference

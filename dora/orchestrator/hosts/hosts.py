@@ -32,7 +32,6 @@ from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
 from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
-from dora.orchestrator.version_memory import live_versions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
@@ -130,7 +129,7 @@ class Hosts:
 
     @property
     def _versions_most(self) -> int:
-        return live_versions(self._config, self.kept_versions)
+        return self._config.live_versions(self.kept_versions)
 
     def check(self, hello: pb.HostHello, digest: str) -> None:
         """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""
