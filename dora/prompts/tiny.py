@@ -15,7 +15,7 @@ from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
 
 REWARD = "dora.rewards.tiny:score"
-TAIL_MIN, TAIL_MEDIAN_LOG, TAIL_SIGMA = 12, 3.7, 0.9  # lognormal distribution of lengths in tokens, with a median of 40
+TAIL_MIN, TAIL_MEDIAN_LOG, TAIL_SIGMA = 12, 3.7, 1.3  # lognormal distribution of lengths in tokens, with a median of 40
 TAIL_MAX: Final = 400
 
 

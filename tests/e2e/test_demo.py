@@ -20,4 +20,4 @@ def test_the_reward_rises_while_versions_overlap(tmp_path: Path) -> None:
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == STEPS and report["failures"] == []
     assert report["reward_last"] > 2 * report["reward_first"]
-    assert report["two_versions_share"] > 0.0, "its bar is in docs/performance.md"
+    assert report["two_versions_share"] > 0.0, "docs/performance.md has the bar, for a quiet machine"
