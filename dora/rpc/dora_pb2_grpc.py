@@ -39,6 +39,7 @@ class AccessStub:
     with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
     1. The answer begins with the initial metadata
     dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    and ends with the same trailing metadata, as some libraries lose initial metadata that a status follows at once.
     A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
     within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
     begins another one. `dora token ROLE --call METHOD` prints the header of one call.
@@ -73,6 +74,7 @@ class AccessServicer:
     with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
     1. The answer begins with the initial metadata
     dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    and ends with the same trailing metadata, as some libraries lose initial metadata that a status follows at once.
     A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
     within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
     begins another one. `dora token ROLE --call METHOD` prints the header of one call.
@@ -118,6 +120,7 @@ class Access:
     with the full method, for example /dora.v1.Prompts/Submit, and a number that the session has not used, ascending from
     1. The answer begins with the initial metadata
     dora-proof: text(mac(session, "answer", METHOD, NUMBER))
+    and ends with the same trailing metadata, as some libraries lose initial metadata that a status follows at once.
     A client believes no answer without it, statuses included, and sends no stream before it. A session's first call must follow
     within 30 s. UNAUTHENTICATED without dora-proof: the service was restarted, or has dropped the session; a new Challenge
     begins another one. `dora token ROLE --call METHOD` prints the header of one call.
