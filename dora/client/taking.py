@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from dora.errors import InvalidValue
-from dora.weights.files import WeightFile, copy_tensor, examine_file, laid_out, preamble
+from dora.weights.examining import examine_file
+from dora.weights.files import WeightFile, copy_tensor, laid_out, preamble
 from dora.weights.reference import TensorHeader
 
 SPARE_FILE: Final = ".spare"

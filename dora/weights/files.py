@@ -8,9 +8,8 @@ import json
 import mmap
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from blake3 import blake3
 
 from dora.errors import InvalidValue
 from dora.weights.finite import FiniteCheck, not_finite
-from dora.weights.reference import DTYPE_BYTES, HEADER_BYTES_MAX, TensorHeader, open_regular, read_layout
+from dora.weights.reference import DTYPE_BYTES, TensorHeader, open_regular
 
 SUFFIX: Final = ".safetensors"
 CHUNK_BYTES: Final = 4 << 20  # per chunk of a file; the last may be shorter
@@ -120,53 +119,6 @@ def hash_file(file: Path) -> WeightFile:
     except OSError as error:
         raise InvalidValue("weights file", str(file), f"a readable file ({error.strerror})") from error
     return WeightFile(file.name, file_bytes, digest.digest())
-
-
-def examine_file(
-    file: Path, announced: WeightFile | None = None, header_bytes_max: int = HEADER_BYTES_MAX
-) -> "Examined":
-    """Reads a safetensors file once, a megabyte at a time: its identity, its chunks' checksums, and its tensors.
-
-    The file is read, not mapped: if a writer truncated a mapped file, the process would be killed. Raises InvalidValue
-    for a file that cannot be read, is invalid, differs from ``announced``, or holds a non-finite tensor, which is
-    named.
-    """
-    tensors_at, tensors = read_layout(file, header_bytes_max)
-    total_bytes = tensors_at + sum(tensor.content_bytes for tensor in tensors)
-    if announced is not None and total_bytes != announced.file_bytes:
-        raise InvalidValue(f"{file.name}: bytes", total_bytes, f"as announced, {announced.file_bytes}")
-    digest, sums, check = blake3(), ChunkSums(), FiniteCheck()
-    buffer = memoryview(bytearray(FiniteCheck.CHUNK_BYTES))
-    infinite: TensorHeader | None = None
-    try:
-        with open_regular(file) as stream:
-            for chunk in _chunks(stream, file.name, tensors_at, buffer):
-                digest.update(chunk)
-                sums.update(chunk)
-            for tensor in tensors:
-                for chunk in _chunks(stream, file.name, tensor.content_bytes, buffer):
-                    digest.update(chunk)
-                    sums.update(chunk)
-                    if infinite is None and not check.is_finite(chunk, tensor.dtype):
-                        infinite = tensor
-    except OSError as error:
-        raise InvalidValue("weights file", str(file), f"a readable file ({error.strerror})") from error
-    found = WeightFile(file.name, total_bytes, digest.digest())
-    if announced is not None and found.blake3 != announced.blake3:
-        raise InvalidValue(f"{file.name}: blake3", found.blake3.hex(), f"as announced, {announced.blake3.hex()}")
-    if infinite is not None:
-        raise not_finite(infinite.name, infinite.dtype)
-    return Examined(found, sums.finish(), tensors_at, tensors)
-
-
-def _chunks(stream: BufferedReader, name: str, length: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yields the next ``length`` bytes in pieces, each valid until the next. Raises InvalidValue if the file ends."""
-    while length:
-        chunk = buffer[: min(length, len(buffer))]
-        if stream.readinto(chunk) != len(chunk):
-            raise InvalidValue(f"{name}: bytes", "fewer than at opening", "a file that no process writes")
-        yield chunk
-        length -= len(chunk)
 
 
 def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:

@@ -19,7 +19,8 @@ from typing import Final
 from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.weights.canary import check_canary
-from dora.weights.files import SUFFIX, Examined, WeightFile, check_file_name, examine_file
+from dora.weights.examining import examine_file
+from dora.weights.files import SUFFIX, Examined, WeightFile, check_file_name
 from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, weights_bytes
 from dora.weights.manifest import manifest_of
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader

@@ -29,7 +29,8 @@ from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.services import trainer as trainer_service
 from dora.orchestrator.setup import run_folder_of
 from dora.rpc import dora_pb2 as pb
-from dora.weights.files import WeightFile, examine_file, hash_file, write_weights
+from dora.weights.examining import examine_file
+from dora.weights.files import WeightFile, hash_file, write_weights
 from dora.weights.finite import FiniteCheck
 from dora.weights.reference import TensorHeader, read_layout
 from dora.weights.store import WeightStore

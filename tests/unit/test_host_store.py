@@ -17,7 +17,7 @@ from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
 from dora.system.files import inner_entries
-from dora.weights import files, manifest
+from dora.weights import examining, files, manifest
 from dora.weights.holds import NAME_FILE, held
 from dora.weights.host_store import HostStore, bound_of
 from dora.weights.manifest import Manifest, parsed_name, read_manifest
@@ -34,7 +34,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest):
+    for module in (files, manifest, examining):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
@@ -275,7 +275,7 @@ def test_files_that_are_not_those_of_the_manifest_do_not_become_a_version(
     tensors = load_file(origin.folder(1) / FILE)
     save_file({**tensors, NAME: tensors[NAME].astype(np.float16)}, tmp_path / FILE, metadata={"format": "pt"})
     made = origin.manifest(1)
-    lying = replace(manifest.manifest_of(1, [files.examine_file(tmp_path / FILE)]), tensors=made.tensors)
+    lying = replace(manifest.manifest_of(1, [examining.examine_file(tmp_path / FILE)]), tensors=made.tensors)
     coming = store.receive(Manifest(1, lying.files, made.tensors))
     content = (tmp_path / FILE).read_bytes()
     for file, index in coming.missing():
