@@ -123,14 +123,22 @@ class _WorkerThreads:
 
 
 async def train(
-    handle: ServiceHandle, trainer: Trainer, steps: int, groups: int, weights: Any = None
+    handle: ServiceHandle,
+    trainer: Trainer,
+    steps: int,
+    groups: int,
+    weights: Any = None,
+    enough: asyncio.Event | None = None,
 ) -> list[list[TrajectoryGroup]]:
-    """Takes and commits ``steps`` steps; each commit publishes ``weights`` (default: the model's own files)."""
+    """Takes and commits ``steps`` steps; each commit publishes ``weights`` (default: the model's own files).
+
+    ``enough``: goes on until it is set, for a test that awaits something that takes a slow machine longer.
+    """
     taken = []
     async for step in trainer.steps(groups=groups):
         taken.append([group async for group in step])
         await step.commit(weights=weights if weights is not None else handle.model, wait=True)
-        if len(taken) == steps:
+        if len(taken) >= steps and (enough is None or enough.is_set()):
             break
     return taken
 

@@ -64,7 +64,8 @@ async def test_a_killed_pool_costs_no_sample(tiny_dense: Path) -> None:
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=8, groups=GROUPS))
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(handle, trainer, steps=8, groups=GROUPS, enough=enough))
         await during(training, park(operator, 2))
         first = (await operator.status()).pools[0]
         parking = asyncio.create_task(park(operator, 1 << 30))
@@ -72,6 +73,7 @@ async def test_a_killed_pool_costs_no_sample(tiny_dense: Path) -> None:
         again = until(operator, lambda status: status.pools[0].state == "ready" and status.pools[0].epoch > first.epoch)
         await during(training, again)
         parking.cancel()
+        enough.set()
         steps = await training
         status = await until(operator, is_empty)
         assert not list(handle.run_folder.glob(f"kv/{first.epoch}")), "its memory is swept"
@@ -85,13 +87,15 @@ async def test_parked_requests_outlive_their_worker(tiny_dense: Path) -> None:
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS))
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS, enough=enough))
         await during(training, park(operator, 2))
         parking = asyncio.create_task(park(operator, 1 << 30))
         status = await operator.status()
         os.kill(status.workers[0].pid, signal.SIGKILL)
         await during(training, until(operator, lambda status: status.counters["workers_lost"] >= 1))
         parking.cancel()
+        enough.set()
         steps = await training
         status = await until(operator, is_empty)
     check_promises(steps, window=2, groups=GROUPS)
