@@ -19,7 +19,7 @@ SPLITS: Final = {"cpu": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}), "cud
 def ranks(subject: Subject) -> dict[str, Any]:
     """Proves each split that the device has.
 
-    On GPUs writes the proof that lifts the refusal of such engines (``device.proof``).
+    On GPUs writes the proof that lifts the refusal of such engines (``dora.host.proof``).
     """
     if subject.device == "cuda":
         import torch
@@ -41,10 +41,10 @@ def ranks(subject: Subject) -> dict[str, Any]:
         found[name] = {"moves": moved, "shards": len(engine.layout.layers), "backend": engine.layout.backend}
         engine.close()
     if subject.device == "cuda":
-        from dora.worker.device.proof import write_proof
+        from dora.host.proof import write_proof
 
         try:
-            found["proof"] = str(write_proof(found))
+            found["proof"] = str(write_proof("ranks", found))
         except OSError as error:
             raise Failed(f"the proof cannot be written: {error}", **found) from error
     return found

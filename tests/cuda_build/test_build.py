@@ -42,12 +42,12 @@ SPLITS = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 
 def test_ranks_are_refused_by_name_until_this_machine_has_a_proof(
     split: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora.worker.device.proof import write_proof
+    from dora.host.proof import write_proof
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = replace(SETTINGS, **split)
     if "pipeline_parallel" in split:
-        write_proof({})
+        write_proof("ranks", {})
         for device in (DEVICE, Cuda(proves_ranks=True)):
             with refused(InvalidValue, field="workers.pipeline_parallel", value=2):
                 device.check_platform(settings)
@@ -55,7 +55,7 @@ def test_ranks_are_refused_by_name_until_this_machine_has_a_proof(
     with refused(InvalidValue, field="workers.tensor_parallel", value=2):
         DEVICE.check_platform(settings)
     Cuda(proves_ranks=True).check_platform(settings)
-    write_proof({})
+    write_proof("ranks", {})
     DEVICE.check_platform(settings)
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
+from dora.host.proof import proof_file
 from dora.worker.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
-from dora.worker.device.proof import proof_file
 from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
@@ -51,7 +51,7 @@ class Cuda:
             # that many steps later (vllm/v1/worker/gpu/pp_utils.py). This engine has one step at a time.
             allowed = "1 on GPUs: vLLM's stages need several steps in flight. Use workers.tensor_parallel"
             raise InvalidValue("workers.pipeline_parallel", settings.pipeline_parallel, allowed)
-        if settings.ranks > 1 and not self._proves_ranks and not proof_file().is_file():
+        if settings.ranks > 1 and not self._proves_ranks and not proof_file("ranks").is_file():
             allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
             raise InvalidValue("workers.tensor_parallel", settings.tensor_parallel, allowed)
         if settings.quantisation:

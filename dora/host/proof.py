@@ -1,4 +1,7 @@
-"""The proof that engines of several ranks work on this machine's GPUs: a file that ``dora doctor`` writes.
+"""Proofs that something works on this machine's GPUs: files that ``dora doctor`` writes.
+
+    ranks     engines of several ranks
+    images    engines that read weights in the trainer's memory
 
 Each proof names what was proven on, so another driver, GPU, vLLM or DORA needs a proof of its own.
 """
@@ -7,11 +10,13 @@ import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dora.host.placement import gpus
 from dora.models import default_cache
 from dora.release import __version__
+
+Kind = Literal["ranks", "images"]
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
@@ -27,15 +32,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def proof_file(folder: Path | None = None) -> Path:
-    """Returns the file that proves ranks on this machine. ``folder`` None: the user's cache."""
+def proof_file(kind: Kind, folder: Path | None = None) -> Path:
+    """Returns the file that proves ``kind`` on this machine. ``folder`` None: the user's cache."""
     digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
-    return (default_cache() if folder is None else folder) / "proofs" / f"ranks-{digest}.json"
+    return (default_cache() if folder is None else folder) / "proofs" / f"{kind}-{digest}.json"
 
 
-def write_proof(found: dict[str, Any], folder: Path | None = None) -> Path:
+def write_proof(kind: Kind, found: dict[str, Any], folder: Path | None = None) -> Path:
     """Writes the proof, with what was measured. Raises OSError."""
-    file = proof_file(folder)
+    file = proof_file(kind, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"machine": machine(), "found": found}, indent=1) + "\n")
     return file
