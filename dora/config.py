@@ -238,6 +238,11 @@ class WorkersConfig(Section):
         description="on GPUs: a request's logits do not depend on its neighbours (vLLM's mode, slower); on CPUs that "
         "needs threads = 1 and not this",
     )
+    weights_from: Literal["file", "trainer"] = Field(
+        "file",
+        description="on GPUs: where engines on the trainer's host read a version: its file, or the trainer's memory, "
+        "with the file as the fallback",
+    )
     quantisation: Literal["", "int8"] = Field(
         "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
     )
@@ -295,6 +300,9 @@ class WorkersConfig(Section):
         if 0 < self.max_model_len_tokens < CONTEXT_MIN:
             allowed = f"at least {CONTEXT_MIN}, or 0 for the model's"
             raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
+        if self.weights_from == "trainer" and (self.engine == "fake" or (self.count and not on_gpus)):
+            allowed = "file, or trainer with workers.engine = vllm on GPUs (workers.device = cuda); on CPUs engines map"
+            raise InvalidValue("workers.weights_from", "trainer", f"{allowed} the trainer's own copy in shared memory")
         if self.batch_invariant and (self.engine == "fake" or (self.count and not on_gpus)):
             allowed = "false, or true with workers.engine = vllm on GPUs (workers.device = cuda); on CPUs logits do not"
             raise InvalidValue("workers.batch_invariant", True, f"{allowed} depend on neighbours with one thread")

@@ -1,14 +1,19 @@
-"""An engine on a CPU whose weights come as on a GPU: through the ring. A test can make the disk slow."""
+"""An engine on a CPU whose weights come as on a GPU: through the ring, or from an image in the trainer's memory, which
+is this process's. A test can make the disk slow.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dora.engine_patches.mapped_weights import Tensors
+from dora.weights.image import Note
 from dora.weights.load_time import LoadDeadline
 from dora.worker.device.cpu import Cpu
 from dora.worker.device.cpu_rank import CpuRank
+from dora.worker.image_source import image_source
 from dora.worker.weight_ring import WeightRing
+from tests import host_images
 
 
 class RingOnCpu(Cpu):
@@ -16,6 +21,7 @@ class RingOnCpu(Cpu):
 
     worker_class = "tests.ring_rank.RingRank"
     slow_from: int | None = None
+    images_read: int = 0  # to their ends
 
     def weight_source(self, device: Any) -> Any:
         ring = WeightRing(device, slots=3, slot_bytes=1000)
@@ -27,6 +33,15 @@ class RingOnCpu(Cpu):
                 if number == RingOnCpu.slow_from:
                     now_s = limit_s
                 yield found
+
+        return tensors
+
+    def image_source(self, note: Note, device: Any) -> Any:
+        source = image_source(note, host_images.opened, device)
+
+        def tensors(files: Sequence[str], limit_s: float) -> Tensors:
+            yield from source(files, limit_s)
+            RingOnCpu.images_read += 1
 
         return tensors
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 from dora.client.all_ranks import AllRanks
 from dora.client.connection import Connection
 from dora.client.deltas import Delta, Uploaded
+from dora.client.device_image import Images
 from dora.client.modules import (
     config_of,
     is_module,
@@ -67,8 +68,16 @@ def place_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pa
         taken.close()
 
 
-def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None = None) -> Taken:
+def take_weights(
+    weights: Weights,
+    expected: Sequence[TensorHeader],
+    folder: Path,
+    spare: Spare | None = None,
+    images: Images | None = None,
+) -> Taken:
     """Copies ``weights`` into ``folder`` as safetensors files. The caller may change them once this returns.
+
+    ``images``: tensors on a GPU get an image there too.
 
     A module's tensors get their checkpoint names, whatever wraps it. Floating point tensors are written in the dtypes
     of ``expected``. Raises InvalidValue for the first tensor that does not match ``expected`` (if that is not empty),
@@ -78,9 +87,9 @@ def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pat
         if isinstance(weights, str | Path) or _are_paths(weights):
             return _take_files(weight_paths(weights), expected, folder)
         if isinstance(weights, AllRanks):
-            return _take_gathered(weights, expected, folder, spare)
+            return _take_gathered(weights, expected, folder, spare, images)
         tensors, headers = _fitting(weights, expected)
-        return take_tensors(tensors.items(), headers, folder, WEIGHTS_FILE, spare)
+        return take_tensors(tensors.items(), headers, folder, WEIGHTS_FILE, spare, images)
     except OSError as error:
         if not is_full(error):
             raise
@@ -89,7 +98,9 @@ def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Pat
         raise LimitExceeded("weights", f"{size_bytes:,} bytes", allowed) from error
 
 
-def _take_gathered(weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None) -> Taken:
+def _take_gathered(
+    weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None, images: Images | None
+) -> Taken:
     """Copies weights gathered from all ranks. Notifies the ranks if this one refuses."""
     wanted = {header.name: header for header in expected}
     asked = False
@@ -103,7 +114,7 @@ def _take_gathered(weights: AllRanks, expected: Sequence[TensorHeader], folder: 
         headers = weights.headers(wanted)
         if wanted:
             check_tensors(headers, expected)
-        return take_tensors(tensors(), headers, folder, WEIGHTS_FILE, spare)
+        return take_tensors(tensors(), headers, folder, WEIGHTS_FILE, spare, images)
     finally:
         if not asked:
             weights.refuse()

@@ -15,6 +15,7 @@ import grpc
 
 from dora.client.connection import COUNT_MAX, Connection, Patience
 from dora.client.deltas import Uploaded
+from dora.client.device_image import Images
 from dora.client.modules import config_of, is_module, unwrapped
 from dora.client.publication import Weights, canary_of, take_weights, upload
 from dora.client.skeleton import Skeleton
@@ -55,6 +56,7 @@ class Attachment:
     max_message_bytes: int  # 0: no limit given
     tensors: tuple[TensorHeader, ...] = field(repr=False)  # tensors that published weights must contain
     store_folder: Path | None  # for writing weights directly; None without a shared host
+    takes_images: bool = False  # engines of this host read weights in the trainer's memory
 
 
 class Session:
@@ -98,6 +100,7 @@ class Session:
         self._uploaded: Uploaded | None = None  # the version committed last
         self._spare: Future[Spare | None] | None = None
         self._skeleton: Skeleton | None = None
+        self._images = Images()
 
     def __repr__(self) -> str:
         epoch = f"epoch {self._attachment.epoch}" if self._attachment is not None else "not attached"
@@ -111,6 +114,7 @@ class Session:
         if self._staying is not None:
             self._staying.cancel()
         self._attachment = self._stub = self._staying = None
+        self._images.close()
         if self._uploaded is not None:
             self._uploaded.taken.close()
             self._uploaded = None
@@ -207,7 +211,8 @@ class Session:
         spare = making.result() if making is not None else None
         incoming = self._incoming(version)
         if incoming is not None:
-            taken = take_weights(weights, attachment.tensors, incoming, spare)
+            images = self._images if attachment.takes_images else None
+            taken = take_weights(weights, attachment.tensors, incoming, spare, images)
         else:
             with tempfile.TemporaryDirectory(prefix="dora-weights-", dir=self._scratch_parent()) as scratch:
                 taken = take_weights(weights, attachment.tensors, Path(scratch))
@@ -322,6 +327,7 @@ def attachment_of(reply: pb.AttachReply) -> Attachment:
         max_message_bytes=reply.max_message_bytes,
         tensors=tensors,
         store_folder=Path(reply.store_folder) if _shares_host(reply) else None,
+        takes_images=reply.takes_images,
     )
 
 

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from dora.errors import InvalidValue
 from dora.weights.examining import examine_file
 from dora.weights.files import WeightFile, copy_tensor, laid_out, preamble
 from dora.weights.reference import TensorHeader
+
+if TYPE_CHECKING:
+    from dora.client.device_image import Image, Images
 
 SPARE_FILE: Final = ".spare"
 RECYCLED_FOLDER: Final = "spare"  # folder of a store with files of retired versions, to overwrite
@@ -48,6 +51,7 @@ class Taken:
         """``names``: files in ``folder``."""
         self._open: dict[str, int] = {}
         self.identities: tuple[WeightFile, ...] = ()  # set by examine
+        self.image: Image | None = None  # of the one file, on the trainer's GPU
         try:
             for name in names:
                 self._open[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -61,10 +65,15 @@ class Taken:
             replace(examine_file(Path(f"/proc/self/fd/{opened}")).identity, name=name)
             for name, opened in self._open.items()
         )
+        if self.image is not None:
+            self.image.check(*self.mapped().values())
         return self.identities
 
     def bring(self, folder: Path) -> None:
-        """Ensures that the files are in ``folder``, copying those that are not. Raises OSError."""
+        """Ensures that the files are in ``folder``, copying those that are not, and offers their image there.
+
+        Raises OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for name, opened in self._open.items():
             target = folder / name
@@ -73,6 +82,8 @@ class Taken:
                     continue
             with open(f"/proc/self/fd/{opened}", "rb") as source, open(target, "wb", opener=_private) as copy:
                 shutil.copyfileobj(source, copy, 4 << 20)
+        if self.image is not None:
+            self.image.offer(folder, *self.identities)
 
     def descriptor(self, name: str) -> int:
         """A descriptor that reads the file until :meth:`close`, even if it is moved or removed."""
@@ -104,8 +115,9 @@ def take_tensors(
     folder: Path,
     name: str,
     spare: Spare | None = None,
+    images: "Images | None" = None,
 ) -> Taken:
-    """Copies ``tensors``, by name, into ``folder / name``, each once and in the dtype of its header.
+    """Copies ``tensors``, by name, into ``folder / name``, each once and in the dtype of its header; into an image too.
 
     Raises InvalidValue if numpy lacks the dtype, OSError if there is no room. After an error no file is left.
     """
@@ -114,6 +126,7 @@ def take_tensors(
     head = preamble(ordered)
     file_bytes = len(head) + sum(header.content_bytes for header in ordered)
     file, unfinished = folder / name, folder / f".{name}"
+    image = images.begin(file_bytes - len(head)) if images is not None else None
     try:
         room = _take_spare(spare, unfinished, file_bytes)
         if room is None:
@@ -126,11 +139,17 @@ def take_tensors(
             offset += header.content_bytes
         for each, tensor in tensors:
             copy_tensor(tensor, headers[each], room, places[each])
+            if image is not None:
+                image.copy(tensor, headers[each], places[each] - len(head))
         os.rename(unfinished, file)
     except (InvalidValue, OSError):
         unfinished.unlink(missing_ok=True)
         raise
-    return Taken(folder, [name])
+    taken = Taken(folder, [name])
+    if image is not None:
+        image.finish()
+        taken.image = image
+    return taken
 
 
 def take_files(paths: Sequence[Path], folder: Path) -> Taken:

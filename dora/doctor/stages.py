@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.doctor import checks, engine_checks, rank_checks
+from dora.doctor import checks, engine_checks, images, rank_checks
 from dora.doctor.verdict import Subject
 
 
@@ -35,6 +35,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         rank_checks.ranks,
         limit_s=600.0,
     ),
+    Stage("images", "weights in a trainer's GPU, read by another process", images.images),
     Stage("memory", "too large a KV-cache is refused by name", engine_checks.memory),
     Stage("run", "service, workers and trainer for three steps, then `dora verify`", checks.run, limit_s=600.0),
     Stage("two GPUs", "KV between two GPUs by NCCL", checks.two_gpus),

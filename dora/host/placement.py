@@ -64,16 +64,18 @@ class Placement:
             allowed = f"at most {most}: each worker takes {each}, and this host has {len(self.gpus)}{beside}"
             raise InvalidValue("workers", workers, allowed)
 
-    def environment(self, number: int, ranks: int) -> dict[str, str]:
+    def environment(self, number: int, ranks: int, *, shows_trainers: bool = False) -> dict[str, str]:
         """Returns the environment that gives worker ``number`` its GPUs, and the CPUs and memory next to them.
 
-        Raises InvalidValue as ``check`` does.
+        ``shows_trainers``: it sees the GPUs kept for a trainer too, after its own, whose numbers stay. Raises
+        InvalidValue as ``check`` does.
         """
         if not self.gpus:
             return {VISIBLE: ""}
         self.check(number + 1, ranks)
         own = self.gpus[number * ranks : (number + 1) * ranks]
-        visible = {VISIBLE: ",".join(gpu.uuid for gpu in own), ORDER: "PCI_BUS_ID"}
+        shown = (*own, *self.all_gpus[len(self.gpus) :]) if shows_trainers else own
+        visible = {VISIBLE: ",".join(gpu.uuid for gpu in shown), ORDER: "PCI_BUS_ID"}
         return {**visible, **self._binding(own).environment}
 
     def why_unbound(self) -> str:

@@ -197,7 +197,9 @@ class _Start:
             given = worker_environment(self.config.workers, tokens.started(name))
             if name == pool_id:
                 return given
-            return {**given, **placement.environment(number_of("", name), workers.ranks)}
+            shows_trainers = workers.weights_from == "trainer"
+            own = placement.environment(number_of("", name), workers.ranks, shows_trainers=shows_trainers)
+            return {**given, **own}
 
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""

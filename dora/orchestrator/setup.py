@@ -21,6 +21,7 @@ from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwrita
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.host.launchers import launcher_named
+from dora.host.proof import proof_file
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
@@ -131,6 +132,9 @@ def check_engine(config: Config) -> None:
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
         allowed = f"an engine that is installed, or fake. vLLM comes with {install('cpu')}, or with [cuda]"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
+    if config.workers.weights_from == "trainer" and not proof_file("images").is_file():
+        allowed = "file, until `dora doctor --device cuda --stage images` has proven the other way here"
+        raise InvalidValue("workers.weights_from", "trainer", allowed)
     check_transports(config.kv.transports)
     launcher_named(config.workers.launcher)
     if config.kv.pool_mb and config.kv.spill_mb:

@@ -39,7 +39,7 @@ class AttachRequest(_message.Message):
     def __init__(self, groups_per_step: _Optional[int] = ..., client_name: _Optional[str] = ..., take_over: _Optional[bool] = ..., client_id: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("trainer_epoch", "next_step", "groups_per_step", "window_versions", "model", "store_folder", "store_proof", "store_proof_bytes", "max_message_bytes", "reference_version", "tensors")
+    __slots__ = ("trainer_epoch", "next_step", "groups_per_step", "window_versions", "model", "store_folder", "store_proof", "store_proof_bytes", "max_message_bytes", "reference_version", "tensors", "takes_images")
     TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class AttachReply(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_IMAGES_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     next_step: int
     groups_per_step: int
@@ -62,7 +63,8 @@ class AttachReply(_message.Message):
     max_message_bytes: int
     reference_version: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
-    def __init__(self, trainer_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., window_versions: _Optional[int] = ..., model: _Optional[str] = ..., store_folder: _Optional[str] = ..., store_proof: _Optional[str] = ..., store_proof_bytes: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., reference_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+    takes_images: bool
+    def __init__(self, trainer_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., window_versions: _Optional[int] = ..., model: _Optional[str] = ..., store_folder: _Optional[str] = ..., store_proof: _Optional[str] = ..., store_proof_bytes: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., reference_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., takes_images: _Optional[bool] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("name", "dtype", "shape", "optional")

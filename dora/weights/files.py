@@ -217,6 +217,20 @@ def tensor_at(content: memoryview, offset: int, header: TensorHeader) -> Any:
         return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(header.shape)
 
 
+def typed_view(memory: Any, header: TensorHeader) -> Any:
+    """The torch tensor whose bytes are ``memory``, (n,) uint8 on any device, which begins at a whole element."""
+    torch = sys.modules["torch"]
+    return memory.view(getattr(torch, _TORCH_OF[header.dtype])).view(header.shape)
+
+
+def bytes_at(content: memoryview) -> Any:
+    """``content``, which is read-only and not empty, as a torch tensor, (n,) uint8."""
+    torch = sys.modules["torch"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # as above
+        return torch.frombuffer(content, dtype=torch.uint8)
+
+
 def preamble(headers: Iterable[TensorHeader]) -> bytes:
     """The beginning of a safetensors file that holds these tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from dora.weights.canary import check_canary
 from dora.weights.examining import examine_file
 from dora.weights.files import SUFFIX, Examined, WeightFile, check_file_name
 from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, weights_bytes
+from dora.weights.image import NOTE_FILE
 from dora.weights.manifest import manifest_of
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 from dora.weights.upload import DeltaUpload, Upload
@@ -154,6 +156,8 @@ class WeightStore(HostStore):
             unfinished.mkdir()
             for file in files:
                 os.rename(incoming / file.name, unfinished / file.name)
+            with suppress(FileNotFoundError):
+                os.rename(incoming / NOTE_FILE, unfinished / NOTE_FILE)
             folder = self._admit(unfinished, manifest)
         except OSError:
             for half in (unfinished, incoming):

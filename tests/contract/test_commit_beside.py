@@ -190,3 +190,39 @@ async def test_from_another_host_only_what_differs_travels(
                 break
     whole, second, third, fourth = inside.upload_bytes
     assert second < whole / 20 and third == whole and fourth < whole / 20
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("client", ["asynchronous"], indirect=True)
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+async def test_torch_weights_have_an_image_until_the_next_commit_or_the_trainers_end(
+    service: Running, tensors: dict[str, Any], kind: str
+) -> None:
+    import torch
+
+    from dora.client.device_image import Images
+    from dora.weights.image import noted
+    from tests import host_images
+
+    inside, published = service.service, tensors
+    inside.takes_images = True
+    if kind == "torch":
+        published = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+
+    def has_image(version: int) -> bool:
+        with noted(inside.store.folder(version)) as note:
+            return note is not None
+
+    async with trainer_of(service) as trainer:
+        trainer._images = Images(host_images.made)
+        async for step in trainer.steps(groups=GROUPS):
+            await group_ids(step)
+            await step.commit(published, wait=True)
+            found = [has_image(version) for version in range(1, step.number + 2)]
+            assert found == [False] * step.number + [kind == "torch"]
+            if step.number == 2:
+                break
+    assert not has_image(3)
+    assert np.array_equal(weights_of(service, 3)[NAME], tensors[NAME])

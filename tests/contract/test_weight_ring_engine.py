@@ -1,18 +1,26 @@
-"""vLLM's own reload, with weights that come through the ring of a GPU."""
+"""vLLM's own reload, with weights that come through the ring of a GPU, or from an image in the trainer's memory."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dora.client.device_image import Images
+from dora.client.taking import take_tensors
 from dora.errors import Conflict, DeadlineExceeded
 from dora.models.tiny import TinyKind, make_tiny
 from dora.weights.canary import compute_canary
+from dora.weights.files import header_of
+from dora.weights.reference import WEIGHTS_FILE
+from dora.weights.store import WeightStore
 from dora.worker.vllm_engine import VllmEngine
+from tests import host_images
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SAMPLED, SLOTS, make_request
 from tests.refusals import refused
 
@@ -89,3 +97,41 @@ def test_a_reload_is_exact_and_one_that_is_too_slow_leaves_no_version(
     RingOnCpu.slow_from = None
     assert engine.load_weights(1, folders[1], canaries[1]) == first
     assert addresses(engine) == before
+
+
+def test_a_version_is_read_from_its_image_and_from_its_file_if_the_image_is_refused(
+    engine: VllmEngine, folders: dict[int, Path], tmp_path: Path
+) -> None:
+    from tests.ring_rank import RingOnCpu
+
+    store, images = WeightStore(tmp_path, folders[1]), Images(host_images.made)
+    expected = {version: engine.load_weights(version, folder, None) for version, folder in folders.items()}
+    read = RingOnCpu.images_read
+
+    def published(version: int) -> Path:
+        tensors = load_file(folders[version] / WEIGHTS_FILE)
+        headers = {name: header_of(name, tensor) for name, tensor in tensors.items()}
+        incoming = store.begin(1, version)
+        with closing(take_tensors(tensors.items(), headers, incoming, WEIGHTS_FILE, images=images)) as taken:
+            taken.examine()
+            taken.bring(incoming)
+            return store.publish(1, version, taken.identities, None)
+
+    before = addresses(engine)
+    first = published(1)
+    assert engine.load_weights(1, first, expected[1]) == expected[1]
+    assert RingOnCpu.images_read == read + 1
+    second = published(2)  # the image of version 1 is overwritten
+    assert engine.load_weights(2, second, expected[2]) == expected[2]
+    assert engine.load_weights(1, first, expected[1]) == expected[1]
+    assert RingOnCpu.images_read == read + 2
+    memory = host_images.MEMORY[max(host_images.MEMORY)]
+    for at in (0, len(memory) // 2, len(memory) - 1):  # found after some layers were loaded
+        memory[at] ^= 1
+        assert engine.load_weights(2, second, expected[2]) == expected[2]
+        memory[at] ^= 1
+    assert RingOnCpu.images_read == read + 2
+    del host_images.MEMORY[max(host_images.MEMORY)]  # its trainer has ended
+    assert engine.load_weights(2, second, expected[2]) == expected[2]
+    assert addresses(engine) == before
+    images.close()

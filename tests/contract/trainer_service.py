@@ -93,6 +93,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         self.store = store
         self.faults = Faults()
         self.shared = shared
+        self.takes_images = False
         self.epoch = 0
         self.next_step = 0
         self.groups_per_step = 0
@@ -128,6 +129,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
             store_proof_bytes=self.store.proof_bytes if self.shared else b"of another host",
             max_message_bytes=self.max_message_bytes,
             tensors=tensors,
+            takes_images=self.takes_images,
         )
 
     async def StreamStep(

@@ -112,6 +112,7 @@ class TrainerService(stubs.TrainerServicer):
             store_proof_bytes=runtime.store.proof_bytes,
             max_message_bytes=runtime.config.service.max_message_bytes,
             reference_version=runtime.config.rollout.reference_version,
+            takes_images=runtime.config.workers.weights_from == "trainer",
             tensors=[
                 pb.TensorHeader(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, optional=tensor.optional)
                 for tensor in runtime.store.reference.tensors

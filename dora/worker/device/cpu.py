@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
+    from dora.weights.image import Note
 
 PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
 
@@ -67,6 +68,9 @@ class Cpu:
         from dora.worker.weight_sources import mapped
 
         return mapped
+
+    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+        return None  # the file's pages are the trainer's own copy
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)

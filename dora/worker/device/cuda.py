@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
+    from dora.weights.image import Note
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
@@ -89,6 +90,12 @@ class Cuda:
         from dora.worker.weight_sources import pinned
 
         return pinned(device)
+
+    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+        from dora.weights.cuda_image import opened
+        from dora.worker.image_source import image_source
+
+        return image_source(note, opened, device)
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
         return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
+    from dora.weights.image import Note
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -82,6 +83,12 @@ class Device(Protocol):
         """Returns the way of tensors from safetensors files to the model of a rank, with memory for it.
 
         Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
+        """
+
+    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+        """Returns the way of tensors from an image in the trainer's memory; None: engines here read files alone.
+
+        Its generator raises ImageRefused too, even in the middle.
         """
 
     def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:

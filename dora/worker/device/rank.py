@@ -4,10 +4,13 @@ The engine calls these methods by name, through vLLM's ``collective_rpc``. Only 
 engine's process has opened the memory of the KV, and weights are read from files.
 """
 
+import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm.config import set_current_vllm_config
@@ -15,13 +18,17 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from dora.data.types import RoutingShape
 from dora.engine_patches import registry
+from dora.engine_patches.mapped_weights import Source
 from dora.engine_patches.patch import PatchFailed
 from dora.errors import DeadlineExceeded
 from dora.system.process_tree import die_with
+from dora.weights.image import ImageRefused, noted
 from dora.worker import vllm_environment, vllm_groups, vllm_routing
 from dora.worker.device.port import Device
 from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector
+
+log = logging.getLogger("dora.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class Rank:
     model_runner: Any
     vllm_config: Any
     weight_transfer_engine: Any
+    _files: Source
     rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +78,7 @@ class Rank:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.weight_transfer_engine.source = self.device_port.weight_source(self.device)
+        self._files = self.device_port.weight_source(self.device)
 
     def unproven_patch(self) -> str:
         """Returns why this rank must not serve, such as a patch without effect; empty: it may."""
@@ -134,6 +142,28 @@ class Rank:
         raise here; None: the weights are loaded.
         """
         found = {"files": list(files), "limit_s": limit_s, "changed": changed, "token_ids": list(token_ids)}
+        began_s = time.monotonic()
+        if files and not changed and self._is_loaded_from_image(found):
+            return None
+        found["limit_s"] = limit_s - (time.monotonic() - began_s)
+        return self._load(self._files, found)
+
+    def _is_loaded_from_image(self, found: dict[str, Any]) -> bool:
+        """Loads a version from its image in the trainer's memory. Returns False if it has none, or refuses it."""
+        try:
+            with noted(Path(found["files"][0]).parent) as note:
+                source = self.device_port.image_source(note, self.device) if note is not None else None
+                if source is None:
+                    return False
+                late = self._load(source, found)
+        except ImageRefused as refused:
+            late = (refused.field, refused.value, refused.allowed)
+        if late is not None:
+            log.warning("weights are read from the file, not from the trainer's memory: %s = %s; allowed: %s", *late)
+        return late is None
+
+    def _load(self, source: Source, found: dict[str, Any]) -> tuple[str, Any, str] | None:
+        self.weight_transfer_engine.source = source
         self.start_weight_update()  # type: ignore[attr-defined]
         try:
             self.update_weights(found)  # type: ignore[attr-defined]

@@ -219,6 +219,7 @@ ROWS: Final[dict[str, Row]] = {
     "rollout.seed": Seen(7, generated, base=FAKE | {"rollout.max_tokens": 20, "rollout.ignore_eos": True}),
     "workers.count": Seen(3, begun, 3),
     "workers.engine": Seen("fake", argument("--engine"), "fake"),
+    "workers.weights_from": Shown("tests/unit/test_image.py::test_the_setting_needs_gpus_and_a_proof"),
     "workers.batch_invariant": Shown(
         "tests/unit/test_batch_invariant.py::test_the_setting_decides_whatever_the_operator_has_set"
     ),
