@@ -71,7 +71,10 @@ def test_values_are_completed(line: str, values: list[str], tmp_path: Path, monk
     assert found[: len(values)] == values and (values or not found)
 
 
-GIVEN_TOGETHER = ("prompts.", "reward.function=", "model=", "balance.cost.", "workers.batch_invariant=true")
+GIVEN_TOGETHER = (
+    *("prompts.", "reward.function=", "model=", "balance.cost."),
+    *("workers.batch_invariant=true", "workers.weights_from=trainer"),
+)
 
 
 def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None:
