@@ -215,7 +215,7 @@ class EvaluationSeries:
 
     @property
     def done(self) -> dict[int, Evaluation]:
-        """Those that have ended, by version."""
+        """The evaluations that have ended, by version."""
         return self._series.done
 
     def at(self, step: int) -> None:

@@ -45,7 +45,7 @@ def view_of(state: State) -> View:
 
 
 def _admissible(state: State, version: int) -> int:
-    """For the newest version all groups that may begin, now or later; for an older one those wanted now."""
+    """The newest version's groups that may begin now or later; an older version's that are wanted now."""
     newest = version == state.window.newest_sound
     return state.window.admissible(version) if newest else admissible(state, version)
 

@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 
 class Packing(StrEnum):
-    """How a packed group holds a field (``PackedGroup`` in dora.proto)."""
+    """The form of a field in a packed group (``PackedGroup`` in dora.proto)."""
 
     SAME = "same"  # one value, which all responses share
     EACH = "each"  # one value a response
@@ -131,7 +131,7 @@ def expert_rows(raw: bytes | bytearray, layers: int, top_k: int, id_bytes: int) 
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """How the values of a kind are written to JSON, and read from it."""
+    """Writes the values of one kind to JSON, and reads them from it."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]

@@ -17,7 +17,7 @@ SamplingValue = float | int | bool | tuple[str, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is sampled. ``seed`` is always explicit, so that a response can be resumed exactly."""
+    """The sampling of one response. ``seed`` is always explicit, so that a response can be resumed exactly."""
 
     temperature: float = 1.0
     top_p: float = 1.0

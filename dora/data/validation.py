@@ -83,7 +83,7 @@ def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """For an unknown field: the name probably meant, in its section or another one, and the section's fields."""
+    """Suggests names for an unknown field: the one meant, in its section or another, and the section's fields."""
     section, name = _section_at(model, path[:-1]), path[-1]
     fields = section.model_fields if section is not None else {}
     if nearest(name, fields, ALIKE):

@@ -73,7 +73,7 @@ def read_series(path: Path) -> list[Sample]:
 
 
 def shares(samples: Sequence[Sample]) -> Shares:
-    """How the engines were used while steps were left to train. After the last commit the service only drains."""
+    """The use of the engines while steps were left to train. After the last commit the service only drains."""
     training = [sample for sample in samples if sample.step < samples[-1].step] or samples
     engines = [worker for sample in training for worker in sample.workers]
     if not engines:

@@ -59,7 +59,7 @@ class Choice:
         return {name: self._suspect.pop(name) for name in list(self._suspect)}
 
     def take_suspect(self, name: str) -> str:
-        """Why this transport should be abandoned; empty: it should not."""
+        """Returns the reason to abandon this transport; empty: there is none."""
         return self._suspect.pop(name, "")
 
     def take_news(self) -> list[str]:

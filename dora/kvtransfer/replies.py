@@ -57,7 +57,7 @@ class Replies:
 
     @property
     def refused(self) -> str:
-        """Why the target refused the snapshot being sent; empty: it did not."""
+        """The target's reason to refuse the snapshot being sent; empty: it has not refused it."""
         return self._refused
 
     def committed(self, key: str, transfer: Transfer, transport: str, began_s: float) -> None:

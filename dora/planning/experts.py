@@ -20,7 +20,7 @@ CURVE_TERMS: Final = 3  # k2, k3 and k4: the terms of a dense model's step that 
 
 
 def fullest_rank(ranks: int, experts_per_token: float) -> float:
-    """How far the fullest of ``ranks`` is above the mean, as a share, if a token chooses ``experts_per_token``.
+    """The excess of the fullest of ``ranks`` over the mean, as a share, if a token chooses ``experts_per_token``.
 
     For ``n`` tokens it is this over sqrt(n), as in ``CostModel.imbalance``. Each rank gets ``m = n k / ranks`` of the
     choices on average. If choices are even and independent, the standard deviation is nearly sqrt(m); the mean of the

@@ -294,7 +294,7 @@ def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How values of a kind are written to the message's field of the same name, and read from it."""
+    """Writes values of one kind to the message's field of the same name, and reads them from it."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any, str], Any]  # and the name, for errors

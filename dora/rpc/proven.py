@@ -53,7 +53,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call sends, and what its answer must show."""
+    """The metadata of one call, and the proof that its answer must have."""
 
     session: Session
     metadata: Metadata

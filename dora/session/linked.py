@@ -66,7 +66,7 @@ class LinkedMember(Member):
 
     @abstractmethod
     def held(self) -> pb.WorkerHello | pb.PoolHello:
-        """What the hello says of earlier sessions."""
+        """Returns the hello's fields about earlier sessions."""
 
     @abstractmethod
     def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:

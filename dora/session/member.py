@@ -61,7 +61,7 @@ class Member(ABC):
 
     @abstractmethod
     def patience_s(self, error: DoraError) -> float:
-        """How long this error may last, since the start or the last session; 0: it ends the member."""
+        """Returns the time that this error may last since the start or the last session; 0: it ends the member."""
 
     @abstractmethod
     async def live_on(self, pause_s: float, error: DoraError) -> None:

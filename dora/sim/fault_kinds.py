@@ -99,7 +99,7 @@ def _hang(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _stall(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """For ever in half of the cases."""
+    """Half of the cases never end."""
     world.stall(worker, 2.0 * fault.amount * STALL_LIMIT_S if fault.subject // 64 % 2 else FOREVER_S)
 
 
@@ -151,7 +151,7 @@ def _trainer(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _stall_trainer(world: UnreliableWorld, fault: Fault) -> None:
-    """For ever in half of the cases; in three of four only once the trainer's pace is known."""
+    """Half of the cases never end; three of four begin only once the trainer's pace is known."""
     trainer, lease = world.trainer, world.machine.state.lease
     if fault.subject // 128 % 4 and lease.commits < COMMITS_FIRST and not trainer.ended:
         world.after(TICK_S, _stall_trainer, world, fault)

@@ -177,7 +177,7 @@ class SimEngine:
         return ended
 
     def _pass_over(self) -> None:
-        """What is left to the next event takes less time than the clock can tell: it would never come by itself."""
+        """Handles an event so near that the clock cannot tell it from the present: it would never come by itself."""
         self.totals.prefill_s += self.debt_s
         self.debt_s = 0.0
         end, room = self._ends[0][0], (self.kv_capacity - self.kv) / self.running

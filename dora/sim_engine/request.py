@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 
 class Phase(Enum):
-    """Where a request stands inside its engine."""
+    """The state of a request inside its engine."""
 
     WAITING = auto()  # for a slot or for KV
     RUNNING = auto()
@@ -53,7 +53,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Totals:
-    """What an engine did since its start."""
+    """An engine's counts since its start."""
 
     generated_tokens: int = 0
     context_token_steps: float = 0.0  # sum over steps of cached tokens: the C of the bound

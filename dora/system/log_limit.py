@@ -28,7 +28,7 @@ class _Count:
 
 
 class LogLimit(logging.Filter):
-    """For a handler. ``clock`` gives seconds."""
+    """A filter for a log handler. ``clock`` gives seconds."""
 
     def __init__(
         self, first: int = FIRST, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic

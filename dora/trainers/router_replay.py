@@ -90,7 +90,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] |
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How one layer weighs its experts, for :func:`replay`."""
+    """The weights that one layer gives its experts, for :func:`replay`."""
 
     module: Any
     experts: int

@@ -239,7 +239,7 @@ def status_table(status: Status, everything: bool = False) -> Facts:
 
 
 def drain_rows(status: Status) -> list[tuple[str, str]]:
-    """Why a service drains, what it waits for and what one can do; empty while it serves."""
+    """Returns the reason for which a service drains, what it waits for and the remedy; empty while it serves."""
     drain = status.drain
     if not drain.ended:
         return []

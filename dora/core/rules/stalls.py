@@ -44,8 +44,8 @@ def _is_expected(state: State, worker: Worker) -> bool:
 
 
 def patience_s(state: State, worker: Worker) -> float:
-    """How long this worker may yield no token: by its own pace, and by the time that the prefill of its longest context
-    may take. ``workers.stall_timeout_s`` at most, and as long as nothing is known of the pace.
+    """The limit of a worker's time without a token: by its own pace, and by the time that the prefill of its longest
+    context may take. ``workers.stall_timeout_s`` at most, and as long as nothing is known of the pace.
     """
     most_s, pace_s, cost = state.config.workers.stall_timeout_s, state.rates.pace_s, state.config.balance.cost
     if not pace_s:

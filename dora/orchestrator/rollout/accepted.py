@@ -48,7 +48,7 @@ class Accepted:
         return int((self.after - self.before).sum())
 
     def blackouts_ms(self) -> list[tuple[Arrival, float]]:
-        """How long each response that changed its worker had no token, and how it arrived."""
+        """Returns each moved response's time without a token, and the way of its arrival."""
         waits = ((each.arrival, each.without_token_s) for each in self.segments)
         return [(arrival, without_s * 1000) for arrival, without_s in waits if without_s is not None]
 

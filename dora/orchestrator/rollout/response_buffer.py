@@ -224,7 +224,7 @@ class ResponseBuffer:
         return tuple(begun)
 
     def _routed_skips(self, columns: TokenColumns, held: Column) -> Column:
-        """How many bytes of each span's routed experts belong to tokens that its response has already."""
+        """Returns the bytes of each span's routed experts that belong to tokens which its response already has."""
         if self.routing is None:
             return np.zeros(len(columns), np.int64)
         prompts = self._columns.prompt_tokens[columns.rows] - 1
