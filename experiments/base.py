@@ -1,4 +1,4 @@
-"""What an experiment is, and what those of several papers share: lengths, and the FLOP model of training."""
+"""The definition of an experiment, and the parts that several papers share: lengths, and the FLOP model of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

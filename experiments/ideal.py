@@ -168,7 +168,7 @@ class Ideal:
         return np.flatnonzero(self.longest <= np.sort(self.longest)[count - 1])
 
     def _longest(self, prompts: list[SimPrompt]) -> FloatColumn:
-        """What prompts are compared by: their longest response, what they show of it, or nothing."""
+        """Returns the key of a comparison of prompts: their longest response, its features, or nothing."""
         if self.lengths == "known":
             return np.array([max(prompt.lengths) for prompt in prompts], dtype=np.float64)
         if self.lengths == "believed":

@@ -28,7 +28,7 @@ class StepCell:
 
     @property
     def training_min(self) -> float | None:
-        """What is not rollout-only is training, overlapped or not."""
+        """The time outside of rollout is training, overlapped or not."""
         return None if self.rollout_only_fraction is None else self.step_time_min * (1 - self.rollout_only_fraction)
 
 

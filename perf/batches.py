@@ -1,4 +1,4 @@
-"""What begins a step early, and what a micro-batch is made of, cost: ratios within one run.
+"""Measures the costs of an early begun step and of micro-batches: ratios within one run.
 
     python perf/batches.py --groups 16 --json
 

@@ -1,4 +1,4 @@
-"""How long processes of this host were ready to run and had no core: Linux's /proc/PID/schedstat."""
+"""Measures how long processes of this host were ready to run without a core: Linux's /proc/PID/schedstat."""
 
 import subprocess
 import threading
@@ -17,7 +17,7 @@ class Shares:
     waited_s: float = 0.0
 
     def since(self, before: "Shares") -> float:
-        """Of the time since in which they wanted a core, the share without one."""
+        """Returns the share of the time without a core, of that in which they wanted one."""
         ran_s, waited_s = self.ran_s - before.ran_s, self.waited_s - before.waited_s
         return waited_s / (ran_s + waited_s)
 

@@ -1,4 +1,4 @@
-"""What an engine loses while requests leave it and come: a full batch, of which one after the other moves."""
+"""Measures an engine's loss while requests leave it and come: a full batch, whose requests move one after the other."""
 
 import itertools
 import statistics
@@ -42,7 +42,7 @@ def tokens_per_s(ends: Ends, moving: "Moving") -> float:
 
 
 class Moving:
-    """Of these requests one begins to move every ``MOVE_EVERY_STEPS`` steps; as in a worker nobody waits for a copy."""
+    """Moves one of these requests every ``MOVE_EVERY_STEPS`` steps; as in a worker nobody waits for a copy."""
 
     def __init__(self, ends: Ends, names: Sequence[str]) -> None:
         self._ends = ends

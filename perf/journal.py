@@ -1,4 +1,4 @@
-"""What the journal costs, and what a restart takes: ``python -m perf.journal --json``.
+"""Measures the journal's cost, and the time of a restart: ``python -m perf.journal --json``.
 
 ``journal_vs_raw_fsync``: bytes per second of the log, against a loop that writes the same records with one write and
 one fdatasync a batch of the same size. ``restart_s``: to find a log with so many requests in flight and to make book

@@ -117,7 +117,7 @@ def outcome(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def reported(module: str, count: int) -> dict[str, Any]:
-    """What a program of the tests reports. Its failures go to the standard error."""
+    """Returns the report of a program of the tests. Its failures go to the standard error."""
     argv = [sys.executable, "-m", module, "--count", str(count), "--json"]
     report = json.loads(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=False).stdout)
     for failure in report["failures"]:

@@ -1,4 +1,4 @@
-"""How long a version's load into a vLLM engine takes, and what of it the engine spends on repacking its weights."""
+"""Measures a version's load into a vLLM engine, and the engine's repacking of its weights."""
 
 import statistics
 import tempfile

@@ -42,7 +42,7 @@ class Observed:
 
 @dataclass
 class Books:
-    """What has been seen of a log so far."""
+    """The observations of a log so far."""
 
     tokens: dict[str, int] = field(default_factory=dict)  # request -> response tokens
     generated: int = 0

@@ -280,7 +280,7 @@ def rss_bytes() -> int:
 
 
 class Lags:
-    """How late a sleeper is woken."""
+    """The delays with which a sleeper is woken."""
 
     def __init__(self) -> None:
         self._ms: list[float] = []

@@ -116,7 +116,7 @@ def resumed(plane: DataPlane, pool: "PoolProcess", address: str, transport: str)
 
 
 def a_snapshot(size_bytes: int, part_bytes: int) -> KvSnapshot:
-    """Of random bytes; a layer's blocks lie in runs of ``part_bytes``, each elsewhere."""
+    """Returns a snapshot of random bytes; a layer's blocks lie in runs of ``part_bytes``, each elsewhere."""
     count = max(1, size_bytes // (LAYERS * BLOCK_BYTES))
     run = max(1, part_bytes // BLOCK_BYTES)
     layout = KvLayout("f", "any", "float32", BLOCK_TOKENS, tuple((f"layer.{i}", BLOCK_BYTES) for i in range(LAYERS)))
@@ -191,7 +191,7 @@ def a_pool(folder: Path, arena_bytes: int, transport: str) -> Iterator[PoolProce
 
 
 def serve(pipe: Connection, folder: str, arena_bytes: int, transport: str) -> None:
-    """What ``python -m dora.pool`` does once it is connected."""
+    """Runs the loop of ``python -m dora.pool`` once it is connected."""
     import threading
 
     listener = Listener("127.0.0.1")

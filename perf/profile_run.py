@@ -102,7 +102,7 @@ def one_round(options: argparse.Namespace, folder: Path, number: int) -> Round:
 
 
 def profiled(options: argparse.Namespace, folder: Path, number: int) -> tuple[dict[str, Any], float]:
-    """What `dora profile --json` says, and how its engines waited. Its check may fail, the run is what counts."""
+    """Returns the output of `dora profile --json`, and its engines' waits. Its check may fail: the run counts."""
     out = folder / "cost.toml"
     engine = ["--slots", options.slots, "--kv-tokens", options.kv_tokens, "--max-model-len", options.max_model_len]
     how = ["--engines", options.workers, "--clock", options.clock]
@@ -187,7 +187,7 @@ def _running(argv: list[str]) -> Iterator[dict[str, str]]:
 
 
 def simulated(seen: Observed, settings: list[str], cost: dict[str, float], folder: Path) -> list[dict[str, Any]]:
-    """What `dora simulate --json` says of the same run, with several seeds."""
+    """Returns the output of `dora simulate --json` for the same run, with several seeds."""
     lengths, file = folder / "lengths.json", folder / "scenario.toml"
     lengths.write_text(json.dumps({"hist": seen.lengths}))
     file.write_text(tomli_w.dumps(scenario(seen, load_config(None, settings), cost, lengths)))

@@ -1,4 +1,4 @@
-"""How long a commit holds the trainer, and what of a version travels after a step of an optimiser."""
+"""Measures how long a commit holds the trainer, and how much of a version travels after a step of an optimiser."""
 
 import asyncio
 import statistics

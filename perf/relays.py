@@ -1,4 +1,4 @@
-"""How a version gets to many hosts: against one copy, one copy after the other, and Laminar's appendix C; in one run.
+"""Measures the distribution of a version to many hosts: against one copy, copies in turn, and Laminar's appendix C.
 
 Hosts are processes with a store and a relay each, over loopback. They share this machine's cores and memory, so each
 has a link of its own that is emulated: its relay sends at most ``--link-mb`` megabytes a second, in parts of 128 KiB
@@ -260,7 +260,7 @@ def ratios(found: Broadcasts) -> dict[str, float]:
 
 
 def numbers(found: Broadcasts) -> dict[str, float]:
-    """What the ratios are of, in seconds, megabytes and megabytes a second."""
+    """The quantities of the ratios, in seconds, megabytes and megabytes a second."""
     chain = {f"chain{count}_s": took_s for count, took_s in found.chain_s.items()}
     serial = {f"serial{count}_s": took_s for count, took_s in found.serial_s.items()}
     sizes = {"broadcast_mb": found.body_bytes / 1e6, "piece_mb": found.piece_bytes / 1e6}

@@ -113,7 +113,7 @@ async def best(service: "Service", trainer: Trainer, options: argparse.Namespace
 
 
 def arrays(group: TrajectoryGroup, tokens: int) -> int:
-    """What every trainer takes of a group."""
+    """Reads the fields of a group that every trainer reads."""
     found = group.tokens(), group.logprobs()
     assert all(each.shape == (GROUP_SIZE, tokens) and each.flags.writeable for each in found)
     return len(group)

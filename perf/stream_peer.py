@@ -63,7 +63,7 @@ class Producer:
         self._batch = TensorDict({"token_ids": token_ids, "logprobs": -torch.rand(batch, tokens)}, batch_size=batch)
 
     def put(self, partition: str, batches: int) -> float:
-        """How long it took."""
+        """The seconds that it took."""
         client = transfer_queue.get_client()
         began_s = time.monotonic()
         for _ in range(batches):
@@ -72,7 +72,7 @@ class Producer:
 
 
 def taken_s(partition: str, options: argparse.Namespace) -> float:
-    """How long it takes to get all batches of a partition as tensors."""
+    """Returns the time to get all batches of a partition as tensors."""
     client = transfer_queue.get_client()
     began_s, left = time.monotonic(), options.batches
     while left:

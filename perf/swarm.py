@@ -27,7 +27,7 @@ CONNECT: Final = "/dora.v1.Worker/Connect"
 
 @dataclass(frozen=True)
 class Load:
-    """What each worker does: ``requests`` at once, each of ``length`` tokens (0: without end) at ``tokens_per_s``."""
+    """The load of each worker: ``requests`` at once, each of ``length`` tokens (0: without end) at ``tokens_per_s``."""
 
     requests: int
     length: int
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass
 class Sent:
-    """What all workers of a swarm have sent."""
+    """The messages that all workers of a swarm have sent."""
 
     started: int = 0
     tokens: int = 0
@@ -129,7 +129,7 @@ class SyntheticWorker:
         self._requests["began_s"] += late_s
 
     def report(self, ends_only: bool = False) -> tuple[bytes, int]:
-        """What was sampled since the last report, or of it what has ended, and how many tokens that is."""
+        """Returns the tokens since the last report, or the ended ones, and their number."""
         now_s, length, requests = time.monotonic(), self._load.length or ENDLESS, self._requests
         reached = np.minimum(length, ((now_s - requests["began_s"]) * self._load.tokens_per_s).astype(np.int64))
         some = (reached > requests["done"]) & (not ends_only or reached == length)

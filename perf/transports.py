@@ -48,7 +48,7 @@ WAIT_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Spent:
-    """What moving the body once took: on the clock, and of CPU time at both ends."""
+    """The time of moving the body once: on the clock, and of CPU at both ends."""
 
     wall_s: float
     source_s: float

@@ -70,7 +70,7 @@ def _limited(test: Callable[..., Any], most_s: float) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def logged_as_before() -> Iterator[None]:
-    """What a test makes quiet, as the storms do, speaks again for the next one."""
+    """Restores the levels of loggers that a test makes quiet, as the storms do."""
     loggers = [logging.getLogger(name) for name in ("dora", "dora.service", "dora.worker")]
     levels = [logger.level for logger in loggers]
     yield

@@ -131,7 +131,7 @@ def _own_tensors(sizes: Sizes, shape: Sequence[int], axis: int, device: str, see
 
 
 def _places(at: int, sizes: Sizes, pitch: int, inner: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Where each block's numbers lie, in the order of memory."""
+    """Returns the place of each block's numbers, in the order of memory."""
     found = at + pitch * np.arange(sizes.blocks)[:, None]
     for length, step in inner:
         found = (found[:, :, None] + step * np.arange(length)).reshape(sizes.blocks, -1)

@@ -36,7 +36,7 @@ def address_of(host: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How packets fare between two hosts, in each direction."""
+    """The quality of the link between two hosts, in each direction."""
 
     delay_s: float = 0.0
     loss: float = 0.0  # share of packets

@@ -1,4 +1,4 @@
-"""What a run's record says of the promises, by itself and beside what was asked for and what the trainer said."""
+"""Checks a run's record against the promises, alone and together with the requests and the trainer's account."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
@@ -18,7 +18,7 @@ Trained = Sequence[tuple[int, Sequence[str]]]  # the group ids of each step, as 
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """Of a record, in trajectories: what breaks C1 to C3."""
+    """Counts a record's trajectories that break C1 to C3."""
 
     trajectories: int
     lost: int

@@ -152,7 +152,7 @@ async def until(operator: Operator, condition: Any) -> Any:
 
 
 async def during(work: asyncio.Future[Any], awaited: Coroutine[Any, Any, Result]) -> Result:
-    """What ``awaited`` returns. Fails at once where ``work`` ends first: it would then be awaited for ever."""
+    """Returns the result of ``awaited``. Fails at once if ``work`` ends first, as it would then be awaited for ever."""
     waiting = asyncio.create_task(awaited)
     await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():

@@ -1,4 +1,4 @@
-"""What the documents show as code, for tests that run it as it is printed."""
+"""The code in the documents, for tests that run it as it is printed."""
 
 import re
 from pathlib import Path

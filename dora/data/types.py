@@ -95,12 +95,12 @@ class RoutingShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one row."""
+        """Returns the bytes of one row."""
         return self.layers * self.top_k * self.id_bytes
 
     @staticmethod
     def rows(prompt_tokens: int, tokens: int) -> int:
-        """Of a response that has so many tokens."""
+        """Returns the rows of a response that has so many tokens."""
         return prompt_tokens + tokens - 1 if tokens else 0
 
 

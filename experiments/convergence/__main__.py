@@ -125,7 +125,7 @@ class Session:
         )
 
     def _simulate(self) -> None:
-        """What is not there, on all cores: no run of the live service is under way, and these have no clock."""
+        """Runs the missing runs on all cores: no run of the live service is under way, and these have no clock."""
         left = [row for row in self._modes if stored_report(row, self._fleet(), self._store) is None]
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
             rows = {pool.submit(fleet_report, row, self._fleet(), self._store): row for row in left}

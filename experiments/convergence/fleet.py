@@ -16,7 +16,7 @@ PREDICTOR = "statistics"  # of lengths: a service's default
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is simulated of every mode."""
+    """The simulated runs of every mode."""
 
     preset: str = "dora-64"
     steps: int = 10

@@ -50,7 +50,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
 
 
 def running_mean(values: Sequence[float], width: int, weights: Sequence[float] | None = None) -> list[float]:
-    """Of the last ``width`` values at each; of fewer at the beginning."""
+    """Returns the mean of the last ``width`` values at each; of fewer at the beginning."""
     weights = [1.0] * len(values) if weights is None else weights
     means = []
     for end in range(1, len(values) + 1):

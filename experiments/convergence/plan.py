@@ -1,4 +1,4 @@
-"""Which runs there are, in order; a run is done once its result is there and is of the same specification."""
+"""The runs in order; a run is done once its result is there and has the same specification."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def refusal(row: Row) -> str:
-    """Why this version of the service cannot run the row; empty: it can, or the row is only simulated."""
+    """Returns the reason for which this version cannot run the row; empty: it can, or the row is only simulated."""
     try:
         load_config(None, [*row.settings])
     except DoraError as error:
@@ -104,7 +104,7 @@ def _run(row: Row, seed: int, steps: int, rate: float, settings: Sequence[str]) 
 
 
 def chosen_rate(results: Sequence[Result]) -> float:
-    """Of a sweep: the learning rate with the highest reward, mean over all steps and seeds."""
+    """Returns a sweep's learning rate with the highest reward, mean over all steps and seeds."""
     rewards: dict[float, list[float]] = {}
     for result in results:
         assert result["run"]["row"] == SYNC

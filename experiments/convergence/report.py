@@ -46,7 +46,7 @@ def mean_reward(result: Result) -> float:
 
 
 def policy_reward(result: Result) -> float:
-    """Of the versions of the last quarter: of every response that one of them sampled."""
+    """Returns the mean reward of every response that a version of the last quarter sampled."""
     versions = result["versions"]
     last = versions[-1]["version"]
     late = [each for each in versions if each["version"] >= last * 3 / 4]
@@ -69,7 +69,7 @@ def version_curve(result: Result) -> tuple[list[int], list[float]]:
 
 
 def committed_s(result: Result) -> list[float]:
-    """Of each step, since the first: the start of the processes is left out."""
+    """Returns the time of each step's commit since the first one: the start of the processes is left out."""
     return [step["committed_s"] for step in result["steps"]]
 
 
@@ -191,7 +191,7 @@ def _times(found: Estimate | None, factor: float | None) -> Estimate | None:
 
 
 def waited_share(result: Result) -> float:
-    """Of the time from first to last commit, that in which the trainer neither trains nor publishes."""
+    """Returns the share of the time from first to last commit in which the trainer neither trains nor publishes."""
     times_s = committed_s(result)
     busy_s = sum(step["seconds"] - step["waited_s"] for step in result["steps"][1:])
     took_s = times_s[-1] - times_s[0]

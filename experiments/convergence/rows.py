@@ -1,4 +1,4 @@
-"""What is compared: rows of settings of the live service, and what stands for each in the simulator."""
+"""The compared rows: settings of the live service, and their counterparts in the simulator."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -146,7 +146,7 @@ def test_staleflows_base_model_has_the_lengths_that_dora_states_for_it() -> None
 
 
 def test_staleflows_table_3_is_just_above_the_bound_of_its_preset() -> None:
-    """Of the 460 s that it states for a step 413 are decoding; nothing decodes faster than the bound."""
+    """The paper states 460 s a step, 413 of them for decoding; nothing decodes faster than the bound."""
     scenario = preset("staleflow-128-40k")
     assert pytest.approx(460.1) == papers.STALEFLOW_40K_STEP_S
     assert 0.95 * 413.3 < 60 * max(bound_min(scenario), scenario.trainer.step_s / 60) < 413.3

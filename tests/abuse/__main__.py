@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def failures(report: storm.Report, weights: folders.Outcome) -> list[str]:
-    """Which bars are not met."""
+    """Returns the bars that are missed."""
     bugs = [f"{each.name}: {bug}" for each in report.outcomes for bug in each.bugs] + weights.bugs
     grown = report.memory_after_bytes - report.memory_before_bytes
     return [

@@ -22,7 +22,7 @@ METHODS = {
 
 
 async def answer(channel: grpc.aio.Channel, method: str, content: bytes, token: str | None) -> Any:
-    """What a call of any kind with one message comes to: its first reply, or the error. As bytes, of any client."""
+    """Returns the result of a call with one message, as bytes: its first reply, or the error."""
     metadata = await credentials(channel, method, token) if token is not None else ()
     call = channel.unary_stream(method)(content, metadata=metadata, timeout=30)
     try:

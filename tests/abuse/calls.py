@@ -141,7 +141,7 @@ class Service:
         )
 
     def messages(self, rpc: Rpc, chance: random.Random) -> list[bytes]:
-        """Of one call."""
+        """Returns the messages of one call."""
         known: dict[str, Sequence[Any]] = self.known(chance)
         if rpc.kind is pb.CommitStepRequest:
             newest = self.runtime.machine.state.window.newest

@@ -1,4 +1,4 @@
-"""What tests share. Those of prompts: the tiny model, its tokenizer, a cache; those of calls: a service."""
+"""Shared fixtures: the tiny model, its tokenizer and a cache for prompts; a service for calls."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

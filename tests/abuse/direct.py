@@ -26,7 +26,7 @@ class Aborted(Exception):
 
 
 class Context:
-    """What a handler has of a call: messages to read, and an end. ``pause`` is awaited before each message."""
+    """A handler's view of a call: messages to read, and an end. ``pause`` is awaited before each message."""
 
     def __init__(self, messages: Iterable[bytes], pause: Any = None) -> None:
         self._messages = iter(messages)
@@ -101,7 +101,7 @@ class Direct:
         return self._sessions[token]
 
     async def replies(self, method: str, token: str, context: Context) -> AsyncIterator[Any]:
-        """What a call answers, one after the other; ends with its status in ``context``. A bug raises."""
+        """Yields a call's answers; ends with its status in ``context``. A bug raises."""
         details = Details(method, self._session(token).credential(method).metadata)
 
         async def found(_: Any) -> Any:

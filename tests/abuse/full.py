@@ -134,7 +134,7 @@ def faults(shell: Shell) -> dict[str, str]:
 
 
 async def looking(shell: Shell, call: "asyncio.Future[pb.CommitStepReply]") -> pb.CommitStepReply:
-    """What the call returns, while the service looks at its storage again and again."""
+    """Returns the result of the call, while the service checks its storage again and again."""
     while not call.done():
         await shell.runtime.look_at_storage()
     return await call

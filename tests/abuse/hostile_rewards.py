@@ -43,7 +43,7 @@ def forks(prompt_text: str, response_text: str, response_token_ids: list[int], v
 
 
 def _of_a_grandchild(reward: float) -> float:
-    """What a child of a child writes into a pipe that its parent has opened, under any number that was free."""
+    """Has a grandchild write into its grandparent's pipe, under any number that was free."""
     child = os.fork()
     if child:
         return reward if os.waitpid(child, 0)[1] == 0 else WRONG
@@ -218,7 +218,7 @@ def grows_when_idle(*_: object) -> float:
 
 
 def limits_seen(*_: object) -> dict[str, Any]:
-    """What the function's process may use, and its id."""
+    """The resources of the function's process, and its id."""
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
@@ -297,7 +297,7 @@ def returns_anything(prompt_text: str, *_: object) -> object:
 
 
 def anything(chance: random.Random, depth: int = 0) -> Any:
-    """Of all that there is, as likely right as wrong."""
+    """Returns a value of any kind, as likely right as wrong."""
     leaves = [*list(VALUES.values())[:17], 0, -1.5, 1 << 70, "", "\0", b"", [], {}, object()]
     kind = chance.randrange(6 if depth < 3 else 1)
     if kind == 1:

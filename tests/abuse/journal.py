@@ -160,7 +160,7 @@ def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
 
 
 def fault_of(made: Recorded, found: Found, in_last_write: bool, said: bool) -> str:
-    """What is wrong with it; empty: nothing. ``said``: something may be lost."""
+    """Returns the fault that was found; empty: none. ``said``: something may be lost."""
     values, requests = found.ledger.values, found.requests
     now = values["newest"], values["place"], tuple((group.number, group.step) for group in found.groups)
     if now not in made.stood:
@@ -206,7 +206,7 @@ def stormed(count: int, seed: int, told: bool = False) -> Outcome:
 
 
 def last_of(made: Recorded) -> Stands:
-    """What stood at the end: the undamaged folder says it."""
+    """Returns the final state, from the undamaged folder."""
     copy = made.folder.with_name("copy")
     shutil.copytree(made.folder, copy)
     found = find(copy)

@@ -22,7 +22,7 @@ WORLD_HANDOFFS: Final = 500  # of one pair of workers, before the next seed's
 
 @dataclass
 class Lane:
-    """What came of the handoffs over one transport. ``ends``: of handoffs, by the signal and phase that ended them."""
+    """The results of handoffs over one transport. ``ends``: handoffs, by the signal and phase that ended them."""
 
     transport: str
     handoffs: int = 0

@@ -45,7 +45,7 @@ EXPECTED: Final = {
 
 @dataclass
 class Outcome:
-    """What came of the messages to one RPC."""
+    """The results of the messages to one RPC."""
 
     name: str
     messages: int = 0
@@ -128,7 +128,7 @@ async def _over_grpc(channel: grpc.aio.Channel, rpc: Rpc, token: str, messages: 
 
 @dataclass
 class Report:
-    """Of a whole storm."""
+    """The results of a whole storm."""
 
     outcomes: list[Outcome]
     deaths: int
@@ -184,7 +184,7 @@ async def _most(report: Report) -> None:
 
 
 async def _wedged(handle: ServiceHandle) -> int:
-    """How many of three steps an honest trainer could not train within their time. Raises where a promise is broken."""
+    """Returns how many of three steps an honest trainer could not train in time. Raises if a promise is broken."""
     steps: list[list[TrajectoryGroup]] = []
     token = handle.tokens[Role.TRAINER]
     try:

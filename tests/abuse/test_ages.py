@@ -127,7 +127,7 @@ class Run:
         return (self.root / "record" / name).read_text().splitlines()
 
     def all_lines(self) -> list[str]:
-        """Of the record, with what was set aside."""
+        """Returns the record's lines, with those that were set aside."""
         files = sorted((self.root / "record").rglob(TRAJECTORIES_FILE))
         return sorted(line for file in files for line in file.read_text().splitlines())
 
@@ -193,7 +193,7 @@ async def test_what_is_not_of_one_time_is_refused_and_can_be_carried_on(
 
 
 async def test_the_record_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same steps, whatever the state's own age."""
+    """The other run has the same steps. The state's own age does not matter."""
     monkeypatch.syspath_prepend(tmp_path / "run")
     monkeypatch.syspath_prepend(tmp_path / "other")
     run, other = await made(tmp_path / "run"), await made(tmp_path / "other")

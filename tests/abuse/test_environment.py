@@ -1,4 +1,4 @@
-"""What surrounds a service: homes that cannot be written, proxies, addresses."""
+"""The surroundings of a service: homes that cannot be written, proxies, addresses."""
 
 from pathlib import Path
 from typing import Any

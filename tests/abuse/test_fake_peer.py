@@ -55,7 +55,7 @@ def read(taken: socket.socket, heard: bytearray) -> None:
 
 
 def heard_of_both() -> tuple[bytes, bytes]:
-    """What each half of an honest connection sends to the other."""
+    """The messages of both halves of an honest connection."""
     (source, near), (far, target) = a_pair(), a_pair()
     of_source, of_target, found = bytearray(), bytearray(), list[Identity]()
     pumps = [beside(pumped, near, far, of_source), beside(pumped, far, near, of_target)]

@@ -108,7 +108,7 @@ def reflected(given: dict[str, Any]) -> bytes:
 
 
 async def replayed(tokens: Tokens) -> Callable[[dict[str, Any]], bytes]:
-    """What the real service once answered to a stranger."""
+    """The recorded answers of the real service to a stranger."""
     async with listening(Service(), tokens=tokens) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         asked = ((proof.NONCE_KEY, proof.text_of(bytes(16))), (proof.WORKER_KEY, "w0"))
         reply = await channel.unary_unary(proof.CHALLENGE)(b"", metadata=asked)
@@ -152,7 +152,7 @@ def call_of(channel: Any, method: str) -> Awaitable[bytes]:
 
 @pytest.mark.parametrize("kind", FAKES)
 async def test_clients_of_a_killed_service_show_its_successor_nothing(kind: str) -> None:
-    """Of each method and role: they take it for absent, and go on with the service once it is back."""
+    """Clients of each method and role treat it as absent, and continue once the service is back."""
     service, holders = Service(), {method: TOKENS.of[role] for method, role in ROLE_OF.items()}
     async with listening(service, tokens=TOKENS) as port:
         address = f"127.0.0.1:{port}"
@@ -187,7 +187,7 @@ async def test_clients_of_a_killed_service_show_its_successor_nothing(kind: str)
 
 
 async def connected(call: Callable[[], Awaitable[Any]]) -> Any:
-    """What the call comes to once gRPC has connected again, which it tries after pauses."""
+    """Returns the result of a call once gRPC has reconnected, which it tries after pauses."""
     while True:
         try:
             return await call()
@@ -256,7 +256,7 @@ async def test_an_answer_without_its_proof_is_not_believed(answer: bytes, monkey
 
 
 async def test_what_was_heard_is_accepted_once() -> None:
-    """Of a living service, too: each credential is for one call of one method."""
+    """A credential of a living service, too, is for one call of one method."""
     service = Service()
     async with listening(service, tokens=TOKENS) as port:
         async with proven_channel(f"127.0.0.1:{port}", OWNER) as channel:

@@ -23,7 +23,7 @@ NAME = "v1-" + "0" * 32
 
 
 async def told(handle: ServiceHandle, *messages: pb.HostMessage) -> DoraError:
-    """What an agent comes to that says this and nothing more, once it is more than a welcome."""
+    """The result of an agent that sends this message and no other, if it is more than a welcome."""
 
     async def said() -> AsyncIterator[pb.HostMessage]:
         for message in messages:

@@ -1,4 +1,4 @@
-"""Who is calling is known before a message is read, and what is read is bounded, whoever sends it."""
+"""A caller is known before its message is read, and reading is bounded for all callers."""
 
 import asyncio
 import sys
@@ -62,7 +62,7 @@ asyncio.run(main(*sys.argv[1:]))
 async def test_eight_messages_of_60_megabytes_at_once(
     role: Role | None, method: str, status: str, most_bytes: int, handle: ServiceHandle
 ) -> None:
-    """Of a stranger nothing is read; of who may call, two at once, each for a moment as gRPC's bytes and as ours."""
+    """A stranger's messages are not read; of a caller's, two at once, each briefly as gRPC's bytes and as ours."""
     await asyncio.sleep(0)
     before = most = resident_bytes()
     argv = ["-c", FLOOD, handle.address, method, handle.tokens[role] if role else "wrong"]

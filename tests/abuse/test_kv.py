@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """What is refused is told by lines that name its exception, which a test would keep with all that it holds."""
+    """Logs of refusals name an exception; its object is not kept, as it holds the whole message."""
     caplog.set_level(logging.CRITICAL, "dora.worker")
 
 

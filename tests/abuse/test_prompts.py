@@ -1,4 +1,4 @@
-"""What a prompt brings, in whatever form: within bounds and of the declared types, or a refusal with a reason."""
+"""Prompts of any form are within bounds and of the declared types, or are refused with a reason."""
 
 import json
 import random

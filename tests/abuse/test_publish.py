@@ -1,4 +1,4 @@
-"""What a trainer publishes, and how it comes and goes: nothing of it is believed unseen, ends the service or stays."""
+"""Publication by trainers that come and go: unchecked content is never believed, ends no service and leaves nothing."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a worker says of weights that it cannot load: by it the service tells a bad publication from a bad worker."""
+"""Reports of workers that cannot load weights, from which the service tells a bad publication from a bad worker."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ WRONG = Canary((3, 4, 5), (-1.0, -2.0))
 
 
 def outcome_of(model: Path, order: pb.LoadVersion, logprob: float | None = None) -> pb.WorkerOutcome:
-    """What a worker answers. ``logprob``: of each token of a canary, instead of what its engine gives."""
+    """Returns a worker's answer. ``logprob``: of each token of a canary, in place of its engine's."""
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=model)
     if logprob is not None:
         engine._score = lambda token_ids: [logprob] * (len(token_ids) - 1)  # type: ignore[method-assign]

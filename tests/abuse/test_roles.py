@@ -1,4 +1,4 @@
-"""Who may call what: each role its own, the owner what a client may, a worker under its name, a stranger nothing."""
+"""Each role may call its own services, the owner a client's, a worker those of its name, a stranger none."""
 
 import asyncio
 import os
@@ -79,7 +79,7 @@ def test_a_worker_has_its_token_by_environment_alone(tiny_dense: Path) -> None:
 async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     tmp_path: Path, tiny_dense: Path
 ) -> None:
-    """Nor while that worker is away; and no refusal tells what the engines must have alike."""
+    """The name stays taken while that worker is absent; and no refusal reveals what engines must have alike."""
     shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
     service = WorkerService(shell.runtime, tmp_path / "kv", tokens)
     w7 = caller_of(tokens, tokens.started("w7"), "w7")

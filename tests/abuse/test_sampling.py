@@ -1,4 +1,4 @@
-"""What is recorded of sampling is what was sampled: the rest is refused."""
+"""The record of sampling agrees with the sampling; other requests are refused."""
 
 from dataclasses import replace
 

@@ -122,7 +122,7 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
 
 
 def test_whatever_comes_in_at_will_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Of each kind of line the first few a minute, then how many were left out."""
+    """The first few lines of each kind are logged each minute, then the number of those left out."""
     now_s = [0.0]
     limit = LogLimit(first=5, period_s=60.0, clock=lambda: now_s[0])
     log = logging.getLogger("dora.flooded")

@@ -47,7 +47,7 @@ async def begun(folder: Path) -> None:
 
 
 def found(folder: Path, **sections: object) -> StateFolder:
-    """What a later start finds, closed again."""
+    """Opens a state folder as a later start does, and closes it again."""
     config = configured(folder, **sections)
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None

@@ -1,4 +1,4 @@
-"""What goes wrong in a trainer of two ranks: each ends within seconds and says why, and the groups come again."""
+"""Failures of a trainer of two ranks: each rank ends within seconds with a reason, and the groups come again."""
 
 import asyncio
 import math

@@ -78,7 +78,7 @@ async def test_a_version_whose_weights_vanish_is_published_anew(
 
 
 async def test_weights_that_vanish_before_anybody_has_loaded_them_end_nothing(tiny_dense: Path) -> None:
-    """Whoever finds it first, a worker, the order to load, or the look of every few seconds."""
+    """The loss is found by a worker, by the order to load, or by the periodic check, whichever is first."""
     config = configured(tiny_dense, workers__engine="fake", workers__count=2, window__size=1)
     async with (
         running(config) as handle,
@@ -377,6 +377,6 @@ async def test_what_another_hosts_worker_cannot_load_is_got_there_anew(losing: L
 
 
 def orders(session: HostSession) -> list[pb.HostOrder]:
-    """What the agent was told so far."""
+    """The orders that the agent has received."""
     found = [session._outbox.get_nowait() for _ in range(session._outbox.qsize())]
     return [order for order in found if order is not None]

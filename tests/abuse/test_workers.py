@@ -41,7 +41,7 @@ Tamper = Callable[[pb.WorkerMessage], None]
 
 
 class Orders:
-    """What waits for the engine's loop, and what it said."""
+    """The messages that wait for the engine's loop, and its answers."""
 
     def __init__(self) -> None:
         self.waiting: deque[pb.WorkerCommand] = deque()

@@ -19,7 +19,7 @@ from tests.chaos.stalling import stalling_workers
 
 
 def jumping(file: Path, clock: Callable[[], float]) -> Callable[[], float]:
-    """What ``clock`` says and, beside it, what is in ``file``, one float of eight bytes."""
+    """Returns a clock: ``clock`` plus the float of eight bytes in ``file``."""
     with file.open("rb") as stream:
         shown = mmap.mmap(stream.fileno(), 8, prot=mmap.PROT_READ)
     return lambda: float(clock() + struct.unpack_from("<d", shown)[0])

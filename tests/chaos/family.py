@@ -6,7 +6,7 @@ import psutil
 
 
 def supervisor(service: int) -> int:
-    """Of the service's reward function."""
+    """Returns the process id of the supervisor of the service's reward function."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(service).children():
             if "dora.rewards.supervisor" in child.cmdline():

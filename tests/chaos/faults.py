@@ -1,4 +1,4 @@
-"""Which faults strike, in which order: what is struck by the moment of it, shuffled by a seed, in turns."""
+"""Plans the faults and their order: the victims by moment, shuffled by a seed, in turns."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ class Fault:
 
     @property
     def how(self) -> str:
-        """How long it is so, or what comes of it; mostly empty."""
+        """The duration or the effect of the fault; mostly empty."""
         return self.victim.partition(", ")[2]
 
     @property
@@ -45,7 +45,7 @@ class Fault:
 
     @property
     def kills(self) -> int:
-        """How many processes it kills. STRANDED takes a killed source first, and who restarts is killed again."""
+        """The number of killed processes. STRANDED takes a killed source first, and who restarts is killed again."""
         return (1 + self.moment.endswith(("STRANDED", "restarting"))) * self.is_kill
 
 

@@ -27,7 +27,7 @@ _ENDS_AT_POOL: Final = {"move": (False, False), "park": (False, True), "resume":
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Of a handoff that stands still: the process ids of both."""
+    """A stalled handoff, with the process ids of both ends."""
 
     trajectory_id: str
     source_id: str
@@ -127,7 +127,7 @@ async def _is_stopped_in(world: World, kind: str, phase: str, ends: Ends) -> boo
 
 
 async def _owner(world: World, ends: Ends) -> str:
-    """Who has the request now; empty: nobody."""
+    """Returns the present owner of the request; empty: nobody."""
     listed = (await world.operator.trajectories(limit=1000)).trajectories
     return next((each.worker for each in listed if each.trajectory_id == ends.trajectory_id), "")
 

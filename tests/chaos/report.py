@@ -1,4 +1,4 @@
-"""What a run's record, its processes and its faults say together: ``out/chaos/report.json``."""
+"""Reports on a run from its record, its processes and its faults: ``out/chaos/report.json``."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,7 +79,7 @@ def _verified(setting: Setting) -> tuple[int, tuple[str, ...]]:
 
 
 def _mismatches(setting: Setting) -> Iterator[bool]:
-    """Of each trajectory that fake engines have sampled, whether one in which nothing happened is another."""
+    """Returns, for each trajectory of fake engines, whether it differs from one that nothing befell."""
     of_version: dict[int, list[Trajectory]] = defaultdict(list)
     for each in read_trajectories(setting.record / TRAJECTORIES_FILE):
         of_version[each.behaviour_version].append(each)

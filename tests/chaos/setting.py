@@ -1,4 +1,4 @@
-"""What a run is made of: its sizes, and the settings of its service."""
+"""The sizes of a run, and the settings of its service."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ STATE_BYTES: Final = 160 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run is made of."""
+    """The parameters of a run."""
 
     model: Path
     folder: Path  # of logs, record and state
@@ -45,7 +45,7 @@ class Setting:
 
 
 def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
-    """Of the service, by their dotted names; its state is in the folder ``state``."""
+    """Returns the service's settings by dotted name; its state is in the folder ``state``."""
     is_fake = setting.engine == "fake"
     return settings_of(
         setting.model,

@@ -1,4 +1,4 @@
-"""How a fault strikes: at its moment it befalls its victim, and afterwards all has to be as before."""
+"""Strikes with a fault at its moment, and waits until everything is as before."""
 
 import asyncio
 import signal
@@ -25,7 +25,7 @@ After = Coroutine[Any, Any, None]  # brings back what does not come back by itse
 
 @dataclass
 class Struck:
-    """What was done, and how long it took to be as before, in seconds."""
+    """An executed strike, and the seconds until everything was as before."""
 
     kills: list[str] = field(default_factory=list)  # of each its fault's name
     faults: list[str] = field(default_factory=list)  # all but kills
@@ -152,7 +152,7 @@ class Striker:
         await self._restart(began_s)
 
     async def _worker_back(self, victim: int, began_s: float) -> None:
-        """Where it was a worker: until that hosts a version again."""
+        """Waits, after a worker was struck, until it hosts a version again."""
         name = self._workers.get(victim)
         if name is None:
             return

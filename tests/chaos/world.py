@@ -1,4 +1,4 @@
-"""What the faults befall: a service with its workers and pool, a trainer, a host that has joined, and prompts."""
+"""The world of the faults: a service with its workers and pool, a trainer, a joined host, and prompts."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ Condition = Callable[[pb.Status], bool]
 
 
 class Stuck(Exception):
-    """What was to come has not."""
+    """An awaited event has not happened."""
 
 
 class World:

@@ -43,7 +43,7 @@ FILLER_TOKENS = 212  # of a prompt: a block more after thirteen steps
 
 @dataclass
 class Response:
-    """What one request has produced so far."""
+    """The output of one request so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

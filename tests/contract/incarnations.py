@@ -1,4 +1,4 @@
-"""What outlives its service, seen from two lives of it."""
+"""Processes that survive their service, seen from two of its incarnations."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -217,7 +217,7 @@ class Service:
         )
 
     def sums(self) -> dict[str, dict[int, tuple[str, bytes]]]:
-        """Of each host: the name and the sum of each version that it has."""
+        """Returns, by host, the name and the sum of each version that it has."""
         self._sums.clear()
         for host in self._hosts.values():
             host.link.send(("sums",))

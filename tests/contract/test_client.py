@@ -1,4 +1,4 @@
-"""What the trainer's client and a service promise each other, over real gRPC.
+"""The contract of the trainer's client and a service, over real gRPC.
 
 The client is a parameter: the synchronous one keeps the same promises. The first part holds for any service that
 serves two groups a step of its own making; the second part breaks connections, which takes the scripted service.

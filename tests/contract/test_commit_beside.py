@@ -31,7 +31,7 @@ def weights_of(service: Running, version: int) -> dict[str, Any]:
 
 
 def damage(tensors: dict[str, Any]) -> None:
-    """What the next step does to the weights, only worse."""
+    """Changes the weights as the next step does, only more."""
     for tensor in tensors.values():
         tensor[...] = np.nan
 

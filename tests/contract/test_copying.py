@@ -239,7 +239,7 @@ def test_what_a_source_sent_before_it_died_is_dropped_with_its_reservation(ends:
 
 
 def test_a_round_follows_only_on_one_of_its_own_try(ends: Ends) -> None:
-    """What is left of an earlier try has no place in a later one."""
+    """Remains of an earlier try are not used by a later one."""
     ends.start()
     earlier = ends.copying()
     assert earlier.advance() is None

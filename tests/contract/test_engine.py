@@ -1,4 +1,4 @@
-"""What every rollout engine does, whatever it is made of."""
+"""The contract of rollout engines."""
 
 import json
 import math

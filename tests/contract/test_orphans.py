@@ -31,7 +31,7 @@ def requests_of(count: int, max_tokens: int = 30) -> list[RequestSpec]:
 
 
 def undisturbed(driver: Driver, requests: list[RequestSpec]) -> dict[str, Response]:
-    """What they get where no service ends."""
+    """Returns the results without an end of the service."""
     for request in requests:
         driver.add(request)
     found = dict(driver.finish())

@@ -221,7 +221,7 @@ def test_an_opening_that_the_engine_cannot_serve_is_refused_with_the_first_round
 
 
 def test_a_snapshot_with_another_opening_is_taken_in_as_it_is(engine: RolloutEngine, driver: Driver) -> None:
-    """What was made ready belongs to an earlier try of the source, with fewer outputs or another request."""
+    """The preparation belongs to an earlier try of the source, with fewer outputs or another request."""
     mover = make_request(1, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True), LONG, max_tokens=60)
     untouched = run(engine, [mover])["r1"]
     for earlier in (mover, replace(mover, sampling=replace(mover.sampling, seed=99), prompt_token_ids=(7,) * 40)):

@@ -56,7 +56,7 @@ SHORT = ("window",)
 
 
 class Losses:
-    """What an engine says of its ranks' ends."""
+    """An engine's reports of its ranks' ends."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -91,7 +91,7 @@ def make_ranked(model: Path, losses: Losses, device: Device, **ranks: int) -> Vl
 
 @dataclass(frozen=True)
 class Alone:
-    """What an engine of one rank, in this process, makes of version 1."""
+    """The results of an engine of one rank in this process, for version 1."""
 
     canary: Canary
     responses: dict[str, Response]
@@ -100,7 +100,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone_of(request: pytest.FixtureRequest, folders: dict[TinyKind, VersionFolder]) -> dict[str, Alone]:
-    """Of the chosen cases. vLLM keeps some state for a process, so engines of one rank come first."""
+    """Returns the results for the chosen cases. vLLM keeps some state for a process, so one rank comes first."""
     chosen = {item.callspec.params["case"] for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
     return {case: _alone(folders[kind](1), device) for case, (kind, device) in CASES.items() if case in chosen}
 

@@ -1,4 +1,4 @@
-"""What a relay does: a version arrives whole and equal, from whoever has it, or not at all."""
+"""A relay delivers a version whole and equal, from any host that has it, or not at all."""
 
 import shutil
 import threading
@@ -54,7 +54,7 @@ def test_a_version_goes_down_a_chain_of_eight(tmp_path: Path, model: Path) -> No
 
 
 def test_what_came_meanwhile_is_seen_the_next_time(hosts: list[Host]) -> None:
-    """What a follower is shown does not grow under its hands: it would count chunks that it has not sent."""
+    """The chunks that a follower is shown do not grow under its hands: it would count chunks that it has not sent."""
     publish(hosts[0].store, 1)
     manifest = hosts[0].store.manifest(1)
     holding = Holding(hosts[1].store, manifest, hosts[1].store.receive(manifest))

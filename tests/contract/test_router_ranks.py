@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Alone:
-    """What an engine of one rank, in this process, makes of them."""
+    """The results of an engine of one rank in this process."""
 
     responses: dict[str, Response]
     snapshot: KvSnapshot  # of PROMPT, on its way

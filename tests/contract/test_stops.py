@@ -1,4 +1,4 @@
-"""Where stop strings and stop tokens end a response, whatever engines are made of. Moved: see ``test_states``."""
+"""Stop strings and stop tokens end a response at the same place in all engines. Moved requests: ``test_states``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def tokenizer(version_folder: VersionFolder) -> Tokenizer:
 
 
 def first_end(tokenizer: Tokenizer, token_ids: list[int], stops: tuple[str, ...], min_tokens: int = 0) -> int:
-    """How many tokens there are when the text, decoded from its beginning, first contains a stop string anew."""
+    """Returns the number of tokens at which the text, decoded from its beginning, first contains a stop string."""
     for end in range(max(1, min_tokens), len(token_ids) + 1):
         before, text = (tokenizer.decode(token_ids[:n], skip_special_tokens=False) for n in (end - 1, end))
         if any(text.count(stop) > before.count(stop) for stop in stops):

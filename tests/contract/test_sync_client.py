@@ -1,4 +1,4 @@
-"""What is particular to the synchronous clients: Ctrl-C, forks, threads, a running event loop, and their names.
+"""Tests of the synchronous clients alone: Ctrl-C, forks, threads, a running event loop, and their names.
 
 Their contract with a service is that of the asynchronous ones: tests/contract/test_client.py runs on both.
 """
@@ -228,7 +228,7 @@ def test_a_thread_at_a_time(service: Running) -> None:
 
 
 def in_fork(work: Callable[[], object]) -> str:
-    """What ``work`` raises in a fork of this process."""
+    """Returns the error that ``work`` raises in a fork of this process."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What every transport of KV does: bytes arrive equal or not at all, and whatever was taken is given back."""
+"""The contract of KV transports: bytes arrive equal or not at all, and everything borrowed is returned."""
 
 import gc
 import multiprocessing
@@ -349,7 +349,7 @@ def test_damage_is_refused_wherever_it_is(target: End) -> None:
 
 
 def test_a_stranger_is_told_nothing(target: End) -> None:
-    """Who cannot prove the secret is refused before anything is looked at."""
+    """A peer that cannot prove the secret is refused before anything else is read."""
     host, _, port = target.address.rpartition(":")
     stream = Stream(socket.create_connection((host, int(port))), WAIT_S)
     nobody = Identity("w9", 9, "f", "h")

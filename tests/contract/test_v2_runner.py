@@ -1,4 +1,4 @@
-"""What only an engine on Model Runner V2 shows: proofs that hold on any device. Runs by ``make test-v2``.
+"""Tests of Model Runner V2 alone: proofs that hold on any device. Runs by ``make test-v2``.
 
 ``test_v2_short.py`` runs ``test_requests_hold_move_and_go_on`` in every ``make test``.
 """

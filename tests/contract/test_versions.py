@@ -69,7 +69,7 @@ KINDS = [pytest.param(kind, marks=() if kind.name in SHORT else pytest.mark.full
 
 @dataclass(frozen=True)
 class Fresh:
-    """What an engine makes of version 3 that has had no other."""
+    """The results for version 3 of an engine that has loaded no other."""
 
     canary: Canary
     responses: dict[str, Response]

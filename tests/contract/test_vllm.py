@@ -1,4 +1,4 @@
-"""What only a real model can show: agreement with another implementation, and that each patch is needed and proven."""
+"""Tests that need a real model: agreement with another implementation, and that each patch is needed and proven."""
 
 import json
 from collections.abc import Iterator

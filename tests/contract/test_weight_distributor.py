@@ -1,4 +1,4 @@
-"""What the service's own host does about versions that it has no longer, or not as they were published."""
+"""The service's own host finds versions that are missing or no longer as published."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ COMPLAINING = ("h1", "h2")
 
 
 class Told:
-    """What a spread has told. ``orders``: to other hosts, by host."""
+    """The messages of a spread. ``orders``: to other hosts, by host."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
@@ -138,7 +138,7 @@ async def test_wrong_complaints_of_what_is_sound_lose_nothing(
 async def test_a_folder_that_is_gone_as_a_whole_is_a_fault_of_the_storage(
     own: WeightDistributor, store: WeightStore, told: Told
 ) -> None:
-    """Which may pass: no version is given up for it."""
+    """A fault that may pass: no version is given up for it."""
     aside = store.root.with_name("aside")
     store.root.rename(aside)
     own.missed_here(1)  # a worker has not found it

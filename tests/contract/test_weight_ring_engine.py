@@ -70,7 +70,7 @@ def test_a_device_without_room_for_a_layer_is_refused_by_name() -> None:
 
 
 def addresses(engine: VllmEngine) -> dict[str, int]:
-    """Of all tensors but experts, which the CPU's patch packs anew (``engine_patches/cpu/moe_experts.py``)."""
+    """Returns the addresses of all tensors but experts, which the CPU's patch packs anew (``cpu/moe_experts.py``)."""
     model = engine.core.model_executor.driver_worker.worker.model_runner.get_model()
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters() if "experts" not in name}
 

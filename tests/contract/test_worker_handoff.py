@@ -54,7 +54,7 @@ def reserved(target: Worker, request_id: str) -> None:
 
 
 def alone(model: Path, request: RequestSpec) -> list[int]:
-    """What the request generates where nobody touches it."""
+    """Returns the tokens of the request without a handoff."""
     worker = Worker(None, model)
     assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     started(worker, [request], 1)

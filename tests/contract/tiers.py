@@ -23,7 +23,7 @@ SHAPE = ChunkShape("fingerprint", 32, 32, (("layer.0", 3000), ("layer.1", 1000))
 
 
 def lmcache_missing() -> str:
-    """Why there is no tier on this machine; empty: there is."""
+    """Returns the reason for which this machine has no tier; empty: it has one."""
     try:
         found = importlib.metadata.version("lmcache")
     except importlib.metadata.PackageNotFoundError:
@@ -113,7 +113,7 @@ def passage(name: str, token_ids: list[int], version: int = 1, shape: ChunkShape
 
 
 def bodies(seed: int, count: int, shape: ChunkShape = SHAPE) -> np.ndarray:
-    """What the KV of so many chunks may look like."""
+    """Returns a possible KV of so many chunks."""
     return np.random.default_rng(seed).integers(0, 256, (count, shape.body_bytes), np.uint8)
 
 
@@ -127,7 +127,7 @@ def keep(tier: Tier, wanted: Passage, chunks: np.ndarray) -> None:
 
 
 def find(tier: Tier, wanted: Passage, first: int = 0) -> Search:
-    """What the tier has of a passage."""
+    """Returns the tier's entries for a passage."""
     search = tier.search(wanted, first)
     assert search.done.wait(WAIT_S)
     return search

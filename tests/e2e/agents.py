@@ -48,7 +48,7 @@ async def joining(
 
 
 def are_ready(workers: int) -> Any:
-    """Of a status: whether so many workers host a version."""
+    """Returns a condition on a status: so many workers host a version."""
     return lambda status: sum(worker.version >= 0 for worker in status.workers) >= workers
 
 

@@ -96,7 +96,7 @@ class Run:
             await self._hunt(moment)
 
     def _weights(self, version: int) -> dict[str, Any]:
-        """Of each version others: a wrong one would be seen."""
+        """Returns other weights for each version: a wrong one would be seen."""
         return {name: (tensor * np.float32(1 + 0.01 * version)) for name, tensor in self._tensors.items()}
 
     async def _hunt(self, moment: str) -> None:

@@ -1,4 +1,4 @@
-"""Whoever has a part in a publish is killed at each of its moments: ``python -m tests.e2e.publish_kills``.
+"""Kills every process that has a part in a publish, at each of its moments: ``python -m tests.e2e.publish_kills``.
 
 A service, two hosts that have joined, a worker on each, and a trainer are processes that end at a moment which the
 trainer arms, one a version (``mortal.py``, ``publisher.py``). They are started again. In the end all steps were
@@ -82,7 +82,7 @@ class Played:
 
 
 async def killed(model: Path, folder: Path, moments: Sequence[str]) -> dict[str, Any]:
-    """What came of a run in which each of these moments came. Raises AssertionError where a promise is broken."""
+    """Runs a service through each of these moments. Raises AssertionError if a promise is broken."""
     record = folder / "record"
     settings = settings_of(model, folder, window__size=WINDOW, record=str(record)) | SETTINGS
     with moments_in(folder / "moments"):

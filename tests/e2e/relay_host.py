@@ -18,7 +18,7 @@ KINDS: Final = {"Order": Order, "Arrived": Arrived, "Failed": Failed}
 
 
 class Lines:
-    """What a host says, and hears, by its stdin and stdout."""
+    """The messages of a host, by its stdin and stdout."""
 
     def send(self, words: Any) -> None:
         sys.stdout.write(line(words))

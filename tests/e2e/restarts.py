@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def settings_of(model: Path, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Of a small service that keeps its state in ``folder``. ``fields`` are dotted names with ``__`` for the dot."""
+    """Returns settings of a small service with its state in ``folder``. ``fields``: dotted, with ``__`` for the dot."""
     named = {name.replace("__", "."): value for name, value in fields.items()}
     return SETTINGS | {"model": str(model), "service.state": str(folder / "state")} | named
 

@@ -151,7 +151,7 @@ async def test_prompts_are_submitted_as_printed(folder: Path, tiny_dense: Path) 
 
 
 async def _header(line: str, handle: ServiceHandle) -> str:
-    """What the command within the printed line prints for this service."""
+    """Returns the output of the command within the printed line, for this service."""
     (command,) = re.findall(r"\$\(dora (.*?)\)", line)
     argv, environment = [*command.split(), "--address", handle.address], {"DORA_TOKEN": handle.token}
     result = await asyncio.to_thread(CliRunner(env=environment).invoke, app, argv)

@@ -1,4 +1,4 @@
-"""What a service does with prompts, with fake engines: epochs, stops, priorities, cancelling, and how it ends."""
+"""A service's prompts, with fake engines: epochs, stops, priorities, cancelling, and the end."""
 
 import asyncio
 import json

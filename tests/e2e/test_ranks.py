@@ -58,7 +58,7 @@ async def started_by_hand(handle: ServiceHandle, operator: Operator) -> AsyncIte
 
 
 def pid_of(status: pb.Status, worker_id: str) -> int:
-    """Of a worker's process; 0 where it is not connected."""
+    """Returns the id of a worker's process; 0 if it is not connected."""
     return next((worker.pid for worker in status.workers if worker.worker_id == worker_id), 0)
 
 

@@ -1,4 +1,4 @@
-"""What is found on disk is, at every moment, what the core of the living service would keep."""
+"""The state on disk is, at every moment, the one that the core of the living service would keep."""
 
 import asyncio
 import shutil

@@ -40,7 +40,7 @@ def installed(folder: Path, code: str, point: str, name: str = NAME) -> Path:
 
 @pytest.fixture
 def known() -> Iterator[None]:
-    """What a test registers is forgotten afterwards, and what is installed looked for again."""
+    """Forgets what a test registers, and looks for installed entries again."""
     before = dict(POLICIES)
     load_strategies.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""What of the Megatron trainer is tested: every layout for twenty steps, or a short form."""
+"""The tests of the Megatron trainer: every layout for twenty steps, or a short form."""
 
 import pytest
 

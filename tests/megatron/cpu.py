@@ -1,4 +1,4 @@
-"""What Megatron needs to run on a CPU with gloo. It is for tests: a real run has a GPU for each rank."""
+"""Patches with which Megatron runs on a CPU with gloo. They are for tests: a real run has a GPU for each rank."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ class CpuForCuda(TorchFunctionMode):
 
 
 class NoStream:
-    """What is asked of a stream of a GPU, where everything runs in order: all of these are one."""
+    """A GPU's stream, where everything runs in order: all of these are one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
 

@@ -51,7 +51,7 @@ Patch = pytest.MonkeyPatch
 
 
 def leased_groups_are_open_again(patch: Patch) -> None:
-    """What the open step had taken waits for a step once more."""
+    """Groups that the open step had taken wait for a step once more."""
     restored = recovery_state.restored
 
     def forgotten(*arguments: Any) -> on.Restored:
@@ -63,7 +63,7 @@ def leased_groups_are_open_again(patch: Patch) -> None:
 
 
 def returned_request_is_taken_twice(patch: Patch) -> None:
-    """Whoever comes back goes on with what it has, whether or not another one does."""
+    """Every reattaching worker continues its requests, whether or not another one does."""
 
     def all_of_them(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
         rows = [state.request_row[name] for name in requests if name in state.request_row]
@@ -106,7 +106,7 @@ def lost_verdicts_are_not_asked_for_again(patch: Patch) -> None:
 
 
 def trainer_is_told_before_the_journal(patch: Patch) -> None:
-    """What is acknowledged may be lost."""
+    """Acknowledged facts may be lost."""
     patch.setattr(SimLog, "relied_on", property(lambda self: 1, lambda self, count: None), raising=False)
 
 
@@ -126,7 +126,7 @@ def repeated_tokens_are_taken_twice(patch: Patch) -> None:
 
 
 def journal_mixes_up_tokens(patch: Patch) -> None:
-    """What is restored has the tokens of a report in another order."""
+    """A restored report has its tokens in another order."""
     record = Accepted.record
 
     def backwards(self: Accepted) -> Any:
@@ -249,7 +249,7 @@ def _resized_deadlines(patch: Patch, wider: bool) -> None:
 
 
 def narrower_window_lets_older_versions_go(patch: Patch) -> None:
-    """What is live is reckoned from the window in force alone."""
+    """The live versions are computed from the present window alone."""
     patch.setattr(Window, "oldest_live", property(lambda self: self.oldest_admitting))
 
 
@@ -624,7 +624,7 @@ def commit_counts_twice(patch: Patch) -> None:
 
 
 def straggler_is_dropped(patch: Patch) -> None:
-    """What comes due unfinished is let go silently, so that the step need not wait."""
+    """Unfinished groups that are due are dropped silently, so that the step need not wait."""
 
     def commit(state: State, event: on.StepCommitted) -> None:
         lifecycle.commit(state, event)
@@ -715,7 +715,7 @@ def evaluation_takes_more_than_its_share(patch: Patch) -> None:
 
 
 def core_draws_lots(patch: Patch) -> None:
-    """What the core does depends on something that is in no event."""
+    """The core depends on something that is in no event."""
     lots: Iterator[int] = itertools.count()
     push = WaitingRequests.push
     patch.setattr(WaitingRequests, "push", lambda self, row, rank: push(self, row, next(lots) * 7919 % 101))

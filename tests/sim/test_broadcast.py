@@ -37,7 +37,7 @@ class SimHost:
     whole: set[str] = field(default_factory=set)
 
     def held(self, name: str) -> str:
-        """What it holds of the number of this version."""
+        """Returns the content that the host has under this version's number."""
         return next((each for each in sorted(self.whole) if parsed_name(each)[0] == parsed_name(name)[0]), "")
 
     def take_in(self, name: str) -> None:

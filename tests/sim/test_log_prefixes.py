@@ -17,7 +17,7 @@ LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 
 
 def beginnings(world: UnreliableWorld) -> Iterator[tuple[records.LogRecord, on.Restored]]:
-    """What a later life would tell its core, after each fact but those of tokens and verdicts."""
+    """Yields each record with the state that a later incarnation would restore, except for tokens and verdicts."""
     logged = world.logged.records
     ledger, tokens, verdicts = Ledger(None), [], []
     for count, record in enumerate(logged, start=1):

@@ -1,4 +1,4 @@
-"""What a strategy keeps between calls can be derived again: one that has seen nothing goes on where another stopped."""
+"""A strategy's state between calls can be derived again: a new one continues where another stopped."""
 
 from collections.abc import Callable
 

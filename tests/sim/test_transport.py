@@ -1,4 +1,4 @@
-"""How messages and wake-ups of simulated workers travel on the agenda."""
+"""Messages and wake-ups of simulated workers travel on the agenda."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is checked after every event of a large run: by itself, without a look at the whole state, it finds bugs."""
+"""The check after every event of a large run finds bugs without looking at the whole state."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a stress run is made of: the models, and prompts with a long tail of lengths."""
+"""The load of a stress run: the models, and prompts with a long tail of lengths."""
 
 import json
 import random

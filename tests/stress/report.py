@@ -1,4 +1,4 @@
-"""What a run's record says of the promises, by itself and beside what was asked for and what the trainer said."""
+"""Checks a run's record against the promises, alone and together with the requests and the trainer's account."""
 
 from collections.abc import Set
 from pathlib import Path

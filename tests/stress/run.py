@@ -37,7 +37,7 @@ LINE_BYTES_MAX: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stress:
-    """What one run is asked to do."""
+    """The parameters of one run."""
 
     model: Path
     prompts: Path
@@ -73,7 +73,7 @@ class Stress:
 
 @dataclass
 class Seen:
-    """What was seen of a run. ``trained``: the group ids of each step whose commit a trainer knew to be done."""
+    """The observations of a run. ``trained``: the group ids of each step whose commit a trainer knew to be done."""
 
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
     worker_kills: int = 0
@@ -199,7 +199,7 @@ async def _watch(operator: Operator, trainer: _Trainer, stress: Stress, seen: Se
 
 
 def _moments(kills: int, groups: int, late: float) -> Iterator[float]:
-    """Of each kill, how many groups have been taken by then; infinite after the last one."""
+    """Returns, for each kill, the number of groups taken by then; infinite after the last one."""
     apart = groups / (kills + 1)
     return itertools.chain((apart * (number + 1 - late) for number in range(kills)), itertools.repeat(float("inf")))
 

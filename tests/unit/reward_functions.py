@@ -23,7 +23,7 @@ def process_id(*_: object) -> int:
 
 
 def returns(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> object:
-    """What the verifier says; json reads NaN and Infinity too."""
+    """Returns a verdict; json reads NaN and Infinity too."""
     return verifier["result"]
 
 

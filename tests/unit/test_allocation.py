@@ -1,4 +1,4 @@
-"""Which version gives a worker up and which gets one, by the KV that requests hold and will hold."""
+"""Versions give up and get workers by the KV that requests hold and will hold."""
 
 import math
 from typing import Any
@@ -86,7 +86,7 @@ def test_believed_requests_need_the_kv_that_those_still_running_will_hold() -> N
 
 
 def test_a_worker_that_is_to_change_is_emptied_though_its_peers_will_only_just_have_room() -> None:
-    """Where every request counts as running on, its peer seems to overflow, and the worker stands still."""
+    """If every request counted as running on, its peer would seem to overflow, and the worker would stand still."""
     workers = [{"loaded": 0, "kv_tokens": 50_000}, {"loaded": 0, "kv_tokens": 50_000, "target": 1}]
     requests = [(0, 0, TOKENS)] * 19 + [(0, 1, TOKENS)] * 2
     targets = {0: 0, 1: 1}

@@ -104,7 +104,7 @@ def test_a_worker_that_never_finds_a_version_which_is_there_is_replaced() -> Non
 
 
 def test_after_a_restart_a_host_whose_agent_is_not_back_yet_loads_nothing_but_the_model() -> None:
-    """What its store holds is not known; a worker of it that is told to load a version might not find it."""
+    """The content of its store is unknown; a worker of it that is told to load a version might not find it."""
     config = validated({"window": {"size": 2}})
     none = np.zeros(0, np.int32)
     requests = on.RestoredRequests(none, none, none.astype(np.uint8))

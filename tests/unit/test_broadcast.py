@@ -1,4 +1,4 @@
-"""Which host takes which version from whom, one decision at a time. tests/sim/test_broadcast.py has all orders."""
+"""The source of each version for each host, one decision at a time. tests/sim/test_broadcast.py has all orders."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def of_hosts(count: int, zone: str = "") -> Broadcast:
 
 
 def sources(commands: list[Command]) -> dict[str, list[str]]:
-    """Of each host that is to fetch: whom it asks, in order."""
+    """Returns, for each host that is to fetch, its sources in order."""
     return {each.host: [up.host for up in each.upstreams] for each in commands if isinstance(each, Fetch)}
 
 

@@ -1,4 +1,4 @@
-"""Which faults a chaos run strikes: by its seed alone, all of them in turns; and the clock that it lets jump."""
+"""The faults of a chaos run: chosen by its seed alone, all of them in turns; and the clock that it lets jump."""
 
 import itertools
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ def write_parquet(arrow: Any, file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def save(arrow: Any, folder: Path, rows: list[dict[str, Any]], shards: int = 1) -> Path:
-    """What ``datasets.save_to_disk`` leaves of these rows."""
+    """Writes these rows as ``datasets.save_to_disk`` does."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05}-of-{shards:05}.arrow" for number in range(shards)]
     for number, name in enumerate(names):

@@ -85,7 +85,7 @@ EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = 
 
 
 def given_options(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tuple[DemoOptions, str, int]:
-    """What the command makes of its arguments, what it prints, and its exit code, without a run."""
+    """Returns the command's parsed arguments, its output and its exit code, without a run."""
     seen: list[DemoOptions] = []
 
     async def no_run(options: DemoOptions, *_: object) -> DemoReport:

@@ -1,4 +1,4 @@
-"""What differs between an engine on a CPU and one on a GPU, as far as it can be seen without vLLM."""
+"""Differences of engines on CPU and GPU that can be seen without vLLM."""
 
 import ast
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whoever gives a field that has no effect is told so; presets and comparisons may hold them."""
+"""A field without effect is reported; presets and comparisons may hold it."""
 
 from pathlib import Path
 from typing import Any

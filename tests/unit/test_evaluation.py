@@ -150,7 +150,7 @@ def targets(bench: Evaluating) -> list[int]:
 
 @pytest.mark.parametrize(("share", "old"), [(0.5, 2), (0.25, 1), (0.0, 1)])
 def test_a_share_keeps_so_many_workers_with_the_version(share: float, old: int) -> None:
-    """What version 0 still has to do takes one worker of four."""
+    """The rest of version 0 takes one worker of four."""
     bench = before_publication(4)
     bench.ask(prompts=200, share=share)
     published(bench, offer=8)

@@ -153,7 +153,7 @@ class Parts:
             await self.carry_out(do.ScoreRequest(request_id))
 
     async def orders(self) -> list[Any]:
-        """What the worker was told, up to the end of its stream."""
+        """Returns the commands to the worker, up to the end of its stream."""
         self.session.finish()
         return [command async for command in self.session.commands()]
 
@@ -269,7 +269,7 @@ async def test_an_evicted_worker_is_killed_and_a_drained_one_leaves() -> None:
 
 
 async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever stopped says nothing, so nobody else does; what a worker refuses is told with its outcome."""
+    """A stopped worker sends no reason, so no line has one; a worker's refusal is in its outcome."""
     parts = Parts()
     parts.handoffs[6] = Handoff(0, "g0.0", "w1", "w0", 0.0, overdue="it took longer than 30 s")
     parts.handoffs[7] = Handoff(0, "g0.1", "w1", "w0", 0.0)
@@ -290,7 +290,7 @@ async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptur
 async def test_a_version_of_which_nobody_knows_the_name_is_a_load_that_fails(
     error: Exception, beside: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the worker's host has a store of its own, that may have the version: it is not missing there."""
+    """A worker's host with a store of its own may have the version: it is not missing there."""
     parts = Parts()
     parts.hosts.beside = beside
 

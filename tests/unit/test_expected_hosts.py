@@ -60,7 +60,7 @@ class Incarnation:
         return session
 
     def good(self, *names: str) -> list[str]:
-        """Of these, those whose tokens of the first life are good for their names."""
+        """Returns those whose tokens of the first incarnation are valid for their names."""
         return [name for name in names if caller_of(self.tokens, FIRST[name], name) is not None]
 
 

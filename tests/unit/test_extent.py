@@ -1,4 +1,4 @@
-"""How long steps are: refused beforehand where they take weeks, given up where they stand still, and always an end."""
+"""Long simulations: refused beforehand if they take weeks, given up if they stand still, and always ended."""
 
 import math
 import warnings
@@ -67,7 +67,7 @@ def test_extreme_values_are_refused_with_their_bounds(field: str, value: str, al
     [("weights_s=0,step_s=1e-10", "1e-10"), ("weights_s=1e-4,expert_fraction=1e-6,step_s=0", "0")],
 )
 def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str) -> None:
-    """Of a mixture of experts one request reads a part of the weights alone."""
+    """One request reads only a part of a mixture of experts' weights."""
     with refused(InvalidValue, field="cluster.cost.step_s", value=float(step_s), names=("1e-09 s",)):
         small(f"cluster.cost={{kv_token_s=0,request_s=0,{cost}}}")
     small("cluster.cost={kv_token_s=1e-9,weights_s=0,request_s=0,step_s=0}")
@@ -172,7 +172,7 @@ def test_a_slow_run_is_told_as_slow_with_what_goes_on(
 
 @pytest.mark.full  # half a minute
 def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
-    """Of one token each now, they are two thousand each by and by, and no slower than that."""
+    """Responses of one token now grow to two thousand each, and the simulation is no slower than that."""
     lengths = "workload.lengths={mu=-10,drift_per_step=0.49}"
     assert limit_s(small(lengths, "trainer.step_s=0")) > limit_s(small("workload.lengths.mu=12", "trainer.step_s=0"))
     report = simulate(

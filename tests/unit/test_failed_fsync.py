@@ -64,7 +64,7 @@ def cancelled(step: int) -> CancelledGroup:
 
 
 def write(recorder: Recorder, step: int, weights: Path) -> None:
-    """What the record's queue asks for in a step, each until it succeeds."""
+    """Runs the record queue's writes of a step, each until it succeeds."""
     groups: list[TrajectoryGroup] = [make_group(step, number) for number in range(2)]
     counts = {group.group_id: len(group.trajectories) for group in groups}
     again(lambda: recorder.append(groups[0].trajectories))

@@ -1,4 +1,4 @@
-"""How long a batch takes to generate: the bubble-free bound, and what more engines are good for."""
+"""The duration of a batch's generation: the bubble-free bound, and the benefit of more engines."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What a worker or pool that comes back says that it holds is checked before it is believed."""
+"""The requests that a reattaching worker or pool reports are checked before they are believed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What an agent finds in a folder that is kept: what it tells the service is there is whole."""
+"""An agent checks a kept folder, and reports only whole versions."""
 
 import asyncio
 import shutil
@@ -41,7 +41,7 @@ class Service:
 
 
 async def ready(folder: Path, service: Service, model: Path | None = None) -> pb.HostReady:
-    """What the agent says first, in a stay that ends at once. ``model``: where the machine has it."""
+    """Returns the agent's first message, in a stay that ends at once. ``model``: its folder on the machine."""
     said: list[pb.HostMessage] = []
     place = LaunchContext("127.0.0.1:1", model or folder / MODEL, "h1", str(folder), "127.0.0.1")
     runtime = HostRuntime(place, "cpu", said.append, has_model=model is not None)

@@ -1,4 +1,4 @@
-"""What is loaded when, and what the pure core may use. lint-imports checks the rest of the import rules."""
+"""Modules that a process loads, and those that the pure core may use. lint-imports checks the other rules."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Where a rank's KV-cache is allocated (``vllm_blocks.KvMemory``)."""
+"""The allocation of a rank's KV-cache (``vllm_blocks.KvMemory``)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How a trainer's accelerators divide a model, and what each of them then holds."""
+"""The division of a model among a trainer's accelerators, and the share of each."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where lengths are only believed: a version begins its prompts by falling length, along its life."""
+"""With believed lengths a version begins its prompts by falling length, along its life."""
 
 from math import exp, inf, log
 

@@ -1,4 +1,4 @@
-"""How often garbage is looked for, and that freed memory is kept."""
+"""Garbage collection is rare, and freed memory is kept."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""What a run's meter measures, held against the same measured without any short cut."""
+"""The meter of a run, compared with the same measures taken without any shortcut."""
 
 from dataclasses import dataclass, field
 

@@ -45,7 +45,7 @@ def of_ratios(
 
 
 def loss_of(name: str, batch: TokenBatch, **settings: Any) -> torch.Tensor:
-    """Of a step that is this one batch."""
+    """Returns the loss of a step that is this one batch."""
     chosen = objective(name, **settings)
     total, units = chosen.sum(batch, chosen.terms(batch))
     return total / units
@@ -166,7 +166,7 @@ def test_the_kl_term_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr-grpo", "gspo", "decoupled-ppo"])
 def test_gradients_agree_with_finite_differences(name: str) -> None:
-    """What is stopped in the equations is a constant here: the proximal policy is given, as in a second update."""
+    """Stopped gradients of the equations are constants here: the proximal policy is given, as in a second update."""
     logprobs, batch = random_batch(proximal=0.5, reference=1.5)
     settings = {"eps_low": 0.1, "eps_high": 0.15, "kl_coefficient": 0.3}
 

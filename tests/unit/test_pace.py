@@ -1,4 +1,4 @@
-"""How long a training step takes on a layout."""
+"""The duration of a training step on a layout."""
 
 import math
 from dataclasses import replace

@@ -37,7 +37,7 @@ class PoolBench(Bench):
         self.post(on.MigrateAsked("g0.0", "pool-0"))
 
     def freeze(self, kind: type[do.CopyOut]) -> None:
-        """What was asked for a place gives it, and the other end copies."""
+        """Grants the reservation that was asked for, and the other end copies."""
         self.obey(do.ReserveSlot)
         self.answer(self.given(kind)[-1], locator="snapshot", tokens=7)
 

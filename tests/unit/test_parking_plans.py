@@ -1,4 +1,4 @@
-"""What plans park: requests on workers that are wanted, and those that a full engine would preempt."""
+"""Plans park requests on workers that are wanted, and those that a full engine would preempt."""
 
 import pytest
 

@@ -114,7 +114,7 @@ def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
 
 
 def levelling(requests: int, cost: CostModel | None, kv_tokens: int = 10_000) -> int:
-    """How many of so many requests on one DP group move to an empty one."""
+    """Returns how many of so many requests on one DP group move to an empty one."""
     workers = [{"loaded": 0, "kv_tokens": kv_tokens}, {"loaded": 0, "kv_tokens": 10_000}]
     shown = make_view(workers, [(0, 0, 20)] * requests, cost=cost)
     return len(plan_moves(shown, {0: 0, 1: 0}, BalanceConfig()))

@@ -1,4 +1,4 @@
-"""What of a request its target has by another one: who may name it, who holds it, and that it is let go."""
+"""Shared prefixes at a target: who may name one, who holds it, and its release."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class Case:
         self.entries = ResponseBuffer(RolloutConfig()).admit("g0", PROMPT, 0, {"g0.0": 0, "g0.1": 1}, 0.0)
 
     def restored(self) -> PromptLedger:
-        """What a restart makes of the journal."""
+        """Returns the prompts that a restart recovers from the journal."""
         ledger = Ledger(None)
         ledger.apply(self.log.records, len(self.log.records))
         found = PromptLedger(Journal(), queued_most=8)

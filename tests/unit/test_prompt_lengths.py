@@ -68,7 +68,7 @@ def test_both_lengths_have_the_distribution_of_the_file_whatever_the_correlation
 
 @pytest.mark.parametrize("correlation", [0.0, 0.6, 0.9])
 def test_prompt_and_response_have_as_much_in_common_as_siblings(tmp_path: Path, correlation: float) -> None:
-    """Of lines that rise together; by normal scores sqrt(r), as the prompt knows the group's part of a response."""
+    """Lines that rise together; by normal scores sqrt(r), as the prompt knows the group's part of a response."""
     lines = [(n, n) for n in range(1, 3001)]
     prompts = drawn(traced(trace_file(tmp_path, lines), correlation, prompts=10_000, group_size=1), 10_000)
     of_prompts, of_responses = (

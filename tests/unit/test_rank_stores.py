@@ -183,7 +183,7 @@ class JoinsTheFirst(RankStores):
 
 
 class WritesOneHolder(RankStores):
-    """Of ranks with the same heads only one is written."""
+    """Only one of several ranks with the same heads is written."""
 
     def write(self, block_ids: Any, blocks: Any) -> None:
         for store in self._readable:

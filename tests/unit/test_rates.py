@@ -1,4 +1,4 @@
-"""How fast training and generation go, as the core sees it."""
+"""The core's rates of training and generation."""
 
 import pytest
 

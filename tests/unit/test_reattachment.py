@@ -1,4 +1,4 @@
-"""Who comes back is awaited for a while, and told to the core once."""
+"""A reattaching process is awaited for a while, and reported to the core once."""
 
 import asyncio
 from dataclasses import replace

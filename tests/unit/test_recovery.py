@@ -141,7 +141,7 @@ async def test_a_life_whose_first_write_fails_begins_once_it_can_be_repeated(she
 async def test_the_end_of_a_service_does_not_wait_for_a_log_that_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a start that carries on may do otherwise is not recorded; what is in the log is."""
+    """Facts that a restart may repeat in another way are not recorded; those in the log are."""
     faults: list[OSError | None] = []
     _, log = opened(tmp_path / "state", faults=faults)
     journal, recorder = Journal(log), Recorder(tmp_path / "record")

@@ -35,7 +35,7 @@ class Publications(Bench):
         return [command for command in pending if isinstance(command, do.LoadVersion) and command.version == version]
 
     def empty(self, *names: str) -> None:
-        """What these workers hold ends, so that they may change version."""
+        """Ends all work of these workers, so that they may change version."""
         for name in names:
             while self.state.workers[name].rows or self.state.workers[name].inbound:
                 self.obey(do.ReserveSlot)
@@ -50,7 +50,7 @@ class Publications(Bench):
         )
 
     def reject(self, version: int) -> None:
-        """Whoever is told to load the version refuses it, until it is rejected."""
+        """Every worker that is told to load the version refuses it, until it is rejected."""
         while version not in self.state.rejected:
             loads = self.loads(version)
             if loads:
@@ -98,7 +98,7 @@ def test_while_a_version_is_in_doubt_one_other_worker_tries_it() -> None:
 
 
 def test_a_second_worker_that_loads_it_well_clears_the_version() -> None:
-    """Whoever refused it tries again as the plans have it; now that is its own fault, and it is replaced."""
+    """A worker that refused it tries again as planned; a second refusal is its own fault, and it is replaced."""
     bench = Publications("w0", "w1")
     while not bench.loads(1):
         bench.empty(bench.targeting(1))

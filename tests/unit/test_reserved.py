@@ -45,7 +45,7 @@ EASY = [(index, 9_000, 2_000) for index in range(4) for _ in range(8)]
 
 
 def share_of_mean_fill(context: int, remaining: int) -> float:
-    """How full a reserved worker is now, of how full it will be on average."""
+    """Returns the present load of a reserved worker as a share of its mean load."""
     ahead = np.linspace(context, context + remaining, 100_001)
     return float(context**TUNING.haste / (ahead**TUNING.haste).mean())
 

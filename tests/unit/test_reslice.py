@@ -36,7 +36,7 @@ def whole(heads: int = 8, tokens: int = 11, seed: int = 0) -> KvSnapshot:
 
 
 def sharded(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
-    """What ranks hold that have so many shards, made head by head."""
+    """Returns the snapshot that ranks of so many shards have, made head by head."""
     layout = resharded(snapshot.layout, shards)
     blocks: dict[str, Pieces] = {}
     for name in LAYERS:

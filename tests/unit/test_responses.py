@@ -1,4 +1,4 @@
-"""What a worker keeps of its responses: told again from any token on, in pieces, with the rows that belong to them."""
+"""A worker keeps its responses, and repeats them from any token on, in pieces, with the rows that belong to them."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def spec(request_id: str, outputs: int = 0) -> RequestSpec:
 
 
 def row(position: int) -> bytes:
-    """Of the token at this position, the prompt's first."""
+    """Returns the experts of the token at this position, the prompt's first."""
     return bytes([position]) * ROW
 
 

@@ -36,7 +36,7 @@ DEEPSEEK = {"num_hidden_layers": 6, "n_routed_experts": 64, "num_experts_per_tok
 
 
 def rows(first: int, end: int) -> bytes:
-    """Of the tokens at these positions: each says where it is, and no two layers alike."""
+    """Returns the experts of the tokens at these positions: each names its position, and no two layers are alike."""
     ids = [[(place + layer) % 8, (place + layer + 3) % 8] for place in range(first, end) for layer in range(3)]
     return np.asarray(ids, np.uint8).tobytes()
 
@@ -97,7 +97,7 @@ def test_router_replay_is_refused_of_a_dense_model_and_off_by_default(tiny_dense
 
 
 def test_the_book_keeps_rows_as_they_were_first_told(buffer: ResponseBuffer, entry: ResponseState) -> None:
-    """What is told again after a re-prefill is skipped, with whatever other experts it names."""
+    """Tokens that are repeated after a re-prefill are skipped, with whatever other experts they name."""
     for told in (delta(0, 10, 11), delta(2, 12), delta(1, 11, 12, 13)):
         buffer.accept("w0", 0, told, 1.0)
     again = delta(0, 10, 11, 12, 13, 14, routed=rows(1, 8) + rows(7, 8), end=True)

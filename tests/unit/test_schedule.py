@@ -1,4 +1,4 @@
-"""How many workers a version has at each age, and which versions are taken up."""
+"""The number of workers of a version at each age, and the choice of versions that are taken up."""
 
 import numpy as np
 import pytest

@@ -83,7 +83,7 @@ def test_the_signals_of_responses_by_hand() -> None:
 
 
 def test_quantiles_are_nearest_ranks_within_half_a_bin() -> None:
-    """Of 1.00, 1.01 ... 1.99 the 1st, 50th and 99th; no more than 1 in 100 exceeds the last."""
+    """The 1st, 50th and 99th of 1.00, 1.01 ... 1.99; no more than 1 in 100 exceeds the last."""
     ratios = [1.0 + number / 100 for number in range(100)]
     tokens, clipped = batch([ratios[::-1]], [1] * 100)
     found = whole(token_sums(tokens, clipped, [0]))

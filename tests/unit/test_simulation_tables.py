@@ -1,4 +1,4 @@
-"""What a person sees of a simulated run, and of all policies side by side."""
+"""The tables of a simulated run, and of all policies side by side."""
 
 import io
 import re

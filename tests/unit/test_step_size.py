@@ -1,4 +1,4 @@
-"""How many groups a step takes: the first trainer says; another may say otherwise until a step was trained."""
+"""The first trainer sets the number of groups a step; another may change it until a step was trained."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from tests.unit.test_machine import Bench
 @pytest.mark.parametrize(("first", "then"), [(1 << 16, 3), (5, 3), (2, 5), (3, 3), (8, 1)])
 @pytest.mark.parametrize("taken", [0, 2])
 def test_a_size_that_was_never_trained_with_may_be_replaced(policy: str, first: int, then: int, taken: int) -> None:
-    """What was admitted goes on, as far as it fits; the rest is cancelled with its reason. Two steps are trained."""
+    """Admitted groups continue as far as they fit; the others are cancelled with a reason. Two steps are trained."""
     bench = Bench(window=nearest_window(policy, 2), groups=first, policy=policy)
     bench.start("w0", "w1")
     bench.offer(12)

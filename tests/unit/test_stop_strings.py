@@ -1,4 +1,4 @@
-"""Which token completes a stop string: found as in the whole text, however characters are cut into tokens."""
+"""The token that completes a stop string is the one of the whole text, however characters are cut into tokens."""
 
 import random
 from pathlib import Path

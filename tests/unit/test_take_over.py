@@ -1,4 +1,4 @@
-"""Who may attach while a trainer lives, and what the replaced one hears."""
+"""Attachment of a trainer while another one lives, and the messages to the replaced one."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager

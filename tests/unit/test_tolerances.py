@@ -1,4 +1,4 @@
-"""Which tolerance ``dora verify`` applies, what it says about it, and older records."""
+"""The tolerance that ``dora verify`` applies, its message, and older records."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Which layout is chosen, on which numbers of accelerators, and what a step then takes."""
+"""The chosen layout for numbers of accelerators, and the duration of a step."""
 
 from dataclasses import replace
 from functools import cache
@@ -64,7 +64,7 @@ def test_the_choice_is_the_fastest_whatever_the_order(name: str, hardware: str) 
 
 
 def test_of_equally_fast_layouts_the_least_divided_is_chosen() -> None:
-    """Where sending takes no time, 4 accelerators are as fast as 4 copies as they are as 2 on two ranks."""
+    """If sending takes no time, 4 accelerators are as fast as 4 copies as they are as 2 on two ranks."""
     ways = [option for option in options(ROUND, FREE, BATCH, 1) if option.replica.pipeline == 1]
     tied = [option for option in ways if option.step_s(4) == min(each.step_s(4) for each in ways)]
     assert {option.replica.tensor for option in tied} == {1, 2}

@@ -1,4 +1,4 @@
-"""Which transport a pair of workers takes, and what it tells of those that failed."""
+"""A pair of workers chooses a transport, and reports those that failed."""
 
 from dora.kvtransfer.choice import FASTER, MEASURED_LEAST_BYTES, Choice
 

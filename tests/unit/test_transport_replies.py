@@ -1,4 +1,4 @@
-"""What the other end of a pair says: each word ends one snapshot or answers one question; another one ends the pair."""
+"""Replies of a pair's other end: each ends one snapshot or answers one question; any other ends the pair."""
 
 import queue
 from typing import Any

@@ -17,7 +17,7 @@ class Clock:
 
 
 async def handled_in_turns(messages: int, message_s: float) -> list[int]:
-    """How many of so many messages, which come at once, each turn of the loop handles."""
+    """Returns how many of so many simultaneous messages each turn of the loop handles."""
     clock, handled, seen = Clock(), 0, [0]
     turns = Turns(clock)
 

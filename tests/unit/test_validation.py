@@ -1,4 +1,4 @@
-"""What is wrong with a configuration is told in DORA's words: the field, the value, what is allowed."""
+"""Errors of a configuration name the field, the value and the allowed values in DORA's words."""
 
 from collections.abc import Iterator
 from typing import Any, get_origin

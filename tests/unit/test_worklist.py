@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it then has to look at."""
+"""The scheduler's notifications, and the work that follows from them."""
 
 from dora.core.worklist import Worklist
 

@@ -50,7 +50,7 @@ def timed_engine(weights: Path, cost: CostModel = COST, noise: Callable[[], floa
 
 
 def samples(cost: CostModel) -> tuple[list[DecodeSample], list[PrefillSample]]:
-    """What a noiseless engine would be measured at."""
+    """Returns the samples of a noiseless engine."""
     decode = [
         DecodeSample(batch, batch * context, cost.decode_step_s(batch, batch * context))
         for batch in BATCHES

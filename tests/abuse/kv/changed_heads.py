@@ -1,4 +1,4 @@
-"""What may happen to a snapshot's head: damage, or a head under seals that fit which is not what is expected."""
+"""Changes to a snapshot's head: damage, or a valid seal on a head that is not the expected one."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ODD: Final[tuple[Any, ...]] = (
 
 
 def differing(head: bytes, changed: bytes) -> str:
-    """Which fields of two heads differ, as far as it helps to find the change."""
+    """Returns the fields in which two heads differ, as far as it helps to find the change."""
     try:
         manifests = zip(_manifests(head), _manifests(changed), strict=True)
     except ValueError:
@@ -180,7 +180,7 @@ def _parts(head: bytes) -> tuple[bytes, bytes]:
 
 
 def _manifests(head: bytes) -> list[dict[str, Any]]:
-    """Of the parts of a head."""
+    """Returns the manifests of a head's parts."""
     found = []
     while head:
         part, head = _parts(head)

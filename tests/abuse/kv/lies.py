@@ -1,4 +1,4 @@
-"""What a peer says that has a snapshot to send, and what it may get wrong."""
+"""The messages of a peer with a snapshot to send, and the errors that it may make."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Said = tuple[Kind, dict[str, Any], bytes]
 
 @dataclass
 class Script:
-    """What the peer says after it has greeted."""
+    """A peer's messages after its greeting."""
 
     key: str
     said: list[Said]

@@ -86,7 +86,7 @@ class Middle:
             relay.close()
 
     def passes(self, way: Way, frame: Passing, relay: object) -> tuple[list[bytes], bool, bool]:
-        """What passes in its place, whether that is a change, and whether the connection ends then."""
+        """Returns the replacement of a message, whether it is a change, and whether the connection ends then."""
         with self._lock:
             if way == "there":
                 self._sees(frame)

@@ -29,7 +29,7 @@ MEMORY_BYTES: Final = 1 << 20
 
 
 class Verdict(Enum):
-    """What came of a move."""
+    """The result of a move."""
 
     MOVED = "moved"
     REFUSED = "refused"  # it goes on at its source, or by re-prefill
@@ -38,7 +38,7 @@ class Verdict(Enum):
 
 @dataclass
 class Account:
-    """What responses were worth."""
+    """The account of compared responses."""
 
     compared: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Mill:
         return self.workers[self.at[name]], self.workers[1 - self.at[name]]
 
     def _hand_over(self, name: str, source: Worker, target: Worker) -> None:
-        """What was told so far: the target is to go on after it."""
+        """Moves a request. The target continues after the tokens that were reported so far."""
         target.tokens[name] = list(source.tokens.get(name, []))
         target.logprobs[name] = list(source.logprobs.get(name, []))
 

@@ -1,4 +1,4 @@
-"""What a room is: mutations of one kind of thing, and the account of what came of them."""
+"""A room of mutations of one kind of thing, and the account of their results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

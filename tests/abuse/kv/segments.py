@@ -135,7 +135,7 @@ def _rotated(_chance: random.Random, file: Path, head: dict[str, Any]) -> None:
 
 
 def _state(chance: random.Random, file: Path, _head: dict[str, Any]) -> None:
-    """Where a segment says that it is given back, and whose it is."""
+    """Changes the places of a segment that say that it is returned, and to whom it belongs."""
     _write(file, chance.choice((0, MARK_AT, chance.randrange(STATE_BYTES))), chance.randbytes(chance.randint(1, 16)))
 
 

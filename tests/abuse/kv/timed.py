@@ -182,7 +182,7 @@ class Timed(Mill):
         self.workers[live.source].order(thaw=pb.Thaw(request_id=live.handoff.request_id))
 
     def _cancel_target(self, live: Live) -> None:
-        """What the target has told of it counts for nothing."""
+        """Cancels at the target. Its earlier reports count for nothing."""
         name, index = live.handoff.request_id, 1 - live.source
         target = self.workers[index]
         number = target.order(cancel_reservation=pb.CancelReservation(request_id=name))

@@ -1,4 +1,4 @@
-"""What ``dora serve`` prints once it is ready."""
+"""The lines that ``dora serve`` prints once it is ready."""
 
 from pathlib import Path
 

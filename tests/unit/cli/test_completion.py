@@ -1,4 +1,4 @@
-"""What shells complete: asked as they ask, by the environment that typer's scripts set."""
+"""Completion in shells, called as they call it, by the environment that typer's scripts set."""
 
 import re
 import time

@@ -344,7 +344,7 @@ async def test_the_run_folder_of_a_state_that_is_in_use_is_refused(here: Path, t
 @pytest.mark.full
 @pytest.mark.parametrize("damage", ["missing", "not finite"])
 async def test_version_0_is_computed_and_refused_as_by_a_start(here: Path, tiny_dense: Path, damage: str) -> None:
-    """Of a folder of the user's."""
+    """The model is a user's own folder."""
     folder = Path(shutil.copytree(tiny_dense, here / "model"))
     tensors = load_file(folder / "model.safetensors")
     if damage == "missing":

@@ -68,7 +68,7 @@ async def launched(config: Config, place: Place) -> Noted:
 
 
 def argument(option: str, name: str = "w0") -> Callable[[Config, Place], Any]:
-    """What the process is started with."""
+    """Observes an argument of the worker's process."""
 
     async def see(config: Config, place: Place) -> str:
         argv = (await launched(config, place)).command(name)
@@ -90,7 +90,7 @@ async def threads(config: Config, place: Place) -> str:
 
 
 def devices(config: Config, _: Place) -> object:
-    """Where workers run, on a machine without GPUs; or the refusal."""
+    """Returns the devices of workers on a machine without GPUs; or the refusal."""
     try:
         return placement_of(config.workers.device, for_trainer=config.workers.gpus_for_trainer).kind
     except InvalidValue as error:
@@ -160,7 +160,7 @@ def responses(config: Config, _: Place) -> int:
 
 
 def sampled(field: str) -> Callable[[Config, Place], Any]:
-    """What vLLM samples with."""
+    """Observes one of vLLM's sampling parameters."""
 
     def see(config: Config, _: Place) -> object:
         from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
@@ -172,7 +172,7 @@ def sampled(field: str) -> Callable[[Config, Place], Any]:
 
 
 def sampled_with(field: str) -> Callable[[Config, Place], Any]:
-    """What is asked of the worker's engine."""
+    """Observes one parameter of the request to the worker's engine."""
     return lambda config, _: getattr(sampling_of(config), field)
 
 

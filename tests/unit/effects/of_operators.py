@@ -53,7 +53,7 @@ def common(command: str, *arguments: str) -> dict[tuple[str, str], OptionRow]:
 
 
 def asks(bench: Bench) -> None:
-    """What the service is asked for is printed, and the command ends."""
+    """The command prints its request to the service, and ends."""
 
     class Asked:
         def evaluate(self, rows: list[Any], **how: Any) -> None:

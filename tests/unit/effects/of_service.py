@@ -36,7 +36,7 @@ def files(folder: Path) -> list[str]:
 
 
 def architecture(config: Config, place: Place) -> str:
-    """Of the model that the service has prepared."""
+    """Returns the architecture of the model that the service has prepared."""
     cache = place.folder / "cache"
     resolve_model(config.model, cache)
     return str(made_model(config.model, cache)).rpartition("/")[2]

@@ -23,7 +23,7 @@ class Another:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an observation is made. ``model``: the folder of a tiny model, ``dense`` or ``moe``."""
+    """The place of an observation. ``model``: the folder of a tiny model, ``dense`` or ``moe``."""
 
     folder: Path  # new and empty
     model: Callable[[str], Path]

@@ -18,7 +18,7 @@ GROUP_SIZE = 2
 
 @dataclass
 class Known:
-    """What a life knows: tokens by number of requests, the step of groups, the places that were drawn."""
+    """The facts of an incarnation: tokens by number of requests, the step of groups, the positions that were drawn."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     scored: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Incarnation:
         return number
 
     def report(self, ends: bool = False) -> None:
-        """Of every request that goes on: up to nine tokens."""
+        """Adds up to nine tokens to every unfinished request."""
         numbers = [number for number, tokens in self.known.tokens.items() if number not in self.known.scored]
         counts = self._random.integers(1, 10, len(numbers))
         token_ids = self._random.integers(0, 1000, int(counts.sum()))
@@ -104,7 +104,7 @@ class Incarnation:
 
 
 def opened(folder: Path, sizes: Sizes = SMALL, faults: list[OSError | None] | None = None) -> tuple[Found, Log]:
-    """What is found, and the log that goes on."""
+    """Returns the recovered state, and the log that continues."""
     found = find(folder, sizes)
     log = Log(
         folder / LOG_FOLDER,

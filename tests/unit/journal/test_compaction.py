@@ -88,7 +88,7 @@ async def test_a_crash_before_the_old_segment_goes_leaves_nothing_twice(
 async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a segment in several parts the first is on disk anew, the second is not; then all of it is written again."""
+    """A write fails after the first part of a segment was copied: all of it is copied again."""
     monkeypatch.setattr(compaction, "PART_BYTES", 60)
     _, log = opened(tmp_path, SIZES)
     told = Incarnation(log.append, Known())

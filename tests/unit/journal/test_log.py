@@ -129,7 +129,7 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
 async def test_a_start_holds_no_more_than_what_is_alive(
     tmp_path: Path, ledger: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a log of which nothing goes: each segment has groups that are alive at its end, and trained on later."""
+    """No segment is deleted: each has groups that are alive at its end, and trained on later."""
     monkeypatch.setattr(content, "SIFT_BYTES", 100_000)
     sizes = replace(SMALL, segment_bytes=100_000, compacts=False)
     _, log = opened(tmp_path, sizes)
@@ -489,7 +489,7 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
 
 @pytest.mark.parametrize("what", ["folder", "files"])
 async def test_a_log_that_is_removed_while_it_is_written_acknowledges_nothing_more(what: str, tmp_path: Path) -> None:
-    """What it held cannot be written again. A start says that it is gone."""
+    """The removed content cannot be written again. A start reports the loss."""
     told: list[OSError | None] = []
     found = find(tmp_path)
     log = journal_log.Log(
