@@ -59,7 +59,7 @@ def test_a_reload_that_leaves_a_tensor_stale_is_found(
     engine._is_reload_proven = False
     with monkeypatch.context() as unrepaired:
         unrepaired.setattr(registry, "after_reload", nothing)
-        with refused(PatchFailed, field="patch", value="tied_head"):
+        with refused(PatchFailed, field="patch", value="reload_proof"):
             engine.load_weights(1, version_folder(1), None)
     assert engine.version is None
     engine.load_weights(1, version_folder(1), None)
