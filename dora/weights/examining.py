@@ -16,7 +16,8 @@ from typing import Final
 from blake3 import blake3
 
 from dora.errors import InvalidValue
-from dora.weights.files import CHUNK_BYTES, Examined, WeightFile, sum_of
+from dora.weights import files
+from dora.weights.files import Examined, WeightFile, sum_of
 from dora.weights.finite import FiniteCheck, not_finite
 from dora.weights.reference import DTYPE_BYTES, HEADER_BYTES_MAX, TensorHeader, open_regular, read_layout
 
@@ -96,7 +97,7 @@ class _Room:
     """The memory of one chunk under examination."""
 
     def __init__(self) -> None:
-        self.content = memoryview(bytearray(CHUNK_BYTES + _ELEMENT_BYTES_MAX))
+        self.content = memoryview(bytearray(files.CHUNK_BYTES + _ELEMENT_BYTES_MAX))
         self.check = FiniteCheck()
 
 
@@ -112,7 +113,7 @@ class _Chunks:
     def in_order(self, threads: int) -> Iterator[_Chunk]:
         """Yields the chunks in file order. Raises OSError, and InvalidValue if the file ends early."""
         work, first = [], 0
-        for begin in range(0, self._total_bytes, CHUNK_BYTES):
+        for begin in range(0, self._total_bytes, files.CHUNK_BYTES):
             while first < len(self._placed) and self._placed[first].end <= begin:
                 first += 1
             work.append((begin, first))
@@ -136,7 +137,7 @@ class _Chunks:
 
     def _examined(self, room: _Room, begin: int, first: int) -> _Chunk:
         """Reads one chunk. ``first``: index of the first tensor that ends behind ``begin``."""
-        end = min(begin + CHUNK_BYTES, self._total_bytes)
+        end = min(begin + files.CHUNK_BYTES, self._total_bytes)
         # An element that begins in this chunk may end in the next one.
         read_bytes = min(end + _ELEMENT_BYTES_MAX - 1, self._total_bytes) - begin
         self._read(room.content[:read_bytes], begin)

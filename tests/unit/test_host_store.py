@@ -34,7 +34,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest, examining):
+    for module in (files, manifest):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
