@@ -48,3 +48,39 @@ async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell
     assert [order.WhichOneof("kind") for order in told] == ["drop_version", "fetch_version"]
     assert shell.state.arrived["h1"] == {0, 2}
     await orders.aclose()
+
+
+async def test_an_agent_that_reports_and_obeys_nothing_is_lost(shell: Shell, tmp_path: Path) -> None:
+    async def said() -> AsyncIterator[pb.HostMessage]:
+        capacity = pb.HostCapacity(store_free_bytes=1 << 40)
+        yield pb.HostMessage(hello=pb.HostHello(name="h1", dora_version=__version__, capacity=capacity, workers=2))
+        await asyncio.Event().wait()
+
+    SESSION.set(bytes(32))
+    hosts = shell.runtime.hosts
+    hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
+    hosts.open_relay("127.0.0.1")
+    orders = HostService(shell.runtime).Join(said(), None)
+    kinds = [(await anext(orders)).WhichOneof("kind") for _ in range(3)]
+    assert kinds == ["welcome", "start_worker", "start_worker"]
+    session = hosts._hosts["h1"].session
+    assert session is not None
+    limit_s = shell.runtime.config.workers.start_timeout_s
+
+    def later() -> None:
+        hosts.look(60.0)
+        session.absent_s = {name: since_s - limit_s - 1.0 for name, since_s in session.absent_s.items()}
+        hosts.look(60.0)
+
+    session.troubles = {"h1-w1": "it died, and is started again"}
+    later()
+    again = await anext(orders)
+    assert (again.stop_worker.worker_id, again.stop_worker.again) == ("h1-w0", True)
+    assert session.absent_s.keys() == {"h1-w0"} and hosts.has("h1")
+    hosts.look(60.0)
+    assert hosts.has("h1"), "its second time has just begun"
+    later()
+    assert not hosts.has("h1")
+    shown = next(each for each in hosts.statuses() if each.name == "h1")
+    assert shown.state == "lost" and "h1-w0" in shown.reason
+    await orders.aclose()

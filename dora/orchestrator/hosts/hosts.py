@@ -281,7 +281,7 @@ class Hosts:
             del self._lost[next(iter(self._lost))]
 
     def look(self, limit_s: float) -> None:
-        """Ends hosts that are silent, and distributes versions again that did not arrive."""
+        """Ends hosts that are silent or obey no order, and distributes versions again that did not arrive."""
         self._distributor.remind()
         if self._expected_s is None:
             self._expected_s = time.monotonic()
@@ -291,6 +291,19 @@ class Hosts:
         for host in list(self._hosts.values()):
             if host.session is not None and time.monotonic() - host.session.heard_s > limit_s:
                 self.lose(host.session, f"silent for {limit_s:g} s")
+        for host in list(self._remote()):
+            self._look_for_workers(host)
+
+    def _look_for_workers(self, host: Host) -> None:
+        """Orders workers again that do not join, and ends a host that does not obey."""
+        assert host.session is not None
+        absent = [] if host.is_failed else [name for name in host.launcher.workers if name not in self._state.workers]
+        late, reason = host.session.overdue(absent, self._config.workers.start_timeout_s)
+        if reason:
+            self.lose(host.session, reason)
+            return
+        for name in late:
+            host.launcher.stop(name, again=True)
 
     def close(self) -> None:
         """Ends all agents with the service."""

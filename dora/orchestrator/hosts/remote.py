@@ -1,6 +1,7 @@
 """The service's end of a remote agent: its stream, and the launcher of its workers."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -8,6 +9,8 @@ from dora.host.command import pool_id_of
 from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens
+
+log = logging.getLogger("dora.service")
 
 ORDERS_QUEUED_MAX = 4096  # an agent this far behind counts as lost
 
@@ -27,11 +30,32 @@ class HostSession:
         self.goes_on = False  # continues with the processes of its previous epoch
         self.heard_s = time.monotonic()
         self.seen_at = time.time()
+        self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
+        self._ordered_again: set[str] = set()  # of these
         self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)
 
     def heard(self) -> None:
         """Notes a message of the agent."""
         self.heard_s, self.seen_at = time.monotonic(), time.time()
+
+    def overdue(self, absent: Iterable[str], limit_s: float) -> tuple[list[str], str]:
+        """Returns the workers to be ordered again, which have been ``absent`` for ``limit_s``. If one stays absent as
+        long again, also returns the reason to give the host up: its agent reports, and does not obey.
+
+        A worker of which the agent reports trouble is not awaited.
+        """
+        now_s = time.monotonic()
+        awaited = [name for name in absent if name not in self.troubles]
+        self.absent_s = {name: self.absent_s.get(name, now_s) for name in awaited}
+        self._ordered_again.intersection_update(awaited)
+        late = [name for name, since_s in self.absent_s.items() if now_s - since_s > limit_s]
+        for name in late:
+            if name in self._ordered_again:
+                return late, f"{name} has not joined in {limit_s:g} s after it was ordered again"
+            log.warning("worker %s has not joined in %g s: it is ordered again", name, limit_s)
+            self.absent_s[name] = now_s
+            self._ordered_again.add(name)
+        return late, ""
 
     def send(self, order: pb.HostOrder) -> None:
         """Queues an order; an agent with too many unread orders is given up."""
