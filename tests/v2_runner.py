@@ -29,9 +29,10 @@ class V2OnCpu(Cpu):
     }
 
     def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches import stages_in_turn
         from dora.engine_patches.cpu import exact_resume
 
-        return [patch for patch in super().patches() if patch is not exact_resume.PATCH]
+        return [*(patch for patch in super().patches() if patch is not exact_resume.PATCH), stages_in_turn.PATCH]
 
     def check_runner(self, runner: Any) -> str:
         from dora.worker.device.cuda import Cuda

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from dora.worker.vllm_engine import VllmEngine
 
 KV_TOKENS: Final = 8192  # an engine that was closed may still have its memory
-SPLITS: Final = {"cpu": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}), "cuda": ({"tensor_parallel": 2},)}
+SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
 
 
 def ranks(subject: Subject) -> dict[str, Any]:
-    """Proves each split that the device has.
+    """Proves both splits: ranks that share each layer, and stages of layers.
 
     On GPUs writes the proof that lifts the refusal of such engines (``dora.host.proof``).
     """
@@ -31,7 +31,7 @@ def ranks(subject: Subject) -> dict[str, Any]:
     canary = alone.load_weights(0, subject.model, None)
     alone.close()
     found: dict[str, Any] = {"model": str(subject.model)}
-    for split in SPLITS[subject.device]:
+    for split in SPLITS:
         engine = engine_of(subject, KV_TOKENS, **split)
         engine.load_weights(0, subject.model, canary)
         sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)

@@ -16,10 +16,12 @@ from tests.contract.driver import (
     EVERYTHING,
     KV_TOKENS,
     MAX_MODEL_LEN_TOKENS,
+    ROUNDING,
     SAMPLED,
     SLOTS,
     Driver,
     VersionFolder,
+    farthest,
     make_request,
     run,
 )
@@ -66,27 +68,38 @@ def test_a_reload_that_leaves_a_tensor_stale_is_found(
     assert engine.version == 1
 
 
-def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(tmp_path: Path) -> None:
-    """Each rank is a process with this runner."""
+@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
+def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(split: str, tmp_path: Path) -> None:
+    """Each rank is a process with this runner. Two ranks sample what one samples."""
     model = make_tiny("dense", tmp_path / "model", seed=1, kv_heads=2)
     v2_runner.prepare()
-    engine = VllmEngine(
-        model,
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-        device=v2_runner.V2OnCpu(),
-        lost=lambda reason: None,
-        tensor_parallel=2,
-    )
-    try:
+    requests = [make_request(number) for number in (1, 2)]
+
+    def started(**split: int) -> VllmEngine:
+        engine = VllmEngine(
+            model,
+            slots=SLOTS,
+            kv_tokens=KV_TOKENS,
+            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+            device=v2_runner.V2OnCpu(),
+            lost=lambda reason: None,
+            **split,
+        )
         engine.load_weights(1, model, None)
-        request = make_request(1)
-        stayed = run(engine, [request])
+        return engine
+
+    one = started()
+    alone = run(one, requests)
+    one.close()
+    engine = started(**{split: 2})
+    try:
+        stayed = run(engine, requests)
+        assert farthest(stayed, alone) < ROUNDING
         driver = Driver(engine)
-        driver.add(request)
+        for request in requests:
+            driver.add(request)
         driver.step(10)
-        engine.take_in(driver.take_out(request.request_id))
+        engine.take_in(driver.take_out(requests[0].request_id))
         assert driver.finish() == stayed
         assert len(engine.ranks) == 2 and engine.load().reprefilled_tokens == 0
     finally:

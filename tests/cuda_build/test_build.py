@@ -4,6 +4,7 @@ import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,21 +47,16 @@ def test_ranks_are_refused_by_name_until_this_machine_has_a_proof(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = replace(SETTINGS, **split)
-    if "pipeline_parallel" in split:
-        write_proof("ranks", {})
-        for device in (DEVICE, Cuda(proves_ranks=True)):
-            with refused(InvalidValue, field="workers.pipeline_parallel", value=2):
-                device.check_platform(settings)
-        return
-    with refused(InvalidValue, field="workers.tensor_parallel", value=2):
+    name, *_ = split
+    with refused(InvalidValue, field=f"workers.{name}", value=2):
         DEVICE.check_platform(settings)
     Cuda(proves_ranks=True).check_platform(settings)
     write_proof("ranks", {})
     DEVICE.check_platform(settings)
 
 
-def test_stages_of_the_builds_runner_need_several_steps_in_flight() -> None:
-    """The reason why they are refused: a first stage gets a step's tokens later."""
+def test_stages_of_the_builds_runner_take_tokens_from_a_queue_that_is_as_long_as_they_are_many() -> None:
+    """``stages_in_turn`` replaces the queue."""
     from vllm.v1.worker.gpu import pp_utils
 
     assert "deque([None] * ring_depth)" in inspect.getsource(pp_utils.PPHandler)
@@ -239,7 +235,7 @@ def test_every_patch_of_the_device_takes_effect() -> None:
     for patch in DEVICE.patches():
         patch.check_version(vllm.__version__)
     registry.apply(DEVICE.patches())
-    registry.verify(None, DEVICE.patches())
+    registry.verify(SimpleNamespace(pp_handler=None), DEVICE.patches())
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])

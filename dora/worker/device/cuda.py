@@ -22,7 +22,7 @@ INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/b
 
 
 class Cuda:
-    """Engines on GPUs: CUDA graphs, chunked prefill, Model Runner V2 without patches to its sampling.
+    """Engines on GPUs: CUDA graphs, chunked prefill, Model Runner V2 without patches to its noise.
 
     The runner's noise is a function of seed, position and token, and a request carries its outputs to the runner
     (vllm/v1/worker/gpu), so a resumed request needs nothing else.
@@ -47,14 +47,10 @@ class Cuda:
         from vllm.platforms import current_platform
 
         check_installed(self.kind, current_platform.device_type)
-        if settings.pipeline_parallel > 1:
-            # Model Runner V2 expects as many steps in flight as there are stages: a first stage gets a step's tokens
-            # that many steps later (vllm/v1/worker/gpu/pp_utils.py). This engine has one step at a time.
-            allowed = "1 on GPUs: vLLM's stages need several steps in flight. Use workers.tensor_parallel"
-            raise InvalidValue("workers.pipeline_parallel", settings.pipeline_parallel, allowed)
         if settings.ranks > 1 and not self._proves_ranks and not proof_file("ranks").is_file():
             allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
-            raise InvalidValue("workers.tensor_parallel", settings.tensor_parallel, allowed)
+            name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
+            raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
         if settings.quantisation:
             raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
         if settings.batch_invariant and not current_platform.has_device_capability(INVARIANT_FROM):
@@ -63,9 +59,9 @@ class Cuda:
             raise InvalidValue("workers.batch_invariant", True, allowed)
 
     def patches(self) -> Sequence[Patch]:
-        from dora.engine_patches import mapped_weights
+        from dora.engine_patches import mapped_weights, stages_in_turn
 
-        return (mapped_weights.PATCH,)
+        return (mapped_weights.PATCH, stages_in_turn.PATCH)
 
     def check_runner(self, runner: Any) -> str:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
