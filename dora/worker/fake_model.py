@@ -13,6 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from dora.data.types import RequestSpec, RoutingShape
+from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvLayout, Pieces
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 from dora.worker.reservation import SLICE_BYTES
@@ -43,7 +44,10 @@ class FakeModel:
         found: dict[str, TensorHeader] = {}
         for name in weight_files(folder):
             found.update(read_header(folder / name))
-            digest.update_mmap(folder / name)
+            try:
+                digest.update_mmap(folder / name)
+            except OSError as error:  # removed meanwhile
+                raise InvalidValue("weights file", str(folder / name), f"a readable file ({error})") from error
         if reference is not None:
             check_tensors(found, reference.tensors)
         self._weights = digest.digest()
