@@ -367,7 +367,7 @@ class Stuck(Executor):
 
 def test_a_load_that_is_too_slow_is_refused_with_its_numbers(versions: list[list[Path]]) -> None:
     ring, clock = WeightRing(torch.device("cpu"), slots=2, slot_bytes=16), Clock()
-    with refused(DeadlineExceeded, field="load_s", value=12.0, names=[10, 1000, 7]):
+    with refused(DeadlineExceeded, field="load_s", value=12.0, names=[10, 1000]):
         for name, _ in ring.tensors(versions[0], LoadDeadline(10.0, 1000, clock)):
             clock.now_s = 12.0 if name == "a" else 0.0
     found = dict(ring.tensors(versions[0], forever(versions[0])))
