@@ -162,6 +162,8 @@ async def test_clients_of_a_killed_service_show_its_successor_nothing(kind: str)
             assert await call_of(channel, method) == b""
         assert await call_of(started, "/dora.v1.Worker/Connect") == b""
         honest = [(method, metadata) for method, metadata, _ in service.captured if method != proof.CHALLENGE]
+    for channel in (*channels.values(), started):
+        await disconnected(channel)
     stranger = await fake(kind)
     async with listening(stranger, port):
         for method, channel in (*channels.items(), ("/dora.v1.Worker/Connect", started)):
@@ -193,6 +195,12 @@ async def connected(call: Callable[[], Awaitable[Any]]) -> Any:
             return await call()
         except grpc.aio.AioRpcError:
             await asyncio.sleep(0.02)
+
+
+async def disconnected(channel: Any) -> None:
+    """Waits until gRPC shows that the connection is gone, with which the session ends."""
+    while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+        await channel.wait_for_state_change(state)
 
 
 def clean(metadata: Any) -> tuple[tuple[str, str], ...]:

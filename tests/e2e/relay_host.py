@@ -85,9 +85,12 @@ class _Bridge:
 
     def _out(self) -> None:
         assert self._process.stdout is not None
-        for text in self._process.stdout:
-            self._told.send(words_of(text))
-        self._told.send(ENDED)
+        try:
+            for text in self._process.stdout:
+                self._told.send(words_of(text))
+            self._told.send(ENDED)
+        except OSError:
+            return  # the service has closed its end
 
     def _in(self) -> None:
         assert self._process.stdin is not None
