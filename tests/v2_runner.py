@@ -44,7 +44,7 @@ class V2OnCpu(Cpu):
 
         return Cuda().weight_source(device)
 
-    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None
 
 

@@ -5,7 +5,7 @@ A *request* is one response being generated; its id is the trajectory's id.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
@@ -65,6 +65,9 @@ class RequestSpec:
 
     ``output_token_ids`` and ``logprobs`` were already delivered: a resumed request keeps them as *outputs*, so
     penalties, ``max_tokens`` and the seeded random stream continue.
+
+    A session of several turns is one request. Its outputs alternate between runs of sampled and of *given* tokens
+    (tool results, user turns); the logprobs of given tokens are 0. The present turn begins after the last given run.
     """
 
     request_id: str
@@ -73,6 +76,47 @@ class RequestSpec:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    keeps: bool = False  # at the end of a turn the engine keeps the request, which may then be extended
+    given: tuple[tuple[int, int], ...] = ()  # the given runs among the outputs, in order: (first, one after the last)
+    kept: bool = False  # its present turn has ended, and an engine keeps it
+
+    @property
+    def turn_begin(self) -> int:
+        """The index of the present turn's first sampled token among the outputs."""
+        return self.given[-1][1] if self.given else 0
+
+    @property
+    def pending(self) -> int:
+        """The number of given tokens at the end, after which nothing was sampled yet."""
+        return pending_of(self.given, len(self.output_token_ids))
+
+    def turn(self) -> "RequestSpec":
+        """Returns the present turn as a request, whose prompt is everything before it."""
+        begin = self.turn_begin
+        return replace(
+            self,
+            prompt_token_ids=self.prompt_token_ids + self.output_token_ids[:begin],
+            output_token_ids=self.output_token_ids[begin:],
+            logprobs=self.logprobs[begin:],
+            given=(),
+        )
+
+    def extended(self, given_token_ids: tuple[int, ...], max_tokens: int) -> "RequestSpec":
+        """Returns the request with a next turn, of at most ``max_tokens`` sampled tokens."""
+        outputs = len(self.output_token_ids)
+        return replace(
+            self,
+            sampling=replace(self.sampling, max_tokens=max_tokens),
+            output_token_ids=self.output_token_ids + given_token_ids,
+            logprobs=self.logprobs + (0.0,) * len(given_token_ids),
+            given=(*self.given, (outputs, outputs + len(given_token_ids))),
+            kept=False,
+        )
+
+
+def pending_of(given: tuple[tuple[int, int], ...], outputs: int) -> int:
+    """Returns the number of given tokens at the end of so many outputs."""
+    return outputs - given[-1][0] if given and given[-1][1] == outputs else 0
 
 
 @dataclass(frozen=True, slots=True)

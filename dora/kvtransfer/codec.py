@@ -9,8 +9,8 @@ The head is self-describing and has two parts, each sealed. All integers are lit
     48      manifest: msgpack map; token ids as int32, logprobs as float64, raw
 
 The *opening* describes the request, with the tokens that it had when the copy began. It may travel with the first
-round, so that only the *closing* remains for the end: the tokens sampled since, and how the body is cut. The closing
-contains the seal of its opening.
+round, so that only the *closing* remains for the end: the tokens since, the present turn, and how the body is cut. The
+closing contains the seal of its opening.
 
 The body is a sequence of *rounds*, each of some blocks: those of the first layer, then of the second, in the layout's
 order. A copy of a frozen request has one round. A copy that began while the request still decoded has its full blocks
@@ -65,6 +65,8 @@ def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Openi
         "prompt_token_ids": np.asarray(request.prompt_token_ids, "<i4").tobytes(),
         "sampling": asdict(request.sampling),
         "prefix": prefix,
+        "keeps": request.keeps,
+        **_turns(request),
         **_outputs(request, 0),
     }
     return Opening(_sealed(manifest), layout, request, prefix)
@@ -82,6 +84,8 @@ def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = (
         "kv_tokens": snapshot.kv_tokens,
         "rng_draws": snapshot.rng_draws,
         "rounds": tuple(rounds) or (count,),
+        "max_tokens": snapshot.request.sampling.max_tokens,
+        **_turns(snapshot.request),
         **_outputs(snapshot.request, len(opening.request.output_token_ids)),
     }
     return _sealed(manifest)
@@ -200,6 +204,15 @@ def _outputs(request: RequestSpec, first: int) -> dict[str, bytes]:
     }
 
 
+def _turns(request: RequestSpec) -> dict[str, Any]:
+    return {"given": np.asarray(request.given, "<i4").tobytes(), "kept": request.kept}
+
+
+def _read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    runs = np.frombuffer(manifest["given"], "<i4").reshape(-1, 2).tolist()
+    return {"given": tuple((first, end) for first, end in runs), "kept": bool(manifest["kept"])}
+
+
 def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     token_ids = np.frombuffer(manifest["output_token_ids"], "<i4").tolist()
     return tuple(token_ids), tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist())
@@ -230,6 +243,8 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
         sampling=SamplingParams(**sampling_fields),
         output_token_ids=output_token_ids,
         logprobs=logprobs,
+        keeps=bool(manifest["keeps"]),
+        **_read_turns(manifest),
     )
     prefix = int(manifest["prefix"])
     if prefix < 0:
@@ -255,6 +270,8 @@ def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarra
         before,
         output_token_ids=before.output_token_ids + output_token_ids,
         logprobs=before.logprobs + logprobs,
+        sampling=replace(before.sampling, max_tokens=int(manifest["max_tokens"])),
+        **_read_turns(manifest),
     )
     rounds = [int(count) for count in manifest["rounds"]]
     kv_tokens = int(manifest["kv_tokens"])

@@ -38,7 +38,7 @@ def body_bytes_most(layout: KvLayout, tokens: int) -> int:
 
 
 def rng_draws(outputs: int, temperature: float) -> int:
-    """Draws that a request has taken from its random stream: one per sampled token, none if greedy."""
+    """The position in a request's random stream: one draw per output, given ones included; 0 if greedy."""
     return outputs if temperature > 0 else 0
 
 
@@ -97,7 +97,9 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     if len(request.logprobs) != outputs:
         said = f"{len(request.logprobs)} for {outputs} output tokens"
         raise SnapshotRefused(f"request.logprobs: {said}", "request.logprobs", len(request.logprobs))
-    kv_tokens = len(request.prompt_token_ids) + outputs - 1
+    kv_tokens = len(request.prompt_token_ids) + outputs - 1 - request.pending
+    if kv_tokens < len(request.prompt_token_ids):
+        raise SnapshotRefused("request.given: a snapshot needs a sampled token before given ones", "request.given")
     if snapshot.kv_tokens != kv_tokens:
         said = f"kv_tokens = {snapshot.kv_tokens}: its tokens require {kv_tokens}"
         raise SnapshotRefused(said, "kv_tokens", snapshot.kv_tokens)

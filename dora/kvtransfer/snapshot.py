@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from dora.data.types import RequestSpec
 
-SCHEMA = 5
+SCHEMA = 6
 
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
 Pieces = Sequence[np.ndarray]
@@ -73,7 +73,8 @@ class KvSnapshot:
     """A request's delivered tokens and logprobs, which are authoritative, and its KV, which is a cache of them.
 
     ``request`` has prompt, outputs, logprobs, sampling and version; the random stream is rebuilt from the seed and the
-    number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
+    number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet. If the
+    request was extended and has not sampled since, its last given tokens have none either.
     ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to join them: from the first
     one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An engine's own
     snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has

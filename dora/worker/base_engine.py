@@ -14,7 +14,14 @@ from dora.kvtransfer.layout import check_version as check_loaded
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
-from dora.worker.engine_checks import CanaryBound, check_finite, check_reproduced, check_request, check_version
+from dora.worker.engine_checks import (
+    CanaryBound,
+    check_extension,
+    check_finite,
+    check_reproduced,
+    check_request,
+    check_version,
+)
 from dora.worker.reservation import MARGIN_BLOCKS, Reservation
 
 Live = TypeVar("Live")
@@ -65,9 +72,20 @@ class BaseEngine(Generic[Live], ABC):
         return found
 
     def add(self, request: RequestSpec) -> None:
+        if request.kept:
+            raise InvalidValue("kept", True, "false: only a snapshot brings a kept request")
         self._check_new(request)
         check_version(request.version, self._version)
         self._enter(request, None, None)
+
+    def extend(self, request_id: str, given_token_ids: Sequence[int], max_tokens: int) -> None:
+        live = self._find(request_id)
+        request = self._so_far(live)
+        if not request.kept or self._is_frozen(request_id):
+            why = "is frozen" if request.kept else "is not kept"
+            raise Conflict("request_id", request_id, "a kept request that is not frozen", why)
+        check_extension(request, given_token_ids, max_tokens, self._capability)
+        self._extend(live, request.extended(tuple(given_token_ids), max_tokens))
 
     def request(self, request_id: str) -> RequestSpec:
         return self._so_far(self._find(request_id))
@@ -140,6 +158,13 @@ class BaseEngine(Generic[Live], ABC):
     @abstractmethod
     def _slots_changed(self) -> None:
         """Called when the number of reserved slots changes."""
+
+    @abstractmethod
+    def _is_frozen(self, request_id: str) -> bool: ...
+
+    @abstractmethod
+    def _extend(self, live: Live, request: RequestSpec) -> None:
+        """Continues a kept request; ``request`` has the given tokens."""
 
     @abstractmethod
     def _so_far(self, live: Live) -> RequestSpec:

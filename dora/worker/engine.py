@@ -2,9 +2,22 @@
 
 The worker calls :meth:`RolloutEngine.step` in a loop and all other methods *between* steps. An engine therefore needs
 no locks, and nothing is in flight when a request is frozen, exported or imported. Implementations:
-``vllm_engine.VllmEngine`` and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
+``vllm_engine.VllmEngine`` and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py`` and
+``test_engine_turns.py``.
+
+A request with ``keeps`` may have several turns. When a turn ends (stop token, stop string, ``max_tokens``, context), its
+delta has the finish reason and the request is *kept*: it has no slot, causes no work, and its KV blocks stay and count
+as used. ``extend`` continues it; given tokens are computed once, after the last sampled token, which has no KV before.
+The engine does not give up a kept request's KV: to make room, its owner removes it and later adds it with all its
+tokens.
+
+Each turn is sampled as a request whose prompt is everything before it: ``max_tokens``, ``min_tokens``, stop strings and
+the presence and frequency penalties count the turn's own sampled tokens, and the repetition penalty counts all tokens.
+The random stream spans the session: its position is the number of outputs, given ones included. A session that is
+added with all its tokens therefore continues as the kept one does.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -41,14 +54,24 @@ class RolloutEngine(Protocol):
         """Starts a request, or resumes it exactly by re-prefilling its outputs (counted).
 
         Its deltas start at ``len(output_token_ids)``, so delivered tokens are not reported again. Raises InvalidValue
-        if prompt and outputs do not fit the context, Conflict for a known id or a version that is not loaded.
+        if prompt and outputs do not fit the context, or the request is kept; Conflict for a known id or a version that
+        is not loaded. A session resumes in the turn after its last given tokens.
+        """
+
+    def extend(self, request_id: str, given_token_ids: Sequence[int], max_tokens: int) -> None:
+        """Continues a kept request: appends given tokens, then samples at most ``max_tokens`` tokens.
+
+        It precedes waiting requests without KV. Raises NotFound as ``freeze`` does; Conflict for a request that is not
+        kept, or is frozen; InvalidValue for no tokens, tokens outside the vocabulary, more than the context has room
+        for with one to sample, or a ``max_tokens`` below 1 or ``min_tokens``. A refusal changes nothing.
         """
 
     def step(self) -> list[TokenDelta]:
         """Runs one engine step and returns its tokens; [] at once if there is no work."""
 
     def freeze(self, request_id: str) -> None:
-        """Stops scheduling the request and keeps its slot and blocks. No effect on a frozen request.
+        """Stops scheduling the request and keeps its slot and blocks. No effect on a frozen request. A kept request
+        is kept again after ``thaw``.
 
         Raises NotFound for an unknown or finished request.
         """
@@ -108,6 +131,8 @@ class RolloutEngine(Protocol):
     def take_in(self, snapshot: KvSnapshot) -> None:
         """Resumes a request from its snapshot without re-prefill, in its reservation if it has one.
 
+        A kept request is kept here; its KV gets blocks at once, or without room when the request continues.
+
         Blocks that arrived before the snapshot are used in place. Without a free slot or room the request waits with
         its snapshot, before all requests without one; the snapshot's arrays are kept until then. Raises SnapshotRefused
         if layout or version do not match, its parts contradict each other, or its earlier blocks are missing; Conflict
@@ -115,7 +140,7 @@ class RolloutEngine(Protocol):
         """
 
     def remove(self, request_id: str) -> None:
-        """Removes a running or frozen request and frees its blocks. Unknown ids are ignored."""
+        """Removes a running, frozen or kept request and frees its blocks. Unknown ids are ignored."""
 
     def load(self) -> EngineLoad: ...
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -25,14 +26,28 @@ def check_request(request: RequestSpec, capability: EngineCapability, known: Req
         raise InvalidValue("prompt_token_ids", (), "at least one token")
     if len(request.logprobs) != outputs:
         raise InvalidValue("logprobs", f"{len(request.logprobs)} values", f"one an output token: {outputs}")
+    _check_given(request)
     limit = capability.max_model_len_tokens
-    if prompt + outputs >= limit:
+    if prompt + outputs >= limit + request.kept:  # the turn of a kept request may have ended at the context
         raise InvalidValue(
             "prompt and output tokens", prompt + outputs, f"below the context of {limit}, which leaves room for one"
         )
     check_sampling(request.sampling, vocab_size=capability.vocab_size)
-    if outputs >= request.sampling.max_tokens:
-        raise InvalidValue("output_token_ids", f"{outputs} tokens", f"below max_tokens = {request.sampling.max_tokens}")
+    sampled = outputs - request.turn_begin
+    if sampled >= request.sampling.max_tokens + request.kept:
+        raise InvalidValue("output_token_ids", f"{sampled} tokens", f"below max_tokens = {request.sampling.max_tokens}")
+
+
+def check_extension(
+    request: RequestSpec, given_token_ids: Sequence[int], max_tokens: int, capability: EngineCapability
+) -> None:
+    """Raises InvalidValue unless a kept request can be extended by these tokens."""
+    left = capability.max_model_len_tokens - 1 - len(request.prompt_token_ids) - len(request.output_token_ids)
+    if not 1 <= len(given_token_ids) <= left:
+        allowed = f"1 to {left} tokens, which leaves room for one in the context" if left > 0 else "none: the context is full"
+        raise InvalidValue("given_token_ids", f"{len(given_token_ids)} tokens", allowed)
+    _check_tokens("given_token_ids", given_token_ids, capability.vocab_size)
+    check_sampling(replace(request.sampling, max_tokens=max_tokens), vocab_size=capability.vocab_size)
 
 
 def check_version(request_version: int, loaded: int | None) -> None:
@@ -72,6 +87,18 @@ def _apart(ours: float, theirs: float) -> float:
     """Returns the difference of two logprobs; infinite if one is NaN, which would not sort."""
     difference = abs(ours - theirs)
     return math.inf if math.isnan(difference) else difference
+
+
+def _check_given(request: RequestSpec) -> None:
+    """Raises InvalidValue unless given runs alternate with sampled tokens, as every turn samples at least one."""
+    end = 0
+    for first, after in request.given:
+        if not end < first < after <= len(request.output_token_ids):
+            allowed = f"runs with sampled tokens before each, within {len(request.output_token_ids)} output tokens"
+            raise InvalidValue("given", (first, after), allowed)
+        end = after
+    if request.kept and (not request.keeps or request.turn_begin == len(request.output_token_ids)):
+        raise InvalidValue("kept", True, "false, for a request without keeps, or whose turn has no sampled token")
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

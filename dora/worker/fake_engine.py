@@ -14,7 +14,15 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
-from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, RoutingShape, TokenDelta
+from dora.data.types import (
+    EngineCapability,
+    EngineLoad,
+    FinishReason,
+    RequestSpec,
+    RoutingShape,
+    TokenDelta,
+    pending_of,
+)
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
@@ -34,7 +42,7 @@ class _Live:
     """One request. ``kv`` has one array of bytes for each layer; empty until it has a slot."""
 
     request: RequestSpec
-    length: int  # of the response, if nothing ends it earlier
+    length: int  # of the turn, if nothing ends it earlier
     outputs: list[int]
     logprobs: list[float]
     watch: StopWatch | None
@@ -47,6 +55,11 @@ class _Live:
     @property
     def token_ids(self) -> list[int]:
         return [*self.request.prompt_token_ids, *self.outputs]
+
+    @property
+    def pending(self) -> int:
+        """The number of given tokens after which nothing was sampled yet."""
+        return pending_of(self.request.given, len(self.outputs))
 
     @property
     def kv_tokens(self) -> int:
@@ -110,6 +123,7 @@ class FakeEngine(BaseEngine[_Live]):
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
         self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
+        self._kept: set[str] = set()
         self._reprefilled_tokens = 0
 
     def _replace_weights(self, version: int, folder: Path) -> None:
@@ -130,7 +144,8 @@ class FakeEngine(BaseEngine[_Live]):
         self._find(request_id)
         if request_id not in self._held:
             has_slot = request_id in self._running
-            (self._running if has_slot else self._waiting).remove(request_id)
+            if request_id not in self._kept:
+                (self._running if has_slot else self._waiting).remove(request_id)
             self._held[request_id] = has_slot
 
     def thaw(self, request_id: str) -> None:
@@ -138,19 +153,20 @@ class FakeEngine(BaseEngine[_Live]):
         if request_id in self._held:
             if self._held.pop(request_id):
                 self._running.append(request_id)
-            else:
+            elif request_id not in self._kept:
                 self._waiting.appendleft(request_id)
 
     def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
         live = self._find(request_id)
         if request_id not in self._held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
-        if live.snapshot is not None:
-            return replace(live.snapshot, blocks=_with_ahead(live.snapshot, live.reserved), ahead=0)
-        if not live.kv:
-            return None
         request = self._so_far(live)
         draws = rng_draws(len(request.output_token_ids), request.sampling.temperature)
+        if live.snapshot is not None:
+            blocks = _with_ahead(live.snapshot, live.reserved)
+            return replace(live.snapshot, request=request, rng_draws=draws, blocks=blocks, ahead=0)
+        if not live.kv:
+            return None
         blocks = {
             name: [self._to_blocks(raw[self._first_block(name, live.kv_tokens, first) * self._block_bytes :])]
             for name, raw in live.kv.items()
@@ -182,14 +198,16 @@ class FakeEngine(BaseEngine[_Live]):
     def remove(self, request_id: str) -> None:
         if self._live.pop(request_id, None) is None:
             return
-        if self._held.pop(request_id, None) is None:
+        is_kept = request_id in self._kept
+        self._kept.discard(request_id)
+        if self._held.pop(request_id, None) is None and not is_kept:
             (self._running if request_id in self._running else self._waiting).remove(request_id)
 
     def load(self) -> EngineLoad:
         held_running = sum(self._held.values())
         return EngineLoad(
             running=len(self._running) + held_running,
-            waiting=len(self._waiting) + len(self._held) - held_running,
+            waiting=len(self._waiting) + len(self._held.keys() - self._kept) - held_running,
             kv_used_tokens=self._blocks_used() * self._capability.block_tokens,
             reprefilled_tokens=self._reprefilled_tokens,
             generated_tokens=self._generated_tokens,
@@ -204,20 +222,37 @@ class FakeEngine(BaseEngine[_Live]):
     # Requests.
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
-        length = self._model.length(request)
-        watch = self._stop_strings.watch(request)
+        turn = request.turn()
+        length = self._model.length(turn)
+        watch = self._stop_strings.watch(turn)
         live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), watch, snapshot=snapshot)
         live.reserved = reservation
         self._live[request.request_id] = live
-        if snapshot is None:
+        if request.kept and snapshot is not None:
+            self._kept.add(request.request_id)
+            brought = 0 if reservation is None else len(reservation.block_ids)
+            if self._blocks_for(snapshot.kv_tokens) < self._free_blocks() + brought:
+                self._bring_kv(live)
+        elif snapshot is None:
             self._waiting.append(request.request_id)
         else:
             self._waiting.insert(self._with_kv_waiting(), request.request_id)
 
+    def _is_frozen(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def _extend(self, live: _Live, request: RequestSpec) -> None:
+        turn = request.turn()
+        live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
+        live.length, live.watch = self._model.length(turn), self._stop_strings.watch(turn)
+        self._kept.discard(request.request_id)
+        self._waiting.insert(self._with_kv_waiting(), request.request_id)
+
     def _with_kv_waiting(self) -> int:
-        """Returns how many of the first waiting requests were taken in with their KV."""
-        snapshots = (self._live[request_id].snapshot for request_id in self._waiting)
-        return next((index for index, snapshot in enumerate(snapshots) if snapshot is None), len(self._waiting))
+        """Returns how many of the first waiting requests have their KV, in blocks or as it was taken in."""
+        waiting = (self._live[request_id] for request_id in self._waiting)
+        have = (live.snapshot is not None or bool(live.kv) for live in waiting)
+        return next((index for index, has_kv in enumerate(have) if not has_kv), len(self._waiting))
 
     def _slots_changed(self) -> None:
         """Does nothing: slots are counted when they are given."""
@@ -248,14 +283,29 @@ class FakeEngine(BaseEngine[_Live]):
             if taken >= self._capability.slots:
                 return
             kept = 0 if live.reserved is None else len(live.reserved.block_ids)
-            if self._blocks_used() - kept + self._blocks_for(len(live.token_ids)) > self._blocks():
-                return
+            needed = self._blocks_for(len(live.token_ids)) - self._blocks_for(live.kv_tokens)
+            if self._blocks_used() - kept + needed > self._blocks():
+                if self._running or self._held or not self._give_up_kv():
+                    return
+                continue
             self._waiting.popleft()
             self._running.append(live.request.request_id)
-            self._bring_kv(live)
+            if not live.kv:
+                self._bring_kv(live)
+
+    def _give_up_kv(self) -> bool:
+        """Takes the blocks of the last waiting request that has some, so that waiting requests cannot block each other."""
+        victim = next((live for live in map(self._live.__getitem__, reversed(self._waiting)) if live.kv), None)
+        if victim is None:
+            return False
+        victim.kv = {}
+        victim.preemptions += 1
+        self._waiting.remove(victim.request.request_id)
+        self._waiting.append(victim.request.request_id)
+        return True
 
     def _bring_kv(self, live: _Live) -> None:
-        """Adds the KV of all tokens but the last sampled one: from the snapshot, or computed."""
+        """Adds the KV of all tokens before the last sampled one: from the snapshot, or computed."""
         if live.snapshot is not None:
             kv_tokens, blocks = live.snapshot.kv_tokens, _with_ahead(live.snapshot, live.reserved)
             for name, pieces in blocks.items():
@@ -265,7 +315,7 @@ class FakeEngine(BaseEngine[_Live]):
             live.snapshot = live.reserved = None
             return
         live.kv = {name: bytearray() for name in LAYERS}
-        known = live.token_ids if not live.outputs else live.token_ids[:-1]
+        known = live.token_ids if not live.outputs else live.token_ids[: -1 - live.pending]
         for token_id in known:
             self._model.append_kv(live.kv, token_id)
         if live.outputs:
@@ -288,11 +338,13 @@ class FakeEngine(BaseEngine[_Live]):
         return True
 
     def _decode(self, live: _Live) -> TokenDelta:
-        if live.outputs:  # the last sampled token has no KV yet
-            self._model.append_kv(live.kv, live.outputs[-1])
+        first = live.kv_tokens if live.outputs else 0
+        for token_id in live.token_ids[live.kv_tokens :]:  # the last sampled token has no KV yet, nor have given ones
+            self._model.append_kv(live.kv, token_id)
         index, sampling = len(live.outputs), live.request.sampling
-        ends = index + 1 >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
-        forbidden = sampling.stop_token_ids if index + 1 < sampling.min_tokens else ()
+        in_turn = index + 1 - live.request.turn_begin
+        ends = in_turn >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
+        forbidden = sampling.stop_token_ids if in_turn < sampling.min_tokens else ()
         token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends, forbidden)
         live.outputs.append(token_id)
         live.logprobs.append(logprob)
@@ -302,9 +354,12 @@ class FakeEngine(BaseEngine[_Live]):
         reason = "stop" if stop else reason
         routed = b""
         if self._routing is not None:  # the first token reports the whole prompt's
-            fed = range(live.kv_tokens - 1 if index else 0, live.kv_tokens)
-            routed = self._model.routed(live.kv, fed, self._routing)
-        if reason is not None:
+            routed = self._model.routed(live.kv, range(first, live.kv_tokens), self._routing)
+        if reason is not None and live.request.keeps:
+            self._running.remove(live.request.request_id)
+            self._kept.add(live.request.request_id)
+            live.request = replace(live.request, kept=True)
+        elif reason is not None:
             self.remove(live.request.request_id)
         request = live.request
         return TokenDelta(request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed)
@@ -313,7 +368,8 @@ class FakeEngine(BaseEngine[_Live]):
         sampling, last = live.request.sampling, live.outputs[-1]
         if (last == STOP_TOKEN_ID and not sampling.ignore_eos) or last in sampling.stop_token_ids:
             return "stop"
-        if len(live.outputs) >= sampling.max_tokens or len(live.token_ids) >= self._capability.max_model_len_tokens:
+        sampled = len(live.outputs) - live.request.turn_begin
+        if sampled >= sampling.max_tokens or len(live.token_ids) >= self._capability.max_model_len_tokens:
             return "length"
         return None
 

@@ -133,6 +133,8 @@ class Reservation:
         begun = self._begun
         if begun is None or request.prompt_token_ids is not begun.opening.request.prompt_token_ids:
             return None
+        if request.given != begun.opening.request.given:  # it was extended while it was copied
+            return None
         return begun
 
     def show(self, count: int) -> dict[str, list[np.ndarray]]:

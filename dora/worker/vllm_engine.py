@@ -6,13 +6,22 @@ connector is a global of the process.
 """
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dora.data.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.data.types import (
+    Canary,
+    EngineCapability,
+    EngineLoad,
+    FinishReason,
+    RequestSpec,
+    TokenDelta,
+    pending_of,
+)
 from dora.engine_patches.patch import PatchFailed
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
@@ -48,6 +57,12 @@ class _Live:
     entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def kv_tokens(self) -> int:
+        """The tokens before the last sampled one, whose KV is computed unless the request waits or is preempted."""
+        pending = pending_of(self.request.given, len(self.outputs))
+        return len(self.request.prompt_token_ids) + len(self.outputs) - 1 - pending
 
 
 class VllmEngine(BaseEngine[_Live]):
@@ -197,13 +212,13 @@ class VllmEngine(BaseEngine[_Live]):
         live = self._find(request_id)
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
+        draws = rng_draws(len(live.outputs), live.request.sampling.temperature)
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
         if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
             shown = self._store.show([self._scheduler.brought(live.engine_id)] * len(self._groups))
             blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
-            return replace(waiting, blocks=blocks, ahead=0)
-        state = self._scheduler.requests[live.engine_id]
-        kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
+            return replace(waiting, request=self._so_far(live), rng_draws=draws, blocks=blocks, ahead=0)
+        state, kv_tokens = self._scheduler.requests[live.engine_id], live.kv_tokens
         if self._why_unmovable or not live.outputs or state.num_computed_tokens != kv_tokens:
             return None
         ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
@@ -211,15 +226,14 @@ class VllmEngine(BaseEngine[_Live]):
             layout=self._layout,
             request=self._so_far(live),
             kv_tokens=kv_tokens,
-            rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
+            rng_draws=draws,
             blocks=self._store.show([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
             ahead=first,
         )
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
-        state = self._scheduler.requests[live.engine_id]
-        kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
+        state, kv_tokens = self._scheduler.requests[live.engine_id], live.kv_tokens
         why = ""
         if self._why_unmovable:
             why = f"has state that does not move: {self._why_unmovable}"
@@ -304,7 +318,7 @@ class VllmEngine(BaseEngine[_Live]):
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         begun = None if reservation is None else reservation.begun_with(request)
         made = self._make_ahead(request) if begun is None else begun.made
-        made.restore_outputs(request.output_token_ids)
+        made.restore_outputs(request.output_token_ids[request.turn_begin :])
         live = _Live(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
         live.logprobs.extend(request.logprobs)
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
@@ -314,14 +328,33 @@ class VllmEngine(BaseEngine[_Live]):
             self._scheduler.bring(live.engine_id, reservation, snapshot.ahead)
         if self._tier is not None:
             self._tier.begin(live.engine_id, request.version)
-        self._core.add_request(made.core_request)
+        if request.keeps:
+            self._scheduler.keeps.add(live.engine_id)
+        if request.given:
+            self._scheduler.begin_turn(live.engine_id, request.pending)
+        if request.kept:
+            self._scheduler.add_kept(made.core_request)
+        else:
+            self._core.add_request(made.core_request)
 
     def _make_ahead(self, request: RequestSpec) -> Any:
-        core_request = self._requests.to_vllm(request, self._next_engine_id(request.request_id), self._stops)
-        watch = self._stop_strings.watch(replace(request, output_token_ids=(), logprobs=()))
-        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch, self._device)
-        made.restore_outputs(request.output_token_ids)
+        turn, begin = request.turn(), request.turn_begin
+        core_request = self._requests.to_vllm(turn, self._next_engine_id(request.request_id), self._stops)
+        watch = self._stop_strings.watch(replace(turn, output_token_ids=(), logprobs=()))
+        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch, self._device, begin)
+        made.restore_outputs(turn.output_token_ids)
         return made
+
+    def _is_frozen(self, request_id: str) -> bool:
+        return self._live[request_id].engine_id in self._scheduler.held
+
+    def _extend(self, live: _Live, request: RequestSpec) -> None:
+        turn, begin = request.turn(), request.turn_begin
+        sampling = self._requests.sampling_of(turn, self._stops)
+        sampling.extra_args = self._device.resume_arguments((), array("i", turn.prompt_token_ids), begin)
+        live.watch = self._stop_strings.watch(turn)
+        live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
+        self._scheduler.extend(live.engine_id, request.output_token_ids[-request.pending :], sampling)
 
     def _so_far(self, live: _Live) -> RequestSpec:
         return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
@@ -343,7 +376,7 @@ class VllmEngine(BaseEngine[_Live]):
         return live.entry, self._scheduler.requests[live.engine_id].num_preemptions
 
     def _slots_left(self) -> int:
-        return self._capability.slots - self._scheduler.running_count() - self._scheduler.connector.offered_count()
+        return self._capability.slots - self._scheduler.running_count() - self._scheduler.waiting_with_kv_count()
 
     def _free_blocks(self) -> int:
         return int(self._scheduler.free_blocks())
@@ -376,8 +409,13 @@ class VllmEngine(BaseEngine[_Live]):
             (token_id,) = output.new_token_ids  # one a step: what completes a stop is the last that was sampled
             stop = live.watch.completed_by(token_id)
         if stop:
-            self.remove(live.request.request_id)
             finish_reason = "stop"
+        if finish_reason is not None and live.request.keeps:
+            live.request = replace(live.request, kept=True)
+            if stop:  # vLLM has ended the other turns itself
+                self._scheduler.keep(live.engine_id)
+        elif stop:
+            self.remove(live.request.request_id)
         elif finish_reason is not None:
             del self._live[live.request.request_id], self._by_engine_id[live.engine_id]
         return TokenDelta(

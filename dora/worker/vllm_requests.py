@@ -23,23 +23,27 @@ class Made:
     It includes the hashes of its blocks, the most expensive part, so it is made ahead of time if possible.
     """
 
-    def __init__(self, core_request: Request, watch: StopWatch | None, device: Device) -> None:
-        """Neither ``core_request`` nor ``watch`` has seen an output."""
+    def __init__(self, core_request: Request, watch: StopWatch | None, device: Device, draws: int) -> None:
+        """Neither ``core_request`` nor ``watch`` has seen an output. ``draws``: those of earlier turns."""
         self._device = device
         self.core_request = core_request
         self.watch = watch
         self._prompt = array("i", core_request.prompt_token_ids)
+        self._draws = draws
+        if draws:
+            core_request.sampling_params.extra_args = device.resume_arguments((), self._prompt, draws)
 
     @property
     def engine_id(self) -> str:
         return self.core_request.request_id
 
     def restore_outputs(self, outputs: Sequence[int]) -> None:
-        """``outputs``: all outputs so far, of which some may be known here."""
+        """``outputs``: all outputs of the turn so far, of which some may be known here."""
         new = list(outputs[self.core_request.num_output_tokens :])
         if not new:
             return
-        self.core_request.sampling_params.extra_args = self._device.resume_arguments(outputs, self._prompt)
+        draws = self._draws + len(outputs)
+        self.core_request.sampling_params.extra_args = self._device.resume_arguments(outputs, self._prompt, draws)
         self.core_request.append_output_token_ids(new)
         self.core_request.prefill_stats = None  # they describe prompts; with outputs vLLM's assertions would fail
         if self.watch is not None:
@@ -48,7 +52,13 @@ class Made:
 
 
 def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> EngineCoreRequest:
-    """Returns the engine's request without outputs; ``stops`` end it unless it ignores them.
+    """Returns the engine's request without outputs. Raises InvalidValue as ``sampling_of`` does."""
+    sampling = sampling_of(request, stops)
+    return _core_request(engine_id, request.prompt_token_ids, sampling, salt_of(request.version))
+
+
+def sampling_of(request: RequestSpec, stops: Sequence[int]) -> VllmSampling:
+    """Returns the engine's sampling parameters; ``stops`` end the request unless it ignores them.
 
     Raises InvalidValue.
     """
@@ -77,7 +87,7 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
         if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
             allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"
             raise InvalidValue(f"sampling.{name}", getattr(wanted, name), allowed)
-    return _core_request(engine_id, request.prompt_token_ids, sampling, salt_of(request.version))
+    return sampling
 
 
 def scoring(token_ids: Sequence[int], engine_id: str) -> EngineCoreRequest:

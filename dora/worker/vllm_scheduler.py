@@ -1,7 +1,10 @@
-"""vLLM's scheduler, extended: a request can be held, may start with outputs, and may bring its own blocks.
+"""vLLM's scheduler, extended: a request can be held or kept, may start with outputs, and may bring its own blocks.
 
 A held request is in no queue: vLLM's model runner removes an unscheduled request from its batch and keeps its state, so
 the request continues bitwise when it is taken up. It keeps its blocks and slot, so it can always be taken up.
+
+A kept request, whose turn has ended, is in no queue either. The runner forgets it, so it has no slot; vLLM still knows
+its blocks and computed tokens. It continues by vLLM's own way to update a session (``_update_request_as_session``).
 
 Blocks that were reserved and written before their request arrived appear to vLLM as a hit of its prefix cache: vLLM
 gives them to the request and asks the connector only for later tokens. Blocks shared with another request from the same
@@ -14,7 +17,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dora.worker.prefixes import Prefixes
 from dora.worker.reservation import Reservation
@@ -27,12 +30,15 @@ class HoldingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[str, Request] = {}
+        self.kept: dict[str, Request] = {}
+        self.keeps: set[str] = set()  # requests that are kept when a turn ends
         self.prefixes = Prefixes(self)
         self.reprefilled_tokens = 0
         self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
-        self._kept: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
+        self._pending: dict[str, int] = {}  # by request with earlier turns: given tokens of its turn's beginning
+        self._brought: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
         self._ahead: dict[str, int] = {}  # how many of these are written
         self._unknown: dict[str, int] = {}  # the same of requests that have them, until the prefix cache knows them
 
@@ -62,7 +68,7 @@ class HoldingScheduler(Scheduler):
             self.prefixes.keep(reservation.offered)
             self.pin(reservation.shared_ids)
             self.prefixes.give_up(reservation.prefix)
-            self._kept[request_id], self._ahead[request_id] = self._blocks(reservation.block_ids), ahead
+            self._brought[request_id], self._ahead[request_id] = self._blocks(reservation.block_ids), ahead
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self._pool.touch(self._blocks(block_ids))
@@ -75,8 +81,8 @@ class HoldingScheduler(Scheduler):
 
     def brought(self, request_id: str) -> list[int]:
         """Returns the blocks with KV of a request that was not scheduled yet."""
-        kept = self._kept.get(request_id, [])
-        return [block.block_id for block in kept[: self._ahead.get(request_id, 0)]]
+        brought = self._brought.get(request_id, [])
+        return [block.block_id for block in brought[: self._ahead.get(request_id, 0)]]
 
     def reserve_slots(self, count: int) -> None:
         """Reserves slots for requests that will arrive with their KV."""
@@ -88,8 +94,9 @@ class HoldingScheduler(Scheduler):
         request = self.requests[request_id]
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
-        else:
+        elif request_id not in self.kept:
             self.waiting.remove_requests([request])
+            self.kv_holding_waiting.remove_requests([request])
             self.deferred_waiting.discard(request)
         self.held[request_id] = request
         self._count_slots()
@@ -99,12 +106,70 @@ class HoldingScheduler(Scheduler):
         request = self.held.pop(request_id)
         if request.status == RequestStatus.RUNNING:
             self.running.append(request)
-        else:
-            self.waiting.prepend_request(request)
+        elif request_id not in self.kept:
+            (self.kv_holding_waiting if self._holds_kv_blocks(request) else self.waiting).prepend_request(request)
         self._count_slots()
+
+    def keep(self, request_id: str) -> None:
+        """Ends the turn of a running request and keeps it."""
+        request = self.requests[request_id]
+        self.running.remove(request)
+        self._keep(request)
+
+    def add_kept(self, request: Request) -> None:
+        """Adds a kept request that brings its KV, and gives it blocks if there is room."""
+        self.requests[request.request_id] = self.kept[request.request_id] = request
+        snapshot = self.connector.offered(request.request_id)
+        blocks, own_tokens = self._own_blocks(request.request_id)
+        left_tokens = snapshot.kv_tokens - own_tokens
+        if left_tokens // self.block_size + 1 > self.free_blocks():
+            return
+        cache = self.kv_cache_manager
+        if cache.allocate_slots(request, 0, own_tokens, blocks, num_external_computed_tokens=left_tokens) is None:
+            return
+        self.connector.update_state_after_alloc(request, cache.get_blocks(request.request_id), left_tokens)
+        request.num_computed_tokens = snapshot.kv_tokens
+        self._has_blocks(request.request_id)
+
+    def begin_turn(self, request_id: str, pending: int) -> None:
+        """Notes that a request has earlier turns, and its given tokens, which have no KV yet."""
+        self._pending[request_id] = pending
+
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: Any) -> None:
+        """Continues a kept request by a next turn."""
+        request = self.kept.pop(request_id)
+        new = [request.all_token_ids[-1], *given_token_ids]
+        computed_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens - 1
+        update = StreamingUpdate(None, new, sampling.max_tokens, request.arrival_time, sampling)
+        self._update_request_as_session(request, update)
+        request.num_computed_tokens = computed_tokens  # 0: its KV waits for blocks
+        request.stop_reason = None
+        self.begin_turn(request_id, len(given_token_ids))
+        self._enqueue_waiting_request(request)
+        self._put_offered_first(request)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        if request.request_id not in self.keeps:
+            return super()._handle_stopped_request(request)
+        self._keep(request)
+        return False
+
+    def _keep(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self.finished_req_ids.add(request.request_id)  # so the runner forgets it
+        self.kept[request.request_id] = request
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._pending.pop(request.request_id, None)
+        self.kept.pop(request.request_id, None)
+        self.keeps.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        self._put_offered_first(request)
+
+    def _put_offered_first(self, request: Request) -> None:
         if self.connector.is_offered(request.request_id):  # it precedes requests without KV
             self.waiting.remove_request(request)
             offered = map(self.connector.is_offered, [each.request_id for each in self.waiting])
@@ -115,7 +180,7 @@ class HoldingScheduler(Scheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.held.pop(request.request_id, None)
-            self._free_kept(request.request_id)
+            self._free_brought(request.request_id)
         self._count_slots()
         return finished
 
@@ -125,15 +190,43 @@ class HoldingScheduler(Scheduler):
         output = super().schedule(throttle_prefills)
         arrived = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id in arrived:
-            if request_id in self._kept:
-                self._unknown[request_id] = self._ahead[request_id]
-                self._ahead.pop(request_id)
-                for block in self._kept.pop(request_id):
-                    block.ref_cnt -= 1  # the request has its own part in each now, so none becomes free
-            if self.requests[request_id].num_output_tokens > 0:
-                # All but the last sampled token had KV before: on another engine, or here before a preemption.
-                self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
+            self._has_blocks(request_id)
+            without_kv = self._without_kv(self.requests[request_id])
+            if without_kv:  # the others had KV before: on another engine, or here before a preemption
+                self.reprefilled_tokens += max(0, output.num_scheduled_tokens[request_id] - without_kv)
+        has_slots = self.max_num_active_reqs > 0
+        if has_slots and not (output.total_num_scheduled_tokens or self.running or self.held):
+            self._give_up_kv()
         return output
+
+    def _has_blocks(self, request_id: str) -> None:
+        """Gives a request, which has got its blocks, the only part in those that it brought."""
+        if request_id in self._brought:
+            self._unknown[request_id] = self._ahead.pop(request_id)
+            for block in self._brought.pop(request_id):
+                block.ref_cnt -= 1  # the request has its own part in each now, so none becomes free
+
+    def _without_kv(self, request: Request) -> int:
+        """Returns how many last tokens of a resumed request never had KV: the last sampled one, and those given since.
+
+        0: it has sampled nothing yet.
+        """
+        if request.num_output_tokens:
+            return 1
+        return self._pending[request.request_id] + 1 if request.request_id in self._pending else 0
+
+    def _give_up_kv(self) -> None:
+        """Frees the blocks of the last waiting request that has some, so that waiting requests cannot block each other.
+
+        Its tokens are computed again.
+        """
+        if self.kv_holding_waiting:
+            request = list(self.kv_holding_waiting)[-1]
+            self.kv_holding_waiting.remove_request(request)
+            self._free_request_blocks(request)
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+            self.waiting.add_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         if self.routing is not None:  # now: requests that this step ends give their blocks back
@@ -150,7 +243,8 @@ class HoldingScheduler(Scheduler):
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()
             if request is not None and len(sampled):
                 held = request.num_tokens  # prompt and outputs so far
-                first = held - 1 if request.num_output_tokens else 0
+                without_kv = self._without_kv(request)
+                first = held - without_kv if without_kv else 0
                 block_ids = self.kv_cache_manager.get_block_ids(request_id)[group]
                 yield Fed(request_id, block_ids, first, held + len(sampled) - 1)
 
@@ -165,7 +259,12 @@ class HoldingScheduler(Scheduler):
     def waiting_count(self) -> int:
         """The number of requests without a slot: queued or held."""
         queued: int = self.get_request_counts()[1]
-        return queued + len(self.held) - self._held_running()
+        return queued + len(self.held.keys() - self.kept) - self._held_running()
+
+    def waiting_with_kv_count(self) -> int:
+        """The number of queued requests with their KV, in blocks or offered."""
+        offered = self.connector.offered_count() - sum(map(self.connector.is_offered, self.kept))
+        return len(self.kv_holding_waiting) + int(offered)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
         if self.connector.is_offered(request.request_id):
@@ -175,15 +274,15 @@ class HoldingScheduler(Scheduler):
 
     def _own_blocks(self, request_id: str) -> tuple[Any, int]:
         """Returns the blocks that a request brings, and their tokens, and frees the remaining ones."""
-        if request_id not in self._kept:
+        if request_id not in self._brought:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0
-        kept, ahead = self._kept[request_id], self._ahead[request_id]
-        self._pool.free_blocks(reversed(kept[ahead:]))
-        del kept[ahead:]
-        return self.kv_cache_manager.create_kv_cache_blocks((kept,)), ahead * self.block_size
+        brought, ahead = self._brought[request_id], self._ahead[request_id]
+        self._pool.free_blocks(reversed(brought[ahead:]))
+        del brought[ahead:]
+        return self.kv_cache_manager.create_kv_cache_blocks((brought,)), ahead * self.block_size
 
-    def _free_kept(self, request_id: str) -> None:
-        self._pool.free_blocks(reversed(self._kept.pop(request_id, [])))
+    def _free_brought(self, request_id: str) -> None:
+        self._pool.free_blocks(reversed(self._brought.pop(request_id, [])))
         self._ahead.pop(request_id, None)
 
     def _blocks(self, block_ids: Iterable[int]) -> list[Any]:

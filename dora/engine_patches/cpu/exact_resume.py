@@ -3,7 +3,8 @@
 vLLM's runner treats every new request as a prompt without outputs. Re-sending outputs as prompt changes later tokens:
 output penalties, ``min_tokens`` and ``max_tokens`` count from the prompt's end, and the seeded random stream restarts.
 With this patch a new request whose sampling parameters carry ``OUTPUTS_KEY`` enters with those outputs *as outputs*,
-and its random stream is advanced by their draws. The scheduler's half is ``dora.worker.vllm_scheduler``.
+and its random stream is advanced by its draws. A later turn of a session enters the same way: everything before it is
+its prompt, so it may have draws without outputs. The scheduler's half is ``dora.worker.vllm_scheduler``.
 
 The CPU sampler draws one ``torch.randint(0, 2**31)`` for each token of a seeded request (vllm/v1/sample/ops/
 topk_topp_sampler.py, ``forward_cpu``). ``verify`` refuses samplers that draw differently.
@@ -24,12 +25,13 @@ NAME: Final = "exact_resume"
 OUTPUTS_KEY: Final = "dora_outputs"  # key in SamplingParams.extra_args: the tokens sampled so far
 # key in SamplingParams.extra_args: the prompt as an array, which copies faster than a list
 PROMPT_KEY: Final = "dora_prompt"
+DRAWS_KEY: Final = "dora_draws"  # key in SamplingParams.extra_args: the position in the random stream
 _DRAW_LIMIT: Final = 2**31
 
 
-def resumed_outputs(extra_args: Mapping[str, Any] | None) -> list[int]:
-    """Returns the outputs that a request already has; empty for a new request."""
-    return list((extra_args or {}).get(OUTPUTS_KEY, ()))
+def is_resumed(extra_args: Mapping[str, Any] | None) -> bool:
+    """Returns whether a request has outputs or draws already."""
+    return OUTPUTS_KEY in (extra_args or {})
 
 
 def advance(generator: torch.Generator, draws: int) -> None:
@@ -42,32 +44,34 @@ class ResumingModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
-            if resumed_outputs(new.sampling_params.extra_args):
+            if is_resumed(new.sampling_params.extra_args):
+                scheduler_output.finished_req_ids.discard(new.req_id)  # its turn before, of which nothing is left here
+                self.input_batch.remove_request(new.req_id)
                 self.requests[new.req_id] = self._resumed_state(new)
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
         # vLLM's hook for a new request with existing state: it returns the state to add to the batch.
-        if resumed_outputs(new_req_data.sampling_params.extra_args):
+        if is_resumed(new_req_data.sampling_params.extra_args):
             return self.requests[req_id]
         return super()._update_streaming_request(req_id, new_req_data)
 
     def _resumed_state(self, new: NewRequestData) -> CachedRequestState:
-        outputs = resumed_outputs(new.sampling_params.extra_args)
+        arguments = new.sampling_params.extra_args
         generator = None
         if new.sampling_params.temperature > 0:
             generator = torch.Generator(device=self.device)
             generator.manual_seed(new.sampling_params.seed)
-            advance(generator, len(outputs))
+            advance(generator, arguments[DRAWS_KEY])
         return CachedRequestState(
             req_id=new.req_id,
-            prompt_token_ids=new.sampling_params.extra_args[PROMPT_KEY],
+            prompt_token_ids=arguments[PROMPT_KEY],
             mm_features=[],
             sampling_params=new.sampling_params,
             generator=generator,
             block_ids=new.block_ids,
             num_computed_tokens=new.num_computed_tokens,
-            output_token_ids=outputs,
+            output_token_ids=list(arguments[OUTPUTS_KEY]),
         )
 
 

@@ -59,10 +59,10 @@ class Cpu:
             "kv_cache_memory_bytes": PROFILE_BYTES,
         }
 
-    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
-        from dora.engine_patches.cpu.exact_resume import OUTPUTS_KEY, PROMPT_KEY
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
+        from dora.engine_patches.cpu.exact_resume import DRAWS_KEY, OUTPUTS_KEY, PROMPT_KEY
 
-        return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt}
+        return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt, DRAWS_KEY: draws}
 
     def weight_source(self, device: "torch.device") -> "Source":
         from dora.worker.weight_sources import mapped

@@ -79,7 +79,7 @@ class Cuda:
             "gpu_memory_utilization": settings.memory_share,
         }
 
-    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None
 
     def weight_source(self, device: "torch.device") -> "Source":

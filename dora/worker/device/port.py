@@ -76,7 +76,7 @@ class Device(Protocol):
     def arguments(self, settings: EngineSettings) -> dict[str, Any]:
         """Returns the arguments of vLLM's ``EngineArgs`` that depend on the device. A pure function."""
 
-    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int]) -> dict[str, Any] | None:
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
 
     def weight_source(self, device: "torch.device") -> "Source":
