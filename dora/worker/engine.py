@@ -5,9 +5,10 @@ no locks, and nothing is in flight when a request is frozen, exported or importe
 ``vllm_engine.VllmEngine`` and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py`` and
 ``test_engine_turns.py``.
 
-A request with ``keeps`` may have several turns. When a turn ends (stop token, stop string, ``max_tokens``, context), its
-delta has the finish reason and the request is *kept*: it has no slot, causes no work, and its KV blocks stay and count
-as used. ``extend`` continues it; given tokens are computed once, after the last sampled token, which has no KV before.
+A request with ``keeps`` may have several turns. When a turn ends (stop token, stop string, ``max_tokens``, context),
+its delta has the finish reason and the request is *kept*: it has no slot, causes no work, and its KV blocks stay and
+count as used. ``extend`` continues it; given tokens are computed once, after the last sampled token, which has no KV
+until then.
 The engine does not give up a kept request's KV: to make room, its owner removes it and later adds it with all its
 tokens.
 

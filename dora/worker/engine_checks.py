@@ -44,7 +44,9 @@ def check_extension(
     """Raises InvalidValue unless a kept request can be extended by these tokens."""
     left = capability.max_model_len_tokens - 1 - len(request.prompt_token_ids) - len(request.output_token_ids)
     if not 1 <= len(given_token_ids) <= left:
-        allowed = f"1 to {left} tokens, which leaves room for one in the context" if left > 0 else "none: the context is full"
+        allowed = (
+            f"1 to {left} tokens, which leaves room for one in the context" if left > 0 else "none: the context is full"
+        )
         raise InvalidValue("given_token_ids", f"{len(given_token_ids)} tokens", allowed)
     _check_tokens("given_token_ids", given_token_ids, capability.vocab_size)
     check_sampling(replace(request.sampling, max_tokens=max_tokens), vocab_size=capability.vocab_size)

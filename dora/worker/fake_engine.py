@@ -294,7 +294,7 @@ class FakeEngine(BaseEngine[_Live]):
                 self._bring_kv(live)
 
     def _give_up_kv(self) -> bool:
-        """Takes the blocks of the last waiting request that has some, so that waiting requests cannot block each other."""
+        """Frees the KV of the last waiting request that has some, so that waiting requests cannot block each other."""
         victim = next((live for live in map(self._live.__getitem__, reversed(self._waiting)) if live.kv), None)
         if victim is None:
             return False
