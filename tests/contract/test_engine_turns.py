@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.worker.engine import RolloutEngine
+from tests.contract.conftest import KINDS
 from tests.contract.driver import (
     EVERYTHING,
     FILLING,
@@ -83,6 +84,13 @@ class TurnDriver(Driver):
         response.token_ids += given
         response.logprobs += [0.0] * len(given)
         response.finish_reason = None
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.full] if "moe" in name else []) for name in KINDS]
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 Between = Callable[..., None]  # of a driver, a session, and the most tokens of the next turn

@@ -32,6 +32,7 @@ from tests.contract.driver import (
 )
 from tests.contract.planes import a_plane
 from tests.contract.pools import a_pool, park, sent_on
+from tests.contract.test_engine_turns import TurnDriver, dropped, kept, moved_late, sessions
 from tests.contract.test_pool_engine import MOST_BYTES, POOL_EPOCH
 from tests.contract.test_worker_handoff import peer_of
 
@@ -203,3 +204,22 @@ def test_a_request_that_was_preempted_tells_no_row_twice(
     found = driver.finish()["victim"]
     assert (found.token_ids, found.routed_experts) == (untouched.token_ids, untouched.routed_experts)
     check_rows({"victim": found}, {"victim": 40}, shape)
+
+
+def test_each_turn_brings_the_rows_of_what_it_fed(engine: RolloutEngine, shape: RoutingShape) -> None:
+    """Given tokens have rows, and so has the last token of the turn before, once."""
+    turns = TurnDriver(engine)
+    played = sessions((1, 40, 7))
+    for between in (kept, moved_late, dropped):
+        for session in played:
+            session.turn = 0
+            turns.add(session.request)
+        turns.finish()
+        for _ in range(3):
+            for session in played:
+                between(turns, session)
+            turns.finish()
+        check_rows(
+            turns.responses, {each.request.request_id: len(each.request.prompt_token_ids) for each in played}, shape
+        )
+        turns.drop(*list(turns.responses))
