@@ -210,6 +210,7 @@ def test_each_turn_brings_the_rows_of_what_it_fed(engine: RolloutEngine, shape: 
     """Given tokens have rows, and so has the last token of the turn before, once."""
     turns = TurnDriver(engine)
     played = sessions((1, 40, 7))
+    prompts = {each.request.request_id: len(each.request.prompt_token_ids) for each in played}
     for between in (kept, moved_late, dropped):
         for session in played:
             session.turn = 0
@@ -219,7 +220,5 @@ def test_each_turn_brings_the_rows_of_what_it_fed(engine: RolloutEngine, shape: 
             for session in played:
                 between(turns, session)
             turns.finish()
-        check_rows(
-            turns.responses, {each.request.request_id: len(each.request.prompt_token_ids) for each in played}, shape
-        )
+        check_rows(turns.responses, prompts, shape)
         turns.drop(*list(turns.responses))
