@@ -7,6 +7,7 @@ and no token is computed again. One that is dropped is computed again, alike but
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,6 +30,9 @@ from tests.contract.driver import (
     make_request,
     over_the_wire,
 )
+from tests.contract.planes import a_plane
+from tests.contract.pools import a_pool, park, sent_on
+from tests.contract.workers import peer_of
 from tests.refusals import refused
 
 SAMPLINGS: dict[str, SamplingParams] = {
@@ -40,6 +44,8 @@ SAMPLINGS: dict[str, SamplingParams] = {
 BLOCK = 32
 GIVEN = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5)  # tokens
 TURN_TOKENS = 6
+POOL_EPOCH = 1
+MOST_BYTES = 1 << 30
 DEPENDENT = ("mla",)  # kinds whose last bits of a logprob depend on the requests beside it, in single turns too
 
 
@@ -206,6 +212,29 @@ def test_a_dropped_session_continues_and_is_counted(
         assert again[name][0] == token_ids
         assert max(abs(ours - theirs) for ours, theirs in zip(again[name][1], logprobs, strict=True)) <= rounding
     assert turns.engine.load().reprefilled_tokens > before
+
+
+@pytest.mark.parametrize("given", [GIVEN[1:3]], ids=str)
+def test_a_parked_session_equals_the_session_left_alone(
+    turns: TurnDriver, tmp_path: Path, given: tuple[int, ...]
+) -> None:
+    """It waits in a pool while its tools run."""
+    alone, engine = play(turns, sessions(given), kept), turns.engine
+    before = engine.load().reprefilled_tokens
+    with (
+        a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as end,
+        a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp")) as pool,
+    ):
+
+        def parked(driver: TurnDriver, session: Session) -> None:
+            name = session.request.request_id
+            park(engine, end, pool, name)
+            end.plane.expect(name, POOL_EPOCH, MOST_BYTES)
+            engine.take_in(end.plane.take(sent_on(pool, peer_of(end), name)))
+            kept(driver, session)
+
+        assert play(turns, sessions(given), parked) == alone
+    assert engine.load().reprefilled_tokens == before
 
 
 @pytest.mark.full
