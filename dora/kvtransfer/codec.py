@@ -210,7 +210,21 @@ def _turns(request: RequestSpec) -> dict[str, Any]:
 
 def _read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
     runs = np.frombuffer(manifest["given"], "<i4").reshape(-1, 2).tolist()
-    return {"given": tuple((first, end) for first, end in runs), "kept": bool(manifest["kept"])}
+    return {"given": tuple((first, end) for first, end in runs), "kept": _flag(manifest, "kept")}
+
+
+def _flag(manifest: Mapping[str, Any], name: str) -> bool:
+    value = manifest[name]
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}")
+    return value
+
+
+def _count(manifest: Mapping[str, Any], name: str) -> int:
+    value = manifest[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}")
+    return value
 
 
 def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -235,18 +249,19 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
     sampling_fields = _fields_of(manifest, "sampling", SamplingParams)
     for name in ("stop", "stop_token_ids"):
         sampling_fields[name] = tuple(sampling_fields[name])
+    _count(sampling_fields, "max_tokens")  # the closing's takes its place
     output_token_ids, logprobs = _read_outputs(manifest)
     request = RequestSpec(
         request_id=str(manifest["request_id"]),
-        version=int(manifest["version"]),
+        version=_count(manifest, "version"),
         prompt_token_ids=tuple(np.frombuffer(manifest["prompt_token_ids"], "<i4").tolist()),
         sampling=SamplingParams(**sampling_fields),
         output_token_ids=output_token_ids,
         logprobs=logprobs,
-        keeps=bool(manifest["keeps"]),
+        keeps=_flag(manifest, "keeps"),
         **_read_turns(manifest),
     )
-    prefix = int(manifest["prefix"])
+    prefix = _count(manifest, "prefix")
     if prefix < 0:
         raise ValueError(f"prefix = {prefix}")
     return layout, request, prefix
@@ -270,16 +285,16 @@ def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarra
         before,
         output_token_ids=before.output_token_ids + output_token_ids,
         logprobs=before.logprobs + logprobs,
-        sampling=replace(before.sampling, max_tokens=int(manifest["max_tokens"])),
+        sampling=replace(before.sampling, max_tokens=_count(manifest, "max_tokens")),
         **_read_turns(manifest),
     )
     rounds = [int(count) for count in manifest["rounds"]]
-    kv_tokens = int(manifest["kv_tokens"])
+    kv_tokens = _count(manifest, "kv_tokens")
     counts = _counts(layout, kv_tokens, rounds)
     ahead = _ahead(layout, counts, ahead_bytes)
     blocks = _pieces(layout, counts[ahead:], bodies)
     ahead_blocks = opening.prefix + sum(rounds[:ahead])
-    return KvSnapshot(layout, request, kv_tokens, int(manifest["rng_draws"]), blocks, ahead_blocks)
+    return KvSnapshot(layout, request, kv_tokens, _count(manifest, "rng_draws"), blocks, ahead_blocks)
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
