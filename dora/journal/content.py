@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,12 +22,14 @@ class Requests:
     begins: Column  # request i has the tokens from there on
     counts: Column
     tokens: Column  # all tokens, TOKEN
-    ends: Column  # indexes of FINISH_REASONS: 0, not finished
+    ends: Column  # of the last span: an index of FINISH_REASONS, 0: not finished; beside it CLOSED, of ended sessions
     heard_at: Column  # when its last tokens came; 0: none did
     stops: dict[int, str]
     segment_starts: dict[int, list[tuple[str, int, str]]]  # worker, first token, arrival
     routed: dict[int, bytes]
     verdicts: dict[int, Verdict]
+    turns: dict[int, list[tuple[Any, ...]]]  # of sessions: first given token, their count, then as in Tokens, time
+    attempts: Column  # of sessions: replacements before
     damaged: list[int]  # groups, by their place, of which something is lost that came before what is there
 
     def __len__(self) -> int:
@@ -77,7 +79,11 @@ class Content:
         firsts = _joined([each.first_tokens for each in tokens], np.int64)
         ends = _joined([_filled(each.ends, len(each.numbers), np.uint8) for each in tokens], np.uint8)
         ats = _joined([each.ats if len(each.ats) else np.full(len(each.numbers), each.at) for each in tokens], float)
+        attempts = _joined([_filled(each.attempts, len(each.numbers), np.uint8) for each in tokens], np.uint8)
         positions = self._positions(numbers)
+        latest = np.zeros(total + 1, np.uint8)  # the last is of what is not live
+        np.maximum.at(latest, positions, attempts)
+        positions[attempts < latest[positions]] = -1  # of replaced sessions
         live = np.flatnonzero(positions >= 0)
         order = live[np.lexsort((counts[live], firsts[live], positions[live]))]
         twice = _repeated(positions[order], firsts[order], counts[order])
@@ -103,9 +109,12 @@ class Content:
                 for position in self._positions(np.array([each.number]))
                 if position >= 0
             },
+            {},
+            latest[:-1],
             [],
         )
-        np.maximum.at(requests.ends, position, ends[order])
+        is_last = np.append(position[1:] != position[:-1], np.True_)[: len(position)]
+        requests.ends[position[is_last]] = ends[order[is_last]]
         np.maximum.at(requests.heard_at, position, ats[order])
         targets = np.full(len(numbers), -1, np.int64)  # where the tokens of each span go
         targets[order] = reached - count
@@ -161,6 +170,11 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         for index, stop in each.stops:
             if position[index] >= 0:
                 requests.stops[int(position[index])] = stop
+        for index, *of_turn in each.turns:
+            if position[index] >= 0:
+                at = float(each.ats[index]) if len(each.ats) else each.at
+                turn = (int(each.first_tokens[index]), int(counts[index]), *of_turn, at)
+                requests.turns.setdefault(int(position[index]), []).append(turn)
         if len(each.routed_bytes):
             reached = np.cumsum(each.routed_bytes.astype(np.int64)).tolist()
             for index in np.flatnonzero((position >= 0) & (each.routed_bytes > 0)).tolist():
@@ -169,6 +183,8 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         begin = end
     for segment_starts in requests.segment_starts.values():
         segment_starts.sort(key=lambda segment_start: segment_start[1])
+    for turns in requests.turns.values():
+        turns.sort()
     requests.routed = {position: b"".join(rows for _, rows in sorted(parts)) for position, parts in routed.items()}
 
 

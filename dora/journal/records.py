@@ -27,7 +27,9 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {  # of the columns of Tokens
     "logprobs": np.dtype("<f4"),
     "routed_bytes": np.dtype("<u4"),
     "ats": np.dtype("<f8"),
+    "attempts": np.dtype("u1"),
 }
+CLOSED: Final = 0x80  # in ``ends``: the environment has ended the session; the other bits are its last turn's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,10 @@ class Tokens:
     Spans of a request never overlap. ``segment_starts``: [span, worker, first token, arrival] for each span that begins
     a segment. ``stops``: [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats`` (one a
     span) if all came at ``at``.
+
+    ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
+    reason and stop string of the turn before].
+    ``attempts``: of sessions, the number of replacements before; only spans of the latest count. Empty if all are 0.
     """
 
     at: float
@@ -110,6 +116,8 @@ class Tokens:
     routed_bytes: Column = field(default_factory=lambda: np.zeros(0, "<u4"))
     routed: bytes = b""
     ats: Column = field(default_factory=lambda: np.zeros(0, "<f8"))
+    turns: list[list[Any]] = field(default_factory=list)
+    attempts: Column = field(default_factory=lambda: np.zeros(0, "u1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +320,15 @@ def prompt_values(prompt: Prompt) -> list[Any]:
     sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.sampling.items()}
     token_ids = np.array(prompt.token_ids, "<i8").tobytes()
     named = (prompt.prompt_id, prompt.task_id, token_ids, prompt.text, prompt.group_size, sampling)
-    return [*named, prompt.verifier_json, prompt.priority]
+    return [*named, prompt.verifier_json, prompt.priority, prompt.environment]
 
 
 def prompt_of(values: list[Any]) -> Prompt:
-    prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority = values
+    prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, *others = values
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
     ids = tuple(np.frombuffer(token_ids, "<i8").tolist())
-    return Prompt(prompt_id, task_id, ids, text, group_size, sampling, verifier_json, priority)
+    environment = others[0] if others else ""  # an older DORA's prompts have none
+    return Prompt(prompt_id, task_id, ids, text, group_size, sampling, verifier_json, priority, environment)
 
 
 def only(tokens: Tokens, chosen: Column) -> Tokens:
@@ -344,6 +353,8 @@ def only(tokens: Tokens, chosen: Column) -> Tokens:
         routed_bytes,
         routed,
         tokens.ats[chosen] if len(tokens.ats) else tokens.ats,
+        [[kept[index], *turn] for index, *turn in tokens.turns if index in kept],
+        tokens.attempts[chosen] if len(tokens.attempts) else tokens.attempts,
     )
 
 
@@ -372,4 +383,6 @@ def joined(parts: list[Tokens]) -> Tokens:
         routed_bytes=np.concatenate([filled(part, "routed_bytes", 0) for part in parts]),
         routed=b"".join(part.routed for part in parts),
         ats=np.concatenate([filled(part, "ats", part.at) for part in parts]),
+        turns=[[begin + index, *turn] for begin, p in zip(begins, parts, strict=False) for index, *turn in p.turns],
+        attempts=np.concatenate([filled(part, "attempts", 0) for part in parts]),
     )

@@ -8,7 +8,8 @@ from dora.journal.frames import SCHEMA_VERSION
 
 Values = list[Any]  # a fact as it is stored: its code, then its fields
 
-_STANDING: Final = 18  # its code
+_STANDING: Final = 18  # codes
+_TOKENS: Final = 6
 
 
 def _from_1(values: Values) -> Values:
@@ -21,8 +22,13 @@ def _from_2(values: Values) -> Values:
     return [*values, []] if values[0] == _STANDING else values
 
 
+def _from_3(values: Values) -> Values:
+    """Adds turns of sessions to Tokens."""
+    return [*values, [], b""] if values[0] == _TOKENS else values
+
+
 # version -> function that converts its records to the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3}
 
 
 def upgraded(
