@@ -408,6 +408,23 @@ class ServiceConfig(Section):
         return tree
 
 
+class SessionsConfig(Section):
+    """Time limits of sessions: responses of several turns, between which their tools run."""
+
+    idle_timeout_s: Seconds = Field(600.0, description="longest wait for the next turn; 0: no limit")
+    total_timeout_s: Seconds = Field(7200.0, description="longest time from a session's first turn on; 0: no limit")
+    on_timeout: Literal["replace", "end"] = Field(
+        "replace",
+        description="replace: a new session of the same group begins; end: it ends with what it has, and no reward",
+    )
+    replacements: int = Field(
+        2,
+        ge=0,
+        le=100,
+        description="times that a session may be replaced; then it ends with what it has, and no reward",
+    )
+
+
 class SelectionConfig(Section):
     """Groups that are started and not trained on: off by default, each recorded with its reason."""
 
@@ -434,6 +451,7 @@ class ColumnsConfig(Section):
     group_size: str = Field("", description="responses to it")
     sampling: str = Field("", description="an object of sampling parameters")
     priority: str = Field("", description="of prompts that wait, the highest goes first")
+    environment: str = Field("", description="the environment that drives its responses, as sessions of several turns")
 
 
 class PromptsConfig(Section):
@@ -526,6 +544,7 @@ class Config(Section):
     kv: KvConfig = KvConfig()
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
+    sessions: SessionsConfig = SessionsConfig()
     selection: SelectionConfig = SelectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 

@@ -109,7 +109,7 @@ class Balance:
             if move.target == LINE:
                 handoff.send_back(state, move.row)
             elif move.target == POOL:
-                pool = state.pool_with(handoff.kv_tokens(state, move.row), source.host)
+                pool = state.pool_with(state.kv_of(move.row), source.host)
                 if pool is not None:
                     handoff.begin(state, move.row, pool)
             else:

@@ -41,6 +41,23 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakOffSession:
+    """End a session that its environment has not ended. It has no valid reward. Outcome: RequestScored."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceRequest:
+    """Forget the trajectory of a failed session; another one of the same group begins in its place."""
+
+    request_id: str
+    replacement_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropGroup:
     """Forget the trajectories of a cancelled group; record the reason."""
 
@@ -207,6 +224,13 @@ class StartRequest(WorkerCommand):
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendRequest(WorkerCommand):
+    """Continue a kept request with the given tokens that its worker lacks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveRequest(WorkerCommand):
     request_id: str
 
@@ -268,6 +292,8 @@ Command = (
     | AdmitGroup
     | DropPrompt
     | ScoreRequest
+    | BreakOffSession
+    | ReplaceRequest
     | DropGroup
     | DeliverGroup
     | CloseStep
@@ -286,6 +312,7 @@ Command = (
     | StopWorker
     | LoadVersion
     | StartRequest
+    | ExtendRequest
     | RemoveRequest
     | ReserveSlot
     | CancelReservation

@@ -107,16 +107,24 @@ class Dispatcher:
         return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:
-        """Starts a waiting request on a worker that hosts its version, or resumes it there, from its pool if parked."""
+        """Starts a waiting request on a worker that hosts its version, or resumes it there with KV from elsewhere."""
         version = int(self._state.requests["version"][row])
         if worker.hosts != version:
             raise IllegalTransition(f"a request of version {version} cannot run on {worker.worker_id} (C1)")
-        self._state.waiting[version].remove(row)
-        pool = self._state.pool_of(row)
-        if pool is None:
-            placement.start(self._state, row, worker)
+        state, pool, home = self._state, self._state.pool_of(row), self._state.owner(row)
+        if home is not None and home is not worker and state.requests["rests_until_s"][row] <= state.now_s:
+            handoff.begin(state, row, worker)
+            return
+        if home is not None and home is not worker:  # a move has failed lately
+            handoff.send_back(state, row)
+            home = None
+        placement.leave_queue(state, row)
+        if home is not None:
+            placement.extend(state, row, worker)
+        elif pool is None:
+            placement.start(state, row, worker)
         else:
-            handoff.resume(self._state, row, pool, worker)
+            handoff.resume(state, row, pool, worker)
 
     def admit(
         self, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None

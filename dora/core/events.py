@@ -39,6 +39,7 @@ class OfferedPrompt:
     features: tuple[float, ...] = ()
     known_tokens: tuple[int, ...] = ()
     priority: int = 0
+    sessions: bool = False  # its responses are sessions: each may have several turns, and its environment ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,29 @@ class RequestScored:
     """The verifier has scored a finished request."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAsked:
+    """An environment continues an idle session with ``tokens`` given tokens."""
+
+    request_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """An environment ends a session with what it has."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """The environment of a session has failed. The session is replaced, or ends if it was replaced too often."""
+
+    request_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +374,9 @@ class RestoredRequests:
 
     rows: Int32Column  # names in reports, all different
     tokens: Int32Column  # response tokens that the service has
-    stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored
+    stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored. 3: idle
+    attempts: Uint8Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # replacements before it; (0,): none
+    given: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))  # State.requests["given"]; (0,): none
 
     def __eq__(self, other: object) -> bool:
         mine, theirs = (each._values() if isinstance(each, RestoredRequests) else None for each in (self, other))
@@ -360,7 +386,8 @@ class RestoredRequests:
         return hash(self._values())
 
     def _values(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(column.tolist()) for column in (self.rows, self.tokens, self.stages))
+        attempts, given = (column if column.any() else column[:0] for column in (self.attempts, self.given))
+        return tuple(tuple(column.tolist()) for column in (self.rows, self.tokens, self.stages, attempts, given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +461,9 @@ Event = (
     | PromptCancelled
     | AdmissionEnded
     | RequestScored
+    | TurnAsked
+    | SessionEnded
+    | SessionFailed
     | GroupCancelled
     | EvaluationAsked
     | EvaluationCancelled

@@ -12,6 +12,7 @@ from dora.core import events as on
 from dora.core.balance import Balance
 from dora.core.commands import Command
 from dora.core.groups.freshness import Freshness
+from dora.core.handoff.table import Signal
 from dora.core.policies import POLICIES, policy_of
 from dora.core.policy import Policy
 from dora.core.rules import (
@@ -23,9 +24,11 @@ from dora.core.rules import (
     lifecycle,
     membership,
     parking,
+    placement,
     rejection,
     restoring,
     selection,
+    sessions,
     stalls,
 )
 from dora.core.scheduler import Scheduler
@@ -110,6 +113,10 @@ class Machine:
         """Raises Conflict if VersionRepublished would be refused; called before the weights are stored."""
         lifecycle.check_republish(self._state, trainer_epoch, version)
 
+    def check_turn(self, request_id: str) -> None:
+        """Raises NotFound or Conflict if TurnAsked would be refused; called before the given tokens are stored."""
+        sessions.check_idle(self._state, request_id)
+
     def has_to_come(self, version: int) -> bool:
         """Returns whether ``version`` is rejected or unavailable."""
         return rejection.has_to_come(self._state, version)
@@ -145,6 +152,8 @@ def _tick(state: State, _event: on.Tick) -> None:
     membership.overdue(state)
     stalls.overdue(state)
     lease.overdue(state)
+    sessions.overdue(state)
+    sessions.rest(state)
     evaluation.claim_workers(state)
     state.worklist.wake()  # pauses may be over
 
@@ -162,6 +171,8 @@ def _done(state: State, event: on.CommandDone) -> None:
             evaluation.not_loaded(state, pending.command.version, event.error)
     elif isinstance(pending.command, do.StartRequest):
         _start_done(state, pending.command, event)
+    elif isinstance(pending.command, do.ExtendRequest):
+        _extend_done(state, pending.command, event)
 
 
 def _copy_began(state: State, event: on.CopyBegan) -> None:
@@ -189,12 +200,34 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
         membership.evict(state, worker, f"{command.request_id} could not start: {event.error}")
 
 
+def _extend_done(state: State, command: do.ExtendRequest, event: on.CommandDone) -> None:
+    """Re-prefills a session whose worker no longer has it; otherwise as for a start."""
+    row = state.request_row.get(command.request_id)
+    worker = state.workers[command.worker_id]
+    if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
+        return
+    if event.ok:
+        state.requests["starting"][row] = 0
+    elif event.error_kind == "unknown_request":
+        handoff.signal_row(state, row, Signal.UNDO)
+        state.move_off(row)
+        placement.queue_again(state, row)
+    elif event.error_kind == "invalid":
+        group_id = state.group_id[int(state.requests["group"][row])]
+        lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
+    else:
+        membership.evict(state, worker, f"{command.request_id} could not be extended: {event.error}")
+
+
 # a handler returns False for an event of an ended epoch
 _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
     on.PromptCancelled: _prompt_cancelled,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
+    on.TurnAsked: sessions.asked,
+    on.SessionEnded: sessions.ended,
+    on.SessionFailed: sessions.failed,
     on.GroupCancelled: lifecycle.cancel,
     on.EvaluationAsked: evaluation.asked,
     on.EvaluationCancelled: evaluation.cancelled,

@@ -32,7 +32,7 @@ def view_of(state: State) -> View:
             unfinished=_seen(requests, window),
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
-            worker=requests["worker"] - 1,
+            worker=np.where(status == RUNNING, requests["worker"] - 1, -1),
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
             expected_tokens=requests["expected"],

@@ -1,8 +1,9 @@
 """Runs after every event, in this order:
 
 1. ``settle``, if anything has changed:
-   moves begin (planned ones, else moves off vacating workers), empty workers load their target version or leave, the
-   policy assigns work to workers with room, prompts are drawn, and idle workers are noted.
+   moves begin (planned ones, else moves off vacating workers; KV of idle sessions leaves these too), empty workers load
+   their target version or leave, asked turns begin where their KV is, the policy assigns work to workers with room, KV
+   of idle sessions makes room for what still waits, prompts are drawn, and idle workers are noted.
 2. Each new situation gets one plan: a version with waiting requests and no worker; starved workers, whose old version
    has nothing left to do. With too few workers a second plan would change nothing.
 3. ``settle`` again, if 2 has changed anything.
@@ -14,7 +15,7 @@ balance.py has the other triggers of a plan (a commit, a period, pressure, a wor
 from dora.core.balance import Balance
 from dora.core.dispatcher import Dispatcher
 from dora.core.plan import Trigger
-from dora.core.rules import evaluation, membership
+from dora.core.rules import evaluation, membership, sessions
 from dora.core.rules.admission import admissible, draw
 from dora.core.rules.lifecycle import retire
 from dora.core.state import State
@@ -47,13 +48,16 @@ class Scheduler:
         worklist.settle()
         self._balance.begin_moves()
         self._balance.relieve()
+        sessions.vacate(state)
         touched = worklist.take_touched()
         membership.settle(state, touched)
+        sessions.resume(state)
         self._balance.policy.dispatch(Dispatcher(state))
+        sessions.make_room(state)
         draw(state)
         for index in (*touched, *worklist.touched):
             worker = state.worker_list[index]
-            idle = worker is not None and not worker.held and worker.loading < 0 and not worker.draining
+            idle = worker is not None and worker.is_empty and worker.loading < 0 and not worker.draining
             worklist.rests(index, idle)
 
     def _look_around(self) -> None:
@@ -87,8 +91,11 @@ class Scheduler:
             return frozenset()
         indexes: set[int] = set()
         for version in range(state.retired, window.newest_sound):
-            idle = state.hosting.targeting(version) & state.worklist.idle
+            targeting = state.hosting.targeting(version)
+            idle = targeting & state.worklist.idle
             if idle and not state.waiting.get(version) and not self._begins(version):
+                if version in state.idle and idle == targeting:  # the next turn of a session may come at any time
+                    idle = idle - {min(idle)}
                 indexes |= idle
         kept = {index for index in indexes if evaluation.keeps(state, state.worker_list[index])}
         return frozenset(indexes - kept)

@@ -15,6 +15,7 @@ from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker
 from dora.core.forecast.adaptive import AdaptiveSize
 from dora.core.forecast.cost import CostModel
+from dora.core.forecast.pauses import Pauses
 from dora.core.forecast.prediction import PREDICTORS, PromptTraits
 from dora.core.forecast.rates import Rates
 from dora.core.groups.evaluations import Evaluations
@@ -33,10 +34,11 @@ class RequestStatus(IntEnum):
     RUNNING = 2  # owned by a worker
     FINISHED = 3  # complete, being scored
     SCORED = 4
+    IDLE = 5  # a session between two turns; its KV is on a worker (resident), in a pool (parked) or nowhere (cold)
 
 
 # plain integers: numpy takes sixty times as long to compare a cell with a member of an enumeration
-WAITING, RUNNING, FINISHED, SCORED = map(int, RequestStatus)
+WAITING, RUNNING, FINISHED, SCORED, IDLE = map(int, RequestStatus)
 
 
 class GroupStatus(IntEnum):
@@ -103,6 +105,11 @@ class Counters:
     requests_parked: int = 0  # into a pool
     requests_resumed: int = 0  # from a pool, with their KV
     parked_lost: int = 0  # lost or dropped by a pool, or impossible to resume: re-prefilled
+    turns_ended: int = 0  # of sessions
+    turns_resumed: int = 0  # next turns that began where the KV was, or after its move
+    turns_reprefilled: int = 0  # next turns that began without KV
+    sessions_replaced: int = 0
+    sessions_broken_off: int = 0  # ended by a time limit or after too many failures
     workers_lost: int = 0
     stalls: int = 0  # workers and pools replaced because they reported and made no progress
     leases_lapsed: int = 0  # of trainers that held a step and made no progress
@@ -166,12 +173,21 @@ class State:
                 "moves": np.int64,
                 "starting": np.int64,  # its StartRequest, until obeyed: earlier reports concern an earlier segment
                 "rests_until_s": np.float64,  # a move of it failed: not planned again before then
+                "session": np.bool_,  # an environment ends it
+                "given": np.int64,  # of ``tokens``: the newest turn's given tokens, until a worker has them
+                "began_s": np.float64,  # sessions: start of the first turn; 0: not yet
+                "idle_s": np.float64,  # sessions: end of the last turn
+                "pauses": np.int64,  # sessions: turns that were asked after the first
+                "attempt": np.int64,  # sessions: number of replacements before it
             }
         )
         self.request_id: dict[int, str] = {}
         self.request_row: dict[str, int] = {}
         self.traits: dict[int, PromptTraits] = {}  # group row -> traits that lengths are predicted from
-        self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows without a worker
+        self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows that wait to run
+        self.idle: dict[int, set[int]] = {}  # version -> rows of idle sessions; no empty entries
+        self.asked_at: set[int] = set()  # indexes of workers with asked sessions
+        self.pauses = Pauses()
         self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step; no empty entries
         self.evaluations = Evaluations()  # apart from all of these
         # trainer
@@ -222,6 +238,8 @@ class State:
         """
         requests = self.requests
         taken: Column = (requests["worker"][rows] == worker.index + 1) & (requests["starting"][rows] == 0)
+        if worker.kept:  # their last report was taken
+            taken &= requests["status"][rows] == RUNNING
         return taken
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
@@ -302,6 +320,7 @@ class State:
         del self.workers[worker.worker_id]
         self.worker_list[worker.index] = None
         self.worklist.fills(worker.index, False)
+        self.asked_at.discard(worker.index)
         self.loads.changed(worker.index)
         self.rehosted(worker)
 
@@ -359,6 +378,8 @@ class State:
         requests["worker"][row] = worker.index + 1
         requests["claim"][row] = claim
         requests["starting"][row] = 0
+        if not requests["began_s"][row]:
+            requests["began_s"][row] = self.now_s
         worker.rows.add(row)
         self.worklist.given(worker.index)
         self.loads.changed(worker.index)
@@ -376,12 +397,45 @@ class State:
         requests["status"][indexes] = RequestStatus.RUNNING
         requests["placed_s"][indexes], requests["placed_tokens"][indexes] = self.now_s, held
         requests["worker"][indexes], requests["claim"][indexes] = worker.index + 1, claims
-        requests["starting"][indexes] = 0
+        requests["starting"][indexes] = requests["given"][indexes] = 0
         worker.rows.update(rows)
         worker.kv_claimed += int(claims.sum())
         worker.kv_change += int(context.sum())
         self.worklist.given(worker.index)
         self.loads.changed(worker.index)
+
+    def keep(self, row: int, worker: Worker) -> None:
+        """Notes that the worker has the KV of a session that does not run."""
+        requests = self.requests
+        context = self.kv_of(row)
+        requests["worker"][row], requests["claim"][row] = worker.index + 1, context
+        worker.kept.add(row)
+        worker.kv_claimed += context
+        self.worklist.changed(worker.index)
+        self.loads.changed(worker.index)
+
+    def asks(self, row: int, worker: Worker) -> None:
+        """Notes that the next turn of a session on this worker waits."""
+        worker.asked[row] = None
+        self.asked_at.add(worker.index)
+
+    def kv_of(self, row: int) -> int:
+        """KV tokens of a request where it lies: without the given tokens that no worker has yet."""
+        requests = self.requests
+        return int(requests["prompt_tokens"][row] + requests["tokens"][row] - requests["given"][row])
+
+    def idles(self, row: int) -> None:
+        """Notes that a turn of a session has ended."""
+        self.requests["status"][row] = RequestStatus.IDLE
+        self.requests["idle_s"][row] = self.now_s
+        self.idle.setdefault(int(self.requests["version"][row]), set()).add(row)
+
+    def idles_no_more(self, row: int) -> None:
+        version = int(self.requests["version"][row])
+        rows = self.idle[version]
+        rows.remove(row)
+        if not rows:
+            del self.idle[version]
 
     def move_off(self, row: int) -> Worker:
         """Takes the request off its worker, which is told to remove it. Returns that worker.
@@ -390,7 +444,7 @@ class State:
         full.
         """
         worker = self.take_away(row)
-        worker.kv_change -= int(self.requests["prompt_tokens"][row] + self.requests["tokens"][row])
+        worker.kv_change -= self.kv_of(row)
         return worker
 
     def take_away(self, row: int) -> Worker:
@@ -398,6 +452,11 @@ class State:
         worker = self.owner(row)
         assert worker is not None, f"request {self.request_id[row]} is on no worker"
         worker.rows.discard(row)
+        worker.kept.discard(row)
+        if row in worker.asked:
+            del worker.asked[row]
+            if not worker.asked:
+                self.asked_at.discard(worker.index)
         worker.kv_claimed -= int(self.requests["claim"][row])
         self.requests["worker"][row] = 0
         self.requests["claim"][row] = self.requests["starting"][row] = 0
@@ -411,7 +470,7 @@ def _free_index(members: Sequence[object | None]) -> int:
 
 
 def unfinished(requests: Table) -> Column:
-    """Marks rows of admitted requests that have not ended; bool."""
+    """Marks rows of admitted requests that have not ended, idle sessions included; bool."""
     status = requests["status"]
-    mask: Column = (status == WAITING) | (status == RUNNING)
+    mask: Column = (status == WAITING) | (status == RUNNING) | (status == IDLE)
     return mask

@@ -32,7 +32,7 @@ class RequestColumns:
     unfinished: Column  # bool
     movable: Column  # bool: on a worker, in no handoff, not pausing after a failed one
     version: Column  # int64
-    worker: Column  # int64 index, -1: waits for one
+    worker: Column  # int64 index, -1: waits for one, or for its next turn
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
     expected_tokens: Column  # int64, of the whole response, as predicted at its admission

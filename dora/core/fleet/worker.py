@@ -31,7 +31,9 @@ class Worker:
     load_is_void: bool = False  # the version being loaded was published again meanwhile, so it must be loaded again
     load_failures: int = 0
     rests_until_s: float = 0.0  # it had no room for a parked request, so no request is placed on it before this time
-    rows: set[int] = field(default_factory=set)  # requests it owns
+    rows: set[int] = field(default_factory=set)  # requests that it runs
+    kept: set[int] = field(default_factory=set)  # sessions between two turns whose KV it has; they hold no slot
+    asked: dict[int, None] = field(default_factory=dict)  # those of ``kept`` whose next turn waits, in order
     inbound: int = 0  # incoming handoffs
     kv_claimed: int = 0  # prompts and expected lengths of owned and incoming requests
     kv_used: int = 0  # as last reported
@@ -61,6 +63,11 @@ class Worker:
     @property
     def held(self) -> int:
         return len(self.rows) + self.inbound
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no request and no KV of one."""
+        return not self.held and not self.kept
 
 
 def one_of_workers(workers: Iterable[str], name: str) -> str:

@@ -74,7 +74,7 @@ class BasePolicy(ABC):
         request.
         """
         need = dispatcher.context_tokens(row)
-        return not worker.held or worker.kv_claimed + need <= worker.kv_tokens
+        return worker.is_empty or worker.kv_claimed + need <= worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         """The prompt for the next group of ``version``. None: no group should begin."""

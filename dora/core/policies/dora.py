@@ -67,7 +67,7 @@ class DoraPolicy(BasePolicy):
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         """Whether KV in use stays below the pressure. An empty worker takes any request."""
         kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
-        return not worker.held or kv_tokens <= self.config.pressure * worker.kv_tokens
+        return worker.is_empty or kv_tokens <= self.config.pressure * worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         """The first prompt by arrival. An older version takes the first that ends before its deadline, or none while it

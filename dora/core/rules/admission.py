@@ -182,6 +182,7 @@ def enter(
         ("version", versions),
         ("prompt_tokens", [prompt.prompt_tokens for prompt in prompts]),
         ("max_tokens", [prompt.max_tokens for prompt in prompts]),
+        ("session", [prompt.sessions for prompt in prompts]),
         ("log_sd", log_sds),
     )
     for name, values in of_request:
@@ -194,6 +195,12 @@ def enter(
 def request_ids(group_id: str, size: int) -> list[str]:
     """The ids of a group's requests."""
     return [f"{group_id}.{index}" for index in range(size)]
+
+
+def attempt_id(request_id: str, attempt: int) -> str:
+    """The id of a session that has replaced others ``attempt`` times. ``request_id``: of any of them."""
+    first = request_id.partition("~")[0]
+    return f"{first}~{attempt}" if attempt else first
 
 
 def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:

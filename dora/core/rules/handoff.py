@@ -7,8 +7,8 @@ from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
 from dora.core.handoff.table import LIVE, Action, Handoff, Kind, Phase, Signal
-from dora.core.rules.placement import orphan, start
-from dora.core.state import RUNNING, Pending, State
+from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, start
+from dora.core.state import IDLE, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
 
 MOVE_REST_S = 5.0  # pause after a refused move
@@ -16,11 +16,15 @@ REFUSED_REST_S = 1.0  # pause before a worker without room for a parked request 
 
 
 def begin(state: State, row: int, target: Worker | Pool) -> None:
-    """Asks ``target`` to accept the request of ``row``; the source continues to decode."""
+    """Asks ``target`` to accept the request of ``row``; the source continues to decode. A session whose next turn
+    waits leaves its queue.
+    """
     source = state.owner(row)
+    if state.requests["status"][row] == WAITING:
+        leave_queue(state, row)
     assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
     kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
-    _begin(state, kind, row, source, target, kv_tokens(state, row))
+    _begin(state, kind, row, source, target, state.kv_of(row))
 
 
 def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
@@ -55,11 +59,11 @@ def send_back(state: State, row: int) -> None:
     """Takes a request off its worker without its KV; it waits and is re-prefilled."""
     source = state.move_off(row)
     state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
-    state.wait_first(row)
+    queue_again(state, row)
 
 
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """Moves one request for an operator: a running one to a worker or pool, a parked one to a worker.
+    """Moves one request for an operator: one on a worker to another or to a pool, a parked one to a worker.
 
     Raises NotFound or Conflict if that is impossible.
     """
@@ -75,22 +79,24 @@ def asked(state: State, event: on.MigrateAsked) -> None:
     movable = "a request that is running or parked, and in no handoff"
     if row in state.handoffs:
         raise Conflict("request", event.request_id, movable, why="is in a handoff already")
-    if state.requests["status"][row] != RUNNING and pool is None:
+    if state.owner(row) is None and pool is None:
         raise Conflict("request", event.request_id, movable, why="is not running")
+    if pool is not None and state.requests["status"][row] == IDLE:
+        raise Conflict("request", event.request_id, movable, why="is parked until its next turn")
     if target in (state.owner(row), pool):
         raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
     if isinstance(target, Worker):
         _check_worker(state, row, target)
     elif pool is not None:
         raise Conflict("--to", event.target_worker, "a worker: the request is parked already", why="is a pool")
-    elif target.free < kv_tokens(state, row):
-        allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
+    elif target.free < state.kv_of(row):
+        allowed = f"a pool with room for {state.kv_of(row):,} tokens of KV"
         raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
     if pool is None:
         begin(state, row, target)
     else:
         assert isinstance(target, Worker)
-        state.waiting[int(state.requests["version"][row])].remove(row)
+        leave_queue(state, row)
         resume(state, row, pool, target)
 
 
@@ -120,6 +126,17 @@ def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
         _close(state, handoff, signal)
     for action in actions:
         _ACTIONS[action](state, handoff)
+    if was_live and handoff.phase is Phase.ABORTED:
+        _wait_for_turn(state, handoff)
+
+
+def _wait_for_turn(state: State, handoff: Handoff) -> None:
+    """Queues a session whose next turn was asked during its handoff, or that was moved for it."""
+    row = handoff.row
+    if state.requests["status"][row] == WAITING:
+        queue = state.waiting.get(int(state.requests["version"][row]), ())
+        if row not in queue:
+            queue_again(state, row)
 
 
 def done(state: State, pending: Pending, event: on.CommandDone) -> None:
@@ -241,10 +258,10 @@ def _commit(state: State, handoff: Handoff) -> None:
         state.unpark(row)
     if isinstance(target, Pool):
         state.park(row, target, _parked_tokens(state, handoff))
-        state.wait_first(row)
+        queue_again(state, row)
         state.counters.requests_parked += 1
         return
-    state.give(row, target)
+    arrive(state, row, target)
     state.requests["moves"][row] += 1
     if handoff.kind is Kind.RESUME:
         state.counters.requests_resumed += 1
@@ -254,8 +271,8 @@ def _commit(state: State, handoff: Handoff) -> None:
 
 def _parked_tokens(state: State, handoff: Handoff) -> int:
     """KV tokens of a frozen request; its worker may have reported fewer."""
-    requests, row = state.requests, handoff.row
-    return int(requests["prompt_tokens"][row]) + max(int(requests["tokens"][row]), handoff.tokens)
+    row = handoff.row
+    return max(state.kv_of(row), int(state.requests["prompt_tokens"][row]) + handoff.tokens)
 
 
 def _has_room(state: State, handoff: Handoff) -> bool:
@@ -307,12 +324,13 @@ def _restart_at_target(state: State, handoff: Handoff) -> None:
     """Re-prefills the request at its target. In a pool it waits to be re-prefilled elsewhere."""
     if handoff.kind is Kind.RESUME:
         return  # it waits again (``_close``)
-    send_back(state, handoff.row)
-    if handoff.kind is Kind.PARK:
+    row = handoff.row
+    send_back(state, row)
+    if handoff.kind is Kind.PARK or state.requests["status"][row] == IDLE:
         return
-    state.waiting[int(state.requests["version"][handoff.row])].remove(handoff.row)
-    start(state, handoff.row, state.workers[handoff.target])
-    state.requests["moves"][handoff.row] += 1
+    leave_queue(state, row)
+    start(state, row, state.workers[handoff.target])
+    state.requests["moves"][row] += 1
 
 
 def _orphan(state: State, handoff: Handoff) -> None:
@@ -325,12 +343,6 @@ def _orphan(state: State, handoff: Handoff) -> None:
 
 def _release_snapshot(state: State, handoff: Handoff) -> None:
     state.out.append(do.ReleaseSnapshot(handoff.locator))
-
-
-def kv_tokens(state: State, row: int) -> int:
-    """KV tokens of a request, as last reported by its worker."""
-    requests = state.requests
-    return int(requests["prompt_tokens"][row] + requests["tokens"][row])
 
 
 _COPIES: Final[dict[Kind, type[do.CopyOut]]] = {

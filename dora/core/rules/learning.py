@@ -19,6 +19,7 @@ def learnt(state: State) -> str:
         "need": state.freshness.learnt(state.now_s),
         "rhythm": state.rates.learnt(state.now_s),
         "lengths": state.predictor.learnt(),
+        "pauses": state.pauses.learnt(),
     }
     if state.adaptive is not None:
         parts["adaptive"] = state.adaptive.learnt()
@@ -39,5 +40,6 @@ def learn_again(state: State, text: str) -> None:
     state.freshness.learn_again(parts["need"], state.now_s)
     state.rates.learn_again(parts["rhythm"], state.now_s)
     state.predictor.learn_again(parts["lengths"])
+    state.pauses.learn_again(parts.get("pauses", {}))
     if state.adaptive is not None and "adaptive" in parts:
         state.adaptive.learn_again(parts["adaptive"])

@@ -13,7 +13,7 @@ from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
 from dora.core.handoff.table import Signal
 from dora.core.rules import arrival, evaluation, handoff, lease, membership, parking, rejection, stalls
-from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
+from dora.core.state import FINISHED, GROUP_FINISHED, IDLE, LEASED, SCORED, WAITING, State
 from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
 
@@ -57,16 +57,31 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
 
 
 def _finish(state: State, row: int) -> None:
+    """Ends a response, or a turn of a session, which stays on its worker and in its handoff."""
+    requests = state.requests
+    tokens = int(requests["tokens"][row]) - int(requests["placed_tokens"][row])
+    state.rates.generated(tokens, state.now_s - float(requests["placed_s"][row]))
+    if requests["session"][row]:
+        worker = state.take_away(row)
+        state.idles(row)
+        state.keep(row, worker)
+        state.counters.turns_ended += 1
+        return
     if row in state.handoffs:
         handoff.signal_row(state, row, Signal.FINISHED)
     state.take_away(row)
+    complete(state, row)
+
+
+def complete(state: State, row: int, broken_off: str = "") -> None:
+    """Ends a response that is on no worker. ``broken_off``: the reason if its environment has not ended it."""
     requests = state.requests
-    group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
+    group = int(requests["group"][row])
     requests["status"][row] = FINISHED
-    state.rates.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
-    state.predictor.observe(state.traits[group], tokens)
+    state.predictor.observe(state.traits[group], int(requests["tokens"][row]))
     state.groups["unfinished"][group] -= 1
-    state.out.append(do.ScoreRequest(state.request_id[row]))
+    request_id = state.request_id[row]
+    state.out.append(do.BreakOffSession(request_id, broken_off) if broken_off else do.ScoreRequest(request_id))
 
 
 def scored(state: State, event: on.RequestScored) -> None:
@@ -322,14 +337,11 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     for row in state.members[group]:
         handoff.signal_row(state, row, Signal.UNDO)
         status = state.requests["status"][row]
-        if status == RUNNING:
-            worker = state.move_off(row)
-            request_id = state.request_id[row]
-            state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
-        elif status == WAITING:
+        if status == WAITING:
             state.waiting[version].remove(row)
-            if state.requests["pool"][row]:
-                parking.forget(state, row)
+        elif status == IDLE:
+            state.idles_no_more(row)
+        drop_kv(state, row)
     if state.groups["status"][group] == GROUP_FINISHED:
         _no_longer_finished(state, group, deadline)
         state.freshness.cancelled()
@@ -337,6 +349,15 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     _drop(state, group, event.reason)
     state.worklist.wake()
     deliver(state)
+
+
+def drop_kv(state: State, row: int) -> None:
+    """Frees what a worker or pool has of a request."""
+    if state.owner(row) is not None:
+        worker = state.move_off(row)
+        state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row]))
+    elif state.requests["pool"][row]:
+        parking.forget(state, row)
 
 
 def _drop(state: State, group: int, reason: str) -> None:

@@ -9,7 +9,7 @@ from dora.core import events as on
 from dora.core.fleet.worker import Worker, one_of_workers
 from dora.core.rules import arrival, handoff, rejection
 from dora.core.rules.placement import orphan
-from dora.core.state import WAITING, Pending, State
+from dora.core.state import IDLE, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
 
 LOAD_ATTEMPTS = 3
@@ -34,13 +34,19 @@ def joined(state: State, event: on.WorkerJoined) -> None:
 
 def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
     """Gives a worker of an earlier incarnation its requests back, unless another worker has them."""
-    rows = adoptable(state, worker.loaded, event.requests)
+    rows, kept = adoptable(state, worker.loaded, event.requests), keepable(state, worker.loaded, event.requests)
     names = [state.request_id[row] for row in rows]
     if (waiting_requests := state.waiting.get(worker.loaded)) is not None:
         for row in rows:
             if row in waiting_requests:
                 waiting_requests.remove(row)
     state.give_all(rows, worker, [event.requests[name] for name in names])
+    for row in kept:
+        state.keep(row, worker)
+        worker.kv_change += state.kv_of(row)
+        if state.requests["status"][row] == WAITING:
+            state.asks(row, worker)
+    names += [state.request_id[row] for row in kept]
     for name in event.requests.keys() - set(names):
         state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), name))
 
@@ -59,6 +65,21 @@ def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[i
     return found
 
 
+def keepable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
+    """The rows of those sessions between two turns of which a reattached worker has exactly what was sampled and given
+    before the next turn. ``requests``: its tokens of each.
+    """
+    columns = state.requests.columns("status", "version", "tokens", "given", "pool", "worker", "moving")
+    found: list[int] = []
+    for name, held in requests.items():
+        if (row := state.request_row.get(name)) is not None:
+            status, of_version, tokens, given, pool, worker, moving = (int(column[row]) for column in columns)
+            is_between = status == IDLE or (status == WAITING and given > 0)
+            if is_between and of_version == version and held == tokens - given and not (pool or worker or moving):
+                found.append(row)
+    return found
+
+
 def lost(state: State, event: on.WorkerLost) -> bool:
     """Removes a lost worker and its requests. Returns whether the core still counted it as alive."""
     worker = state.worker_at(event.worker_id, event.epoch)
@@ -70,6 +91,8 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         state.take_away(row)
         if row not in state.handoffs:  # otherwise its snapshot is on the way to another worker
             orphan(state, row)
+    for row in sorted(worker.kept):  # they stay idle or queued, without KV
+        state.take_away(row)
     state.evaluations.lost(worker.worker_id)
     state.remove_worker(worker)
     state.counters.workers_lost += worker.evicted or not worker.stopping
@@ -98,7 +121,7 @@ def settle(state: State, indexes: Iterable[int]) -> None:
     """
     for index in indexes:
         worker = state.worker_list[index]
-        if worker is None or worker.held or worker.loading >= 0 or worker.stopping:
+        if worker is None or not worker.is_empty or worker.loading >= 0 or worker.stopping:
             continue
         if worker.draining:
             worker.stopping = True

@@ -8,7 +8,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.rules import handoff
-from dora.core.state import WAITING, State
+from dora.core.state import IDLE, WAITING, State
 from dora.errors import Conflict, InvalidValue
 
 
@@ -21,18 +21,22 @@ def joined(state: State, event: on.PoolJoined) -> None:
     pool = state.add_pool(event.pool_id, event.epoch, event.kv_tokens, event.host)
     for request_id, tokens in event.requests.items():
         row = state.request_row.get(request_id)
-        if row is not None and tokens == state.requests["tokens"][row] and _parks_again(state, row, pool):
-            state.park(row, pool, handoff.kv_tokens(state, row))
+        if row is not None and _parks_again(state, row, pool, tokens):
+            state.park(row, pool, state.kv_of(row))
         else:
             state.send(do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), request_id))
     state.worklist.wake()
 
 
-def _parks_again(state: State, row: int, pool: Pool) -> bool:
-    """Returns whether a reattached pool may keep this request: it waits and is parked nowhere else."""
-    requests = state.requests
-    waits = requests["status"][row] == WAITING and not requests["moving"][row] and not requests["pool"][row]
-    return bool(waits) and handoff.kv_tokens(state, row) <= pool.free
+def _parks_again(state: State, row: int, pool: Pool, tokens: int) -> bool:
+    """Returns whether a reattached pool may keep this request: it has all tokens but those of an asked turn, and the
+    request has its KV nowhere else.
+    """
+    status, given, moving, of_pool, worker = (
+        state.requests[name][row] for name in ("status", "given", "moving", "pool", "worker")
+    )
+    waits = status in (WAITING, IDLE) and not (moving or of_pool or worker)
+    return bool(waits) and tokens == state.requests["tokens"][row] - given and state.kv_of(row) <= pool.free
 
 
 def lost(state: State, event: on.PoolLost) -> bool:

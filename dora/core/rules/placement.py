@@ -1,8 +1,8 @@
-"""Places waiting requests on workers, and puts them back into the queue when their worker is lost."""
+"""Places waiting requests on workers, and puts them back into the queue when they lose their place."""
 
 from dora.core import commands as do
 from dora.core.fleet.worker import Worker
-from dora.core.state import State
+from dora.core.state import IDLE, State
 
 
 def start(state: State, row: int, worker: Worker) -> None:
@@ -20,9 +20,58 @@ def start(state: State, row: int, worker: Worker) -> None:
     state.requests["starting"][row] = command.command_id
     state.send(command)
     state.counters.migrations_reprefill += resumed
+    state.counters.turns_reprefilled += bool(state.requests["given"][row])
+    state.requests["given"][row] = 0
+
+
+def extend(state: State, row: int, worker: Worker) -> None:
+    """Begins the asked turn of a session on the worker with its KV; the session is in no queue."""
+    kv_tokens = state.kv_of(row)
+    if state.owner(row) is worker:
+        state.take_away(row)
+        worker.kv_change -= kv_tokens  # which ``give`` counts as new
+    state.give(row, worker)
+    command = do.ExtendRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row])
+    state.requests["starting"][row] = command.command_id
+    state.requests["given"][row] = 0
+    state.send(command)
+    state.counters.turns_resumed += 1
+
+
+def arrive(state: State, row: int, worker: Worker) -> None:
+    """Continues a request whose KV has arrived at a worker, or keeps it there until its next turn."""
+    status, asked = state.requests["status"][row], bool(state.requests["given"][row])
+    if status == IDLE or (asked and worker.held >= worker.slots):
+        state.keep(row, worker)
+        worker.kv_change += state.kv_of(row)
+        queue_again(state, row)
+    elif asked:
+        extend(state, row, worker)
+    else:
+        state.give(row, worker)
+
+
+def queue_again(state: State, row: int) -> None:
+    """Puts a request that does not run first in the queue of its version; an idle session awaits its next turn
+    instead.
+    """
+    if state.requests["status"][row] == IDLE:
+        return
+    state.wait_first(row)
+    if (worker := state.owner(row)) is not None:
+        state.asks(row, worker)
+
+
+def leave_queue(state: State, row: int) -> None:
+    """Takes a waiting request from its queue. The KV of a session stays where it is."""
+    state.waiting[int(state.requests["version"][row])].remove(row)
+    if (worker := state.owner(row)) is not None:
+        worker.asked.pop(row, None)
+        if not worker.asked:
+            state.asked_at.discard(worker.index)
 
 
 def orphan(state: State, row: int) -> None:
-    """Puts a request without an owner first in the queue of its version."""
-    state.wait_first(row)
+    """Queues a request whose worker is lost."""
+    queue_again(state, row)
     state.counters.requests_orphaned += 1

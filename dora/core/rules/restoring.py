@@ -7,7 +7,7 @@ would admit all that the window allows at once.
 """
 
 from collections import deque
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from dora.core import events as on
 from dora.core.groups.queues import WaitingRequests
 from dora.core.groups.window import Window
 from dora.core.rules import arrival, learning, membership, parking
-from dora.core.rules.admission import enter
-from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, SCORED, WAITING, Counters, State
+from dora.core.rules.admission import attempt_id, enter
+from dora.core.state import FINISHED, GROUP_FINISHED, IDLE, LEASED, SCORED, WAITING, Counters, State
 from dora.core.table import Column
 from dora.errors import Conflict, IllegalTransition, InvalidValue
 
-STAGES = (WAITING, FINISHED, SCORED)  # by the values of RestoredRequests.stages
+STAGES = (WAITING, FINISHED, SCORED, IDLE)  # by the values of RestoredRequests.stages
 
 
 def restored(state: State, event: on.Restored) -> None:
@@ -68,8 +68,9 @@ def _checked(state: State, event: on.Restored) -> Window:
     if len(set(names)) < len(names):
         raise InvalidValue("workers, pools", sorted(names), "each once")
     requests, count = event.requests, sum(group.prompt.group_size for group in event.groups)
-    for name, column in (("rows", requests.rows), ("tokens", requests.tokens), ("stages", requests.stages)):
-        if len(column) != count:
+    for name in ("rows", "tokens", "stages", "attempts", "given"):
+        column = getattr(requests, name)
+        if len(column) != count and (len(column) or name not in ("attempts", "given")):
             raise InvalidValue(f"requests.{name}", len(column), f"{count}, as many as the groups have responses")
     if len(np.unique(requests.rows)) < count or (count and int(requests.rows.min()) < 0):
         raise InvalidValue("requests.rows", "a row twice, or below 0", "a row of its own for each request")
@@ -128,10 +129,12 @@ def _enter_all(state: State, event: on.Restored) -> Column:
     )
     requests["tokens"][rows] = given.tokens
     requests["status"][rows] = np.array(STAGES, np.int8)[given.stages]
+    _enter_sessions(state, rows, given)
     places = np.array([state.group_row[each.group_id] for each in event.groups], np.int64)
     groups["admitted_s"][places] = state.now_s - np.array([each.age_s for each in event.groups])
     of_group = requests["group"][rows]
-    for name, stages in (("unfinished", given.stages == 0), ("unscored", given.stages < STAGES.index(SCORED))):
+    unfinished = (given.stages == STAGES.index(WAITING)) | (given.stages == STAGES.index(IDLE))
+    for name, stages in (("unfinished", unfinished), ("unscored", given.stages != STAGES.index(SCORED))):
         groups[name][places] = np.bincount(of_group[stages], minlength=groups.capacity)[places]
     for group_id in event.finished:
         group = state.group_row[group_id]
@@ -140,6 +143,23 @@ def _enter_all(state: State, event: on.Restored) -> Column:
     state.leased = [state.group_row[group_id] for group_id in event.leased]
     groups["status"][state.leased] = LEASED
     return rows
+
+
+def _enter_sessions(state: State, rows: Column, given: on.RestoredRequests) -> None:
+    """Fills the cells of sessions. Their time limits begin anew."""
+    requests = state.requests
+    requests["began_s"][rows] = np.where(given.tokens > 0, state.now_s, 0.0)
+    if len(given.given):
+        requests["given"][rows] = given.given
+    for row in rows[requests["status"][rows] == IDLE].tolist():
+        state.idles(row)
+    for row, attempt in zip(rows.tolist(), given.attempts.tolist(), strict=False):
+        if attempt:
+            requests["attempt"][row] = attempt
+            old_id = state.request_id[row]
+            state.request_id[row] = new_id = attempt_id(old_id, attempt)
+            del state.request_row[old_id]
+            state.request_row[new_id] = row
 
 
 def _line_up(state: State, rows: Column) -> None:
@@ -171,7 +191,11 @@ def durable(state: State) -> on.Restored:
         commands_sent=state.commands_sent,
         groups=tuple(_group(state, group) for group in ordered),
         requests=on.RestoredRequests(
-            rows.astype(np.int32), requests["tokens"][rows].astype(np.int32), stages.astype(np.uint8)
+            rows.astype(np.int32),
+            requests["tokens"][rows].astype(np.int32),
+            stages.astype(np.uint8),
+            requests["attempt"][rows].astype(np.uint8),
+            requests["given"][rows].astype(np.int32),
         ),
         leased=tuple(names[group] for group in state.leased),
         finished=tuple(names[group] for _, waiting in sorted(state.finished.items()) for group in waiting),
@@ -195,6 +219,7 @@ def _group(state: State, group: int) -> on.RestoredGroup:
         traits.features,
         traits.known_tokens,
     )
+    prompt = replace(prompt, sessions=bool(state.requests["session"][state.members[group][0]]))
     version, deadline = int(groups["version"][group]), int(groups["deadline"][group])
     age_s = state.now_s - float(groups["admitted_s"][group])
     return on.RestoredGroup(state.group_id[group], prompt, version, deadline, age_s)

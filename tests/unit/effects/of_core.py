@@ -5,6 +5,8 @@ from typing import Any, Final
 
 from dora.config import Config
 from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
 from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
 from dora.errors import DoraError
 from dora.sim.meter import Meter
@@ -98,6 +100,39 @@ def batch(config: Config, _: Place) -> object:
     return one.state.window.groups_per_step
 
 
+def open_session(config: Config) -> Bench:
+    """A worker runs the first turn of a session; the clock is in whole seconds."""
+    one = bench(config)
+    one.start("w0")
+    one.post(on.PromptsOffered((on.OfferedPrompt("s0", "task", 5, 1, 60, sessions=True),)))
+    one.obey(do.StartRequest)
+    return one
+
+
+def silent(config: Config, _: Place) -> tuple[int, str]:
+    """The seconds after which a session without a next turn is over, to within ten, and what happens then."""
+    one = open_session(config)
+    one.report("g0.0", 7, end=True)
+    for ten in range(1000):
+        one.now_s += 10.0
+        for command in one.post(on.Tick()):
+            if isinstance(command, do.ReplaceRequest | do.BreakOffSession):
+                return 10 * (ten + 1), type(command).__name__
+    return 0, ""
+
+
+def replacements(config: Config, _: Place) -> int:
+    """The number of times that a session is replaced whose environment fails each time."""
+    one, name = open_session(config), "g0.0"
+    for attempt in range(1, 100):
+        one.report(name, 7, end=True)
+        one.post(on.SessionFailed(name, "it died"))
+        name = f"g0.0~{attempt}"
+        if one.given(do.BreakOffSession):
+            break
+    return len(one.given(do.ReplaceRequest))
+
+
 AUTO: Final = {"window.size": "auto"}
 ORACLE: Final = {"balance.policy": "dora", "balance.predictor": "oracle"}
 LAXITY: Final = {"balance.policy": "laxity", "balance.predictor": "oracle"}
@@ -136,5 +171,9 @@ ROWS: Final[dict[str, Row]] = {
     "balance.moves_at_once": Seen(1, simulated, base=ORACLE),
     "balance.dora.hysteresis": Seen(0.0, simulated, base={"balance.policy": "dora", "balance.period_s": 1.0}),
     "balance.dora.level_gap": Seen(8, simulated, base=ORACLE),
+    "sessions.idle_timeout_s": Seen(40.0, silent, (40, "ReplaceRequest")),
+    "sessions.total_timeout_s": Seen(70.0, silent, (70, "ReplaceRequest"), base={"sessions.idle_timeout_s": 0.0}),
+    "sessions.on_timeout": Seen("end", silent, (600, "BreakOffSession")),
+    "sessions.replacements": Seen(5, replacements, 5),
     "selection.redundant_fraction": Seen(0.25, simulated, base=ORACLE),
 }

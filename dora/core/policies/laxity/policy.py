@@ -48,7 +48,7 @@ class LaxityPolicy(BasePolicy):
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
         free_slots = worker.slots - worker.held
-        if not worker.held:  # regardless of its last report
+        if worker.is_empty:  # regardless of its last report
             return 1.0
         if free_slots <= 0 or worker.waiting:  # requests that wait inside the engine go first
             return 0.0
@@ -56,7 +56,7 @@ class LaxityPolicy(BasePolicy):
         return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        if not worker.held:
+        if worker.is_empty:
             return True
         context = dispatcher.context_tokens(row)
         left = max(1.0, float(dispatcher.requests["expected"][row]) - float(dispatcher.requests["tokens"][row]))

@@ -1,0 +1,276 @@
+"""Sessions: responses of several turns. Between two turns a session is idle, and its tools run.
+
+    RUNNING ──turn ended──▶ IDLE ──turn asked──▶ WAITING ──placed──▶ RUNNING
+                             │ └──ended──▶ FINISHED
+                             └──timed out, failed──▶ FINISHED without reward, or replaced
+
+An idle session holds no slot. Its KV is *resident* on its worker or *parked* in a pool, or the session is *cold*: it
+has none, and its next turn is prefilled whole. It stays under its version and is demand for it like a waiting request.
+
+KV leaves a worker when the worker vacates its version, when the pause exceeds the time-to-live of the session's task,
+and when others need the room. From a vacating worker it moves to another one of the version at best. Otherwise it goes
+to a pool; without room there it is dropped. A move between two turns delays no token.
+"""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Final
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.fleet.worker import Worker
+from dora.core.handoff.choice import Choice, cheapest
+from dora.core.handoff.table import Signal
+from dora.core.rules import handoff, lifecycle, placement
+from dora.core.rules.admission import admissible, attempt_id
+from dora.core.state import FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
+from dora.errors import Conflict, InvalidValue, NotFound
+
+TOTAL: Final = "in total"  # the end of a reason
+
+# ------------------------------------------------------------------------------------------------------------- turns
+
+
+def asked(state: State, event: on.TurnAsked) -> None:
+    """Queues the next turn of an idle session. It begins at once if the worker with its KV has a free slot.
+
+    Raises NotFound, InvalidValue, or Conflict for a session that is not idle.
+    """
+    row = check_idle(state, event.request_id)
+    if event.tokens < 1:
+        raise InvalidValue("tokens", event.tokens, "at least 1 given token")
+    requests = state.requests
+    state.pauses.observe(_task(state, row), state.now_s - float(requests["idle_s"][row]))
+    requests["given"][row] = event.tokens
+    requests["tokens"][row] += event.tokens
+    requests["pauses"][row] += 1
+    state.idles_no_more(row)
+    requests["status"][row] = RequestStatus.WAITING
+    if requests["moving"][row]:
+        return  # it goes on when its handoff has ended
+    worker = state.owner(row)
+    if worker is not None and _can_run(state, row, worker):
+        placement.extend(state, row, worker)
+    else:
+        placement.queue_again(state, row)
+
+
+def check_idle(state: State, request_id: str) -> int:
+    """Returns the row of an idle session. Raises NotFound or Conflict."""
+    row = _session(state, request_id)
+    if state.requests["status"][row] != IDLE:
+        raise Conflict("session", request_id, "an idle session", why="has a turn that has not ended")
+    return row
+
+
+def ended(state: State, event: on.SessionEnded) -> None:
+    """Finishes a session with what it has; a turn that has not ended is broken off. Raises NotFound or Conflict."""
+    row = _session(state, event.request_id)
+    if not state.requests["tokens"][row]:
+        raise Conflict("session", event.request_id, "a session with a sampled token", why="has none")
+    state.pauses.ended(_task(state, row), int(state.requests["pauses"][row]))
+    _finish(state, row, "")
+
+
+def failed(state: State, event: on.SessionFailed) -> None:
+    """Replaces a session whose environment has failed. Raises NotFound or Conflict."""
+    _replace(state, _session(state, event.request_id), event.reason)
+
+
+def overdue(state: State) -> None:
+    """Ends or replaces the sessions that have exceeded a time limit."""
+    limits, requests = state.config.sessions, state.requests
+    status, session, began_s = requests.columns("status", "session", "began_s")
+    late: dict[int, str] = {}
+    if limits.total_timeout_s:
+        is_open = session & (status != FINISHED) & (status != RequestStatus.SCORED) & (began_s > 0.0)
+        total = np.flatnonzero(is_open & (state.now_s - began_s >= limits.total_timeout_s))
+        late |= dict.fromkeys(total.tolist(), f"it took longer than {limits.total_timeout_s:g} s {TOTAL}")
+    if limits.idle_timeout_s and state.idle:
+        idle = np.flatnonzero((status == IDLE) & (state.now_s - requests["idle_s"] >= limits.idle_timeout_s))
+        late |= dict.fromkeys(idle.tolist(), f"no turn was asked in {limits.idle_timeout_s:g} s")
+    for row, reason in late.items():
+        if row not in state.request_id or requests["status"][row] in (FINISHED, RequestStatus.SCORED):
+            continue  # the group of an earlier one was cancelled
+        if limits.on_timeout == "end" and requests["tokens"][row]:
+            _break_off(state, row, reason)
+        else:
+            _replace(state, row, reason)
+
+
+def _session(state: State, request_id: str) -> int:
+    """The row of a session that has not ended."""
+    row = state.request_row.get(request_id)
+    if row is None or not state.requests["session"][row]:
+        raise NotFound("session", request_id, "an open session", why="is not open")
+    if state.requests["status"][row] not in (WAITING, RUNNING, IDLE):
+        raise Conflict("session", request_id, "an open session", why="has ended")
+    return row
+
+
+def _task(state: State, row: int) -> str:
+    return state.traits[int(state.requests["group"][row])].task_id
+
+
+def _can_run(state: State, row: int, worker: Worker) -> bool:
+    """Returns whether a worker with the session's KV has a slot for it now."""
+    return worker.hosts == state.requests["version"][row] and worker.held < worker.slots
+
+
+# --------------------------------------------------------------------------------------------------------------- ends
+
+
+def _finish(state: State, row: int, broken_off: str) -> None:
+    _withdraw(state, row)
+    lifecycle.complete(state, row, broken_off)
+
+
+def _break_off(state: State, row: int, reason: str) -> None:
+    state.counters.sessions_broken_off += 1
+    _finish(state, row, reason)
+
+
+def _replace(state: State, row: int, reason: str) -> None:
+    """Begins another session in place of this one. One that was replaced too often ends with what it has, and without
+    any token its group is cancelled.
+    """
+    requests = state.requests
+    if requests["attempt"][row] >= state.config.sessions.replacements:
+        if requests["tokens"][row]:
+            _break_off(state, row, reason)
+        else:
+            group_id = state.group_id[int(requests["group"][row])]
+            lifecycle.cancel(state, on.GroupCancelled(group_id, f"{state.request_id[row]}: {reason}"))
+        return
+    _withdraw(state, row)
+    (new,) = requests.allocate(1)
+    for name in ("group", "version", "prompt_tokens", "max_tokens", "log_mean", "log_sd", "expected", "session"):
+        state.requests[name][new] = state.requests[name][row]
+    requests["attempt"][new] = requests["attempt"][row] + 1
+    members = state.members[int(requests["group"][row])]
+    members[members.index(row)] = new
+    old_id = state.request_id.pop(row)
+    del state.request_row[old_id]
+    requests.free([row])
+    new_id = attempt_id(old_id, int(requests["attempt"][new]))
+    state.request_id[new], state.request_row[new_id] = new_id, new
+    state.counters.sessions_replaced += 1
+    state.out.append(do.ReplaceRequest(old_id, new_id, reason))
+    state.wait_first(new)
+
+
+def _withdraw(state: State, row: int) -> None:
+    """Takes an unfinished session from where it is, and frees its KV."""
+    handoff.signal_row(state, row, Signal.UNDO)
+    status = state.requests["status"][row]
+    if status == WAITING:
+        state.waiting[int(state.requests["version"][row])].remove(row)
+    elif status == IDLE:
+        state.idles_no_more(row)
+    lifecycle.drop_kv(state, row)
+    state.worklist.wake()
+
+
+# ----------------------------------------------------------------------------------------------------------------- KV
+
+
+def resume(state: State) -> None:
+    """Begins asked turns where their KV is, as slots have become free there."""
+    for index in sorted(state.asked_at):
+        worker = state.worker_list[index]
+        while worker is not None and worker.asked and _can_run(state, row := next(iter(worker.asked)), worker):
+            placement.leave_queue(state, row)
+            placement.extend(state, row, worker)
+
+
+def vacate(state: State) -> None:
+    """Sets aside the KV of sessions on workers that leave their version."""
+    for worker in state.hosting.vacating():
+        for row in sorted(worker.kept):
+            if not state.requests["moving"][row]:
+                _set_aside(state, row, worker, moves=True)
+
+
+def rest(state: State) -> None:
+    """Sets aside the KV of pauses that exceed their task's time-to-live, where there is a pool, and the oldest on
+    workers under KV pressure. Called at each tick.
+    """
+    if not state.idle:
+        return
+    idle = np.fromiter((row for rows in state.idle.values() for row in rows), np.int64)
+    of_resident = idle[(state.requests["worker"][idle] > 0) & ~state.requests["moving"][idle]]
+    for row in of_resident[np.argsort(state.requests["idle_s"][of_resident], kind="stable")].tolist():
+        worker = state.owner(row)
+        assert worker is not None
+        presses = worker.kv_expected > _most(state, worker)
+        idle_s = state.now_s - float(state.requests["idle_s"][row])
+        if presses or (state.pools and idle_s > state.pauses.ttl_s(_task(state, row))):
+            _set_aside(state, row, worker, drops=presses)
+
+
+def make_room(state: State) -> None:
+    """Sets aside the KV of the longest pause on a worker with a free slot, if a request or the next prompt waits for
+    that KV.
+    """
+    if not state.idle:
+        return
+    for version, need in _needs(state):
+        for worker in state.workers_of(version):
+            is_short = max(worker.kv_claimed, worker.kv_expected) + need > _most(state, worker)
+            if worker.held < worker.slots and is_short and _longest_pause(state, worker):
+                break
+
+
+def _needs(state: State) -> Iterator[tuple[int, float]]:
+    """The versions that something waits for, with the expected KV of the first request."""
+    newest, first = state.window.newest_sound, state.backlog.first()
+    prompt_tokens, tokens, expected = state.requests.columns("prompt_tokens", "tokens", "expected")
+    for version, waiting in state.waiting.items():
+        if waiting:
+            row = waiting.peek()
+            yield version, int(prompt_tokens[row]) + max(int(tokens[row]), int(expected[row])) + 1
+    if first is not None and not state.waiting.get(newest) and admissible(state, newest) >= 1:
+        yield newest, first.prompt.prompt_tokens + max(first.lengths) + 1
+
+
+def _longest_pause(state: State, worker: Worker) -> bool:
+    """Sets aside the KV of a worker's longest pause. Returns whether there is one."""
+    idle = [row for row in worker.kept if row not in worker.asked and not state.requests["moving"][row]]
+    if idle:
+        _set_aside(state, min(idle, key=lambda row: (state.requests["idle_s"][row], row)), worker)
+    return bool(idle)
+
+
+def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, drops: bool = True) -> None:
+    """Moves the KV of an idle or waiting session off its worker: to another one (``moves``), to a pool, or nowhere
+    (``drops``).
+    """
+    context = state.kv_of(row)
+    is_limited = len(state.handoffs) >= state.config.balance.moves_at_once
+    target = _roomiest(state, row, worker, context) if moves and not is_limited else None
+    pool = None if is_limited else state.pool_with(context, worker.host)
+    choice = cheapest(state.cost, context, inf, slot=target is not None, pool=pool is not None)
+    end = target if choice is Choice.MOVE else pool if choice is Choice.PARK else None
+    if end is not None:
+        handoff.begin(state, row, end)
+    elif drops:
+        lifecycle.drop_kv(state, row)
+        state.worklist.wake()
+
+
+def _roomiest(state: State, row: int, source: Worker, context: int) -> Worker | None:
+    """The other worker of the session's version with the most free KV, if that is enough."""
+    workers = state.workers_of(int(state.requests["version"][row]))
+    fit = [worker for worker in workers if worker is not source and _free(state, worker) >= context]
+    return max(fit, key=lambda worker: (_free(state, worker), -worker.index), default=None)
+
+
+def _free(state: State, worker: Worker) -> float:
+    return _most(state, worker) - worker.kv_expected
+
+
+def _most(state: State, worker: Worker) -> float:
+    """The KV of a worker that is used before it is under pressure."""
+    return state.config.balance.pressure * worker.kv_tokens

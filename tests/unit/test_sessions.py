@@ -1,0 +1,296 @@
+"""Sessions in the core: turns, idle KV, time limits and replacements, event by event."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules import restoring
+from dora.core.state import IDLE, RUNNING, WAITING
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.sim.invariants import check_empty, check_state
+from tests.refusals import refused
+from tests.unit.test_machine import Bench
+
+S = "g0.0"
+
+
+class SessionBench(Bench):
+    """Two workers ``w0`` and ``w1`` of version 0, and one session."""
+
+    def __init__(self, workers: tuple[str, ...] = ("w0", "w1"), sessions: Any = None, **balance: Any) -> None:
+        super().__init__(groups=1, **balance)
+        if sessions:
+            limits = self.machine.state.config.sessions.model_copy(update=sessions)
+            self.machine = Machine(self.machine.state.config.model_copy(update={"sessions": limits}))
+            self.state = self.machine.state
+        self.start(*workers)
+        self.open(1)
+        self.obey(do.StartRequest)
+
+    def open(self, count: int, group_size: int = 1) -> None:
+        prompts = tuple(
+            on.OfferedPrompt(f"s{self.prompts + n}", "task", 5, group_size, 60, sessions=True) for n in range(count)
+        )
+        self.prompts += count
+        self.post(on.PromptsOffered(prompts))
+
+    @property
+    def row(self) -> int:
+        return self.state.request_row[S]
+
+    @property
+    def status(self) -> int:
+        return int(self.state.requests["status"][self.row])
+
+    def turn(self, tokens: int = 7) -> list[do.Command]:
+        return self.report(S, tokens, end=True)
+
+    def ask(self, tokens: int = 3) -> list[do.Command]:
+        return self.post(on.TurnAsked(S, tokens))
+
+    def later(self, seconds: float) -> list[do.Command]:
+        self.now_s += seconds
+        return self.post(on.Tick())
+
+    def grant_move(self, tokens: int = 7) -> None:
+        """The target of the handoff reserves, the source copies, the target has it."""
+        self.obey(do.ReserveSlot)
+        (copy,) = [p.command for p in self.state.pending.values() if isinstance(p.command, do.CopyOut)]
+        self.answer(copy, locator="snapshot", tokens=tokens)
+        self.obey(do.CopyIn)
+        self.obey(do.RemoveRequest)
+
+
+def test_a_turn_ends_without_an_end_and_the_next_begins_where_the_kv_is() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    assert not bench.turn() and bench.status == IDLE
+    worker = bench.state.workers[home]
+    assert (worker.held, worker.kept, worker.kv_claimed) == (0, {bench.row}, 12), "no slot, and its KV is counted"
+    (extend,) = bench.ask(3)
+    assert isinstance(extend, do.ExtendRequest) and (extend.worker_id, extend.request_id) == (home, S)
+    assert bench.status == RUNNING and bench.state.requests["tokens"][bench.row] == 10
+    assert not bench.owns(home, worker.epoch, S), "what it reported before it has obeyed is of the turn before"
+    bench.answer(extend)
+    assert bench.report(S, 12, end=True) == [] and bench.status == IDLE
+    (score,) = bench.post(on.SessionEnded(S))[-1:]
+    assert score == do.ScoreRequest(S) and bench.given(do.RemoveRequest)[-1].worker_id == home
+    bench.post(on.StepRequested(1, 0))
+    bench.post(on.RequestScored(S))
+    assert bench.given(do.DeliverGroup)
+
+
+def test_a_single_answer_stays_one() -> None:
+    bench = Bench(groups=1)
+    bench.start("w0")
+    bench.offer(1)
+    assert type(bench.report("g0.0", 7, end=True)[0]) is do.ScoreRequest
+    with refused(NotFound, field="session", value="g0.0"):
+        bench.post(on.TurnAsked("g0.0", 3))
+
+
+@pytest.mark.parametrize("event", [on.TurnAsked(S, 3), on.TurnAsked("g9.0", 3), on.SessionEnded("g9.0")])
+def test_a_turn_that_nothing_waits_for_is_refused(event: Any) -> None:
+    bench = SessionBench()  # its first turn has not ended
+    kind, field = (Conflict, "session") if event.request_id == S else (NotFound, "session")
+    with refused(kind, field=field, value=event.request_id):
+        bench.post(event)
+
+
+def test_ends_and_turns_after_the_end_are_refused() -> None:
+    bench = SessionBench()
+    with refused(Conflict, field="session", value=S):
+        bench.post(on.SessionEnded(S))  # it has no token
+    bench.turn()
+    with refused(InvalidValue, field="tokens", value=0):
+        bench.ask(0)
+    bench.post(on.SessionEnded(S))
+    for event in (on.TurnAsked(S, 3), on.SessionEnded(S), on.SessionFailed(S, "late")):
+        with refused(Conflict, field="session", value=S):
+            bench.post(event)
+
+
+def test_the_loss_of_the_worker_in_tool_time_costs_a_prefill_and_no_turn() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    bench.turn()
+    bench.post(on.WorkerLost(home, bench.state.workers[home].epoch, "killed"))
+    assert bench.status == IDLE and not bench.owner(S)
+    (start,) = bench.ask(3)
+    assert isinstance(start, do.StartRequest) and (start.arrival, start.version) == ("re-prefilled", 0)
+    assert bench.machine.counters.turns_reprefilled == 1
+
+
+def test_an_idle_session_moves_and_its_turn_asked_meanwhile_goes_on_there() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    other = "w1" if home == "w0" else "w0"
+    bench.turn()
+    bench.post(on.MigrateAsked(S, other))
+    bench.obey(do.ReserveSlot)
+    assert bench.ask(3) == [] and bench.status == WAITING
+    (copy,) = bench.given(do.CopyOut)
+    bench.answer(copy, locator="snapshot", tokens=7)
+    commands = bench.answer(bench.given(do.CopyIn)[-1])
+    assert [(each.worker_id, each.request_id) for each in commands if isinstance(each, do.ExtendRequest)] == [
+        (other, S)
+    ]
+    assert bench.owner(S) == other and bench.status == RUNNING
+
+
+def test_a_handoff_that_fails_leaves_the_session_where_it_was() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    bench.turn()
+    bench.post(on.MigrateAsked(S, "w1" if home == "w0" else "w0"))
+    bench.obey(do.ReserveSlot)
+    bench.ask(3)
+    commands = bench.answer(bench.given(do.CopyOut)[-1], ok=False, error_kind="refused")
+    assert any(isinstance(each, do.ExtendRequest) and each.worker_id == home for each in commands)
+
+
+def test_kv_rests_in_a_pool_after_the_time_to_live_and_comes_back() -> None:
+    bench = SessionBench(("w0",))
+    bench.post(on.PoolJoined("pool-0", 1, 1000))
+    bench.turn()
+    assert not bench.later(1.0) and bench.later(60.0)
+    bench.grant_move()
+    pool, worker = bench.state.pools["pool-0"], bench.state.workers["w0"]
+    assert bench.status == IDLE and pool.rows == {bench.row} and worker.kv_claimed == 0
+    bench.ask(3)
+    bench.obey(do.ReserveSlot)
+    bench.answer(bench.given(do.Resume)[-1], locator="back", tokens=7)
+    commands = bench.answer(bench.given(do.CopyIn)[-1])
+    assert any(isinstance(each, do.ExtendRequest) for each in commands) and bench.status == RUNNING
+    assert bench.machine.counters.migrations_reprefill == 0
+
+
+def test_a_session_whose_pool_is_lost_is_prefilled() -> None:
+    bench = SessionBench(("w0",))
+    bench.post(on.PoolJoined("pool-0", 1, 1000))
+    bench.turn()
+    bench.later(60.0)
+    bench.grant_move()
+    bench.post(on.PoolLost("pool-0", 1, "killed"))
+    assert bench.status == IDLE and not bench.state.requests["pool"][bench.row]
+    bench.ask(3)
+    assert bench.given(do.StartRequest)[-1].arrival == "re-prefilled"
+
+
+def test_a_version_keeps_its_last_worker_while_a_session_is_open() -> None:
+    """The first group's session is idle when version 1 comes: w0 takes version 1, and not both do."""
+    bench = SessionBench()
+    bench.open(1, 1)
+    bench.obey(do.StartRequest)
+    bench.turn()
+    bench.post(on.StepRequested(1, 0))
+    bench.report("g1.0", 7, end=True)
+    bench.post(on.SessionEnded("g1.0"))
+    bench.post(on.RequestScored("g1.0"))
+    bench.post(on.StepCommitted(1, 0))
+    for _ in range(3):
+        bench.load_all()
+        bench.later(30.0)
+    assert 0 in {worker.target for worker in bench.state.workers.values()}
+    assert not bench.given(do.RetireVersion)
+
+
+def test_a_worker_that_lacks_the_session_prefills_it() -> None:
+    bench = SessionBench(("w0",))
+    bench.turn()
+    (extend,) = bench.ask(3)
+    commands = bench.answer(extend, ok=False, error_kind="unknown_request")
+    assert [(type(each), each.arrival) for each in commands if isinstance(each, do.StartRequest)] == [
+        (do.StartRequest, "re-prefilled")
+    ]
+
+
+@pytest.mark.parametrize("limit", [{"idle_timeout_s": 20.0}, {"total_timeout_s": 20.0, "idle_timeout_s": 0.0}])
+def test_a_silent_session_is_replaced_and_at_last_broken_off(limit: dict[str, float]) -> None:
+    bench = SessionBench(("w0",), sessions={**limit, "replacements": 1})
+    bench.turn()
+    assert not [each for each in bench.later(10.0) if isinstance(each, do.ReplaceRequest)]
+    (replaced,) = [each for each in bench.later(20.0) if isinstance(each, do.ReplaceRequest)]
+    assert (replaced.request_id, replaced.replacement_id) == (S, "g0.0~1") and S not in bench.state.request_row
+    assert bench.report("g0.0~1", 9, end=True) == []
+    (broken,) = [each for each in bench.later(40.0) if isinstance(each, do.BreakOffSession)]
+    assert broken.request_id == "g0.0~1" and broken.reason
+    bench.post(on.StepRequested(1, 0))
+    bench.post(on.RequestScored("g0.0~1"))
+    assert bench.given(do.DeliverGroup), "the group is whole: one member, once"
+    counters = bench.machine.counters
+    assert (counters.sessions_replaced, counters.sessions_broken_off) == (1, 1)
+
+
+def test_on_timeout_end_breaks_off_at_once() -> None:
+    bench = SessionBench(("w0",), sessions={"idle_timeout_s": 20.0, "on_timeout": "end"})
+    bench.turn()
+    assert any(isinstance(each, do.BreakOffSession) for each in bench.later(30.0))
+
+
+def test_a_session_without_a_token_that_fails_too_often_takes_its_group_with_it() -> None:
+    bench = SessionBench(("w0",), sessions={"replacements": 0})
+    bench.post(on.SessionFailed(S, "no sandbox"))
+    (dropped,) = bench.given(do.DropGroup)
+    assert "no sandbox" in dropped.reason
+    check_empty_but_commands(bench)
+
+
+def test_a_cancelled_group_frees_idle_sessions() -> None:
+    bench = SessionBench(("w0",))
+    bench.turn()
+    bench.post(on.GroupCancelled("g0", "asked for"))
+    assert bench.given(do.RemoveRequest)[-1].request_id == S and not bench.state.workers["w0"].kept
+    check_empty_but_commands(bench)
+
+
+def check_empty_but_commands(bench: Bench) -> None:
+    bench.obey(do.WorkerCommand)
+    check_empty(bench.state)
+
+
+def test_a_waiting_request_takes_the_kv_of_an_idle_session() -> None:
+    """A worker's KV is full of an idle session's, and the next prompt finds a slot and no room."""
+    bench = SessionBench(())
+    bench.post(on.WorkerJoined("w0", 9, 8, 40))
+    bench.load_all()
+    bench.post(on.StepRequested(1, 0))
+    bench.obey(do.StartRequest)
+    bench.post(on.Progress("w0", 9, 0, {S: 30}, {S: "stop"}, 0, 35))
+    bench.open(1)
+    removed, started = bench.given(do.RemoveRequest), bench.given(do.StartRequest)
+    assert [each.request_id for each in removed] == [S] and started[-1].request_id == "g1.0"
+    assert bench.status == IDLE
+
+
+def test_a_restarted_core_knows_idle_sessions_and_their_attempts() -> None:
+    bench = SessionBench(("w0",), sessions={"replacements": 1})
+    bench.turn()
+    bench.post(on.SessionFailed(S, "it died"))
+    bench.report("g0.0~1", 9, end=True)
+    durable = restoring.durable(bench.state)
+    joined = on.WorkerJoined("w0", 7, 8, 100_000, version=0, requests={"g0.0~1": 9})
+    again = Machine(bench.state.config)
+    again.handle(replace(durable, workers=(joined,)), 1.0)
+    check_state(again.state)
+    row = again.state.request_row["g0.0~1"]
+    assert again.state.requests["status"][row] == IDLE and again.state.workers["w0"].kept == {row}
+    (extend,) = again.handle(on.TurnAsked("g0.0~1", 3), 2.0)
+    assert isinstance(extend, do.ExtendRequest)
+
+
+@pytest.mark.parametrize(("held", "kept"), [(7, True), (6, False), (10, False), (12, False)])
+def test_a_reattached_worker_keeps_a_session_only_at_the_same_token(held: int, kept: bool) -> None:
+    bench = SessionBench(("w0",))
+    bench.turn(7)
+    durable = restoring.durable(bench.state)
+    again = Machine(bench.state.config)
+    joined = on.WorkerJoined("w0", 7, 8, 100_000, version=0, requests={S: held})
+    commands = again.handle(replace(durable, workers=(joined,)), 1.0)
+    check_state(again.state)
+    assert bool(again.state.workers["w0"].kept) is kept
+    assert any(isinstance(each, do.RemoveRequest) for each in commands) is not kept
