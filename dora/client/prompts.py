@@ -17,7 +17,17 @@ from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 
 _FORMS: Final = ("prompt", "prompt_token_ids", "messages")
-_FIELDS: Final = (*_FORMS, "prompt_id", "task_id", "answer", "verifier", "group_size", "sampling", "priority")
+_FIELDS: Final = (
+    *_FORMS,
+    "prompt_id",
+    "task_id",
+    "answer",
+    "verifier",
+    "group_size",
+    "sampling",
+    "priority",
+    "environment",
+)
 _OTHER_NAMES: Final = {"text": "prompt", "token_ids": "prompt_token_ids"}
 
 
@@ -46,8 +56,8 @@ class Prompts(Client):
 
         A prompt is a Prompt, a text, or a mapping with the fields of a row of a prompts file: one of ``prompt`` (or
         ``text``), ``messages`` (a chat) and ``prompt_token_ids`` (or ``token_ids``); then ``prompt_id`` (default: a new
-        one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling`` and ``priority``. The service
-        tokenizes texts and chats.
+        one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling``, ``priority`` and ``environment``. The
+        service tokenizes texts and chats.
 
         Raises InvalidValue for a refused prompt (for example, one that is too long), Conflict for a duplicate id,
         LimitExceeded if the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
@@ -163,6 +173,7 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
                 sampling=record.get("sampling", {}),
                 verifier_json=json.dumps(verifier),
                 priority=record.get("priority", 0),
+                environment=record.get("environment", ""),
             )
         )
         if "messages" in record:

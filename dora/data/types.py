@@ -46,6 +46,7 @@ class Prompt:
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # overrides of SamplingParams fields
     verifier_json: str = "{}"  # whatever the reward function needs: the answer, the entry, ...
     priority: int = 0  # of those that wait, the highest is admitted first
+    environment: str = ""  # drives its responses, which are sessions of several turns; empty: single answers
 
 
 @dataclass(frozen=True, slots=True)

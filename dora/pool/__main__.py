@@ -37,7 +37,11 @@ class PoolMember(LinkedMember):
 
     def held(self) -> pb.PoolHello:
         parked = self._store.parked() if self._store is not None else {}
-        held = [pb.HeldRequest(request_id=request_id, tokens=tokens) for request_id, tokens in parked.items()]
+        digests = self._store.given_digests() if self._store is not None else {}
+        held = [
+            pb.HeldRequest(request_id=request_id, tokens=tokens, given_digest=digests.get(request_id, b""))
+            for request_id, tokens in parked.items()
+        ]
         return pb.PoolHello(held=held)
 
     def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> PoolLoop:

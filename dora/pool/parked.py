@@ -29,6 +29,7 @@ class Parked:
     head: bytes
     rounds: tuple[Round, ...]
     bodies: Bodies  # empty: only the file has them
+    given_digest: bytes = b""  # of a session
     file: Path | None = None
     is_writing: bool = False
     readers: int = 0

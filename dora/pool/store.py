@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from dora.data.given_digest import given_digest
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.copying import NotMovable
@@ -107,12 +108,19 @@ class Store:
         with self._lock:
             return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
+    def given_digests(self) -> dict[str, bytes]:
+        """Returns the digests of parked sessions."""
+        with self._lock:
+            return {name: parked.given_digest for name, parked in self._parked.items() if parked.given_digest}
+
     def accept(self, arrived: Arrived, row: int) -> None:
         """Enters a request that has arrived."""
         request, rounds = arrived.snapshot.request, arrived.rounds
         known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
         bodies = [each.body for each in rounds]
-        parked = Parked(request.request_id, len(request.output_token_ids), arrived.head, known, bodies)
+        outputs = request.output_token_ids
+        digest = given_digest(outputs, request.given)
+        parked = Parked(request.request_id, len(outputs), arrived.head, known, bodies, digest)
         with self._lock:
             self._let_in.pop(request.request_id, None)
             self._parked[request.request_id] = parked

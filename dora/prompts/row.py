@@ -12,6 +12,7 @@ and, each optional,
     group_size        responses per prompt; 0: the service's default
     sampling          object of SamplingParams fields, e.g. {"temperature": 0.7, "max_tokens": 64}
     priority          waiting prompts of the highest priority are admitted first; default: 0
+    environment       drives its responses, which are sessions of several turns; default: none, single answers
 """
 
 import json
@@ -113,10 +114,13 @@ def prompt_of_row(
     task_id = _field(record, "task_id", str, source, place)
     verifier_json = _verifier_json(record, further if others == "verifier" else {}, place)
     priority = _field(record, "priority", int, 0, place)
+    environment = _field(record, "environment", str, "", place) if "environment" in record else ""
     check_name(prompt_id, place.of("prompt_id"))
     check_name(task_id, place.of("task_id"))
     check_verifier(verifier_json, f"{place.path}:{place.number}", verifier_kb)
     check_priority(priority, place.of("priority"))
+    if environment:
+        check_name(environment, place.of("environment"))
     return Prompt(
         prompt_id=prompt_id,
         task_id=task_id,
@@ -126,6 +130,7 @@ def prompt_of_row(
         sampling=checked_overrides(_field(record, "sampling", dict, {}, place), place.of("sampling")),
         verifier_json=verifier_json,
         priority=priority,
+        environment=environment,
     )
 
 

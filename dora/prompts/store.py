@@ -48,6 +48,7 @@ class PromptStore:
                 dict(prompt.sampling),
                 prompt.verifier_json,
                 prompt.priority,
+                prompt.environment,
             )
         )
         try:
@@ -80,7 +81,7 @@ class PromptStore:
         start = self._ends[number]
         self._file.seek(start)
         values = msgpack.unpackb(self._file.read(self._ends[number + 1] - start))
-        prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority = values
+        prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, environment = values
         return Prompt(
             prompt_id=prompt_id,
             task_id=task_id,
@@ -90,6 +91,7 @@ class PromptStore:
             sampling={name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()},
             verifier_json=verifier_json,
             priority=priority,
+            environment=environment,
         )
 
     def _place(self, number: int) -> tuple[Path, int]:

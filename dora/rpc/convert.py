@@ -140,12 +140,17 @@ def request_to_wire(request: RequestSpec) -> pb.StartRequest:
         sampling=sampling_to_wire(request.sampling),
         output_token_ids=_bytes(request.output_token_ids, _INT32),
         logprobs=_bytes(request.logprobs, _FLOAT32),
+        keeps=request.keeps,
+        given=[bound for run in request.given for bound in run],
     )
 
 
 def request_from_wire(message: pb.StartRequest) -> RequestSpec:
-    """Raises InvalidValue if the numbers of outputs and logprobs differ."""
+    """Raises InvalidValue if the numbers of outputs and logprobs differ, or given runs are not among the outputs."""
     outputs, logprobs = _tokens_and_logprobs(message.output_token_ids, message.logprobs, "output_token_ids")
+    bounds = list(message.given)
+    if len(bounds) % 2 or bounds != sorted(set(bounds)) or (bounds and bounds[-1] > len(outputs)):
+        raise InvalidValue("given", bounds, f"first and end of each run, ascending, within {len(outputs)} outputs")
     return RequestSpec(
         request_id=message.request_id,
         version=message.version,
@@ -153,6 +158,8 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
         sampling=sampling_from_wire(message.sampling),
         output_token_ids=outputs,
         logprobs=logprobs,
+        keeps=message.keeps,
+        given=tuple(zip(bounds[::2], bounds[1::2], strict=True)),
     )
 
 
@@ -189,6 +196,7 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
         sampling_json=json.dumps(dict(prompt.sampling)),
         verifier_json=prompt.verifier_json,
         priority=prompt.priority,
+        environment=prompt.environment,
     )
 
 

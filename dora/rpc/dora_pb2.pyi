@@ -477,8 +477,111 @@ class SubmitRequest(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
+class AttendRequest(_message.Message):
+    __slots__ = ("environment",)
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    def __init__(self, environment: _Optional[str] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("session_id", "turn", "tokens", "begin")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    turn: int
+    tokens: TurnTokens
+    begin: SessionBegin
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ...) -> None: ...
+
+class SessionBegin(_message.Message):
+    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    prompt_id: str
+    task_id: str
+    version: int
+    prompt_token_ids: bytes
+    prompt_text: str
+    verifier_json: str
+    earlier_token_ids: bytes
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class TurnRequest(_message.Message):
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    turn: int
+    given_token_ids: bytes
+    max_tokens: int
+    name: str
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class TurnTokens(_message.Message):
+    __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    token_ids: bytes
+    logprobs: bytes
+    finish_reason: str
+    stop: str
+    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("session_id", "reward", "components", "log")
+    class ComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reward: float
+    components: _containers.ScalarMap[str, float]
+    log: str
+    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ...) -> None: ...
+
+class EndSessionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FailSessionRequest(_message.Message):
+    __slots__ = ("session_id", "reason")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reason: str
+    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FailSessionReply(_message.Message):
+    __slots__ = ("replacement_id",)
+    REPLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    replacement_id: str
+    def __init__(self, replacement_id: _Optional[str] = ...) -> None: ...
+
 class Prompt(_message.Message):
-    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json", "messages_json", "priority")
+    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json", "messages_json", "priority", "environment")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +591,7 @@ class Prompt(_message.Message):
     VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     task_id: str
     token_ids: bytes
@@ -497,7 +601,8 @@ class Prompt(_message.Message):
     verifier_json: str
     messages_json: str
     priority: int
-    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ..., messages_json: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    environment: str
+    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ..., messages_json: _Optional[str] = ..., priority: _Optional[int] = ..., environment: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("accepted", "queue_free")
@@ -1034,14 +1139,16 @@ class PoolHello(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
 
 class HeldRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "first_token")
+    __slots__ = ("request_id", "tokens", "first_token", "given_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: int
     first_token: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    given_digest: bytes
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., given_digest: _Optional[bytes] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("parked", "memory_bytes", "spill_bytes", "pinned_bytes", "spilled", "dropped", "reason", "at")
@@ -1212,7 +1319,7 @@ class WorkerOutcome(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ..., kv_transport: _Optional[str] = ..., kv_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown", "pace", "start_requests", "settled")
+    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown", "pace", "start_requests", "settled", "extend_request")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -1227,6 +1334,7 @@ class WorkerCommand(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     START_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_REQUEST_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     welcome: Welcome
     load_version: LoadVersion
@@ -1241,7 +1349,8 @@ class WorkerCommand(_message.Message):
     pace: Pace
     start_requests: StartRequests
     settled: Settled
-    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., start_requests: _Optional[_Union[StartRequests, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+    extend_request: ExtendRequest
+    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., start_requests: _Optional[_Union[StartRequests, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., extend_request: _Optional[_Union[ExtendRequest, _Mapping]] = ...) -> None: ...
 
 class Settled(_message.Message):
     __slots__ = ("request_ids",)
@@ -1326,7 +1435,7 @@ class LoadVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs", "row", "command_id")
+    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs", "row", "command_id", "keeps", "given")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -1335,6 +1444,8 @@ class StartRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     prompt_token_ids: bytes
@@ -1343,7 +1454,23 @@ class StartRequest(_message.Message):
     logprobs: bytes
     row: int
     command_id: int
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ...) -> None: ...
+    keeps: bool
+    given: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExtendRequest(_message.Message):
+    __slots__ = ("request_id", "given_token_ids", "max_tokens", "row", "first_token")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    given_token_ids: bytes
+    max_tokens: int
+    row: int
+    first_token: int
+    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -684,6 +684,233 @@ class Prompts:
             _registered_method=True)
 
 
+class SessionsStub:
+    """--------------------------------------------------------------------------------------------------------- sessions
+
+    A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
+    and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
+    first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
+    A caller has the token of Prompts.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attend = channel.unary_stream(
+                '/dora.v1.Sessions/Attend',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.AttendRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+                _registered_method=True)
+        self.Turn = channel.unary_stream(
+                '/dora.v1.Sessions/Turn',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.TurnRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.TurnTokens.FromString,
+                _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/dora.v1.Sessions/EndSession',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.EndSessionReply.FromString,
+                _registered_method=True)
+        self.FailSession = channel.unary_unary(
+                '/dora.v1.Sessions/FailSession',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
+                _registered_method=True)
+
+
+class SessionsServicer:
+    """--------------------------------------------------------------------------------------------------------- sessions
+
+    A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
+    and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
+    first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
+    A caller has the token of Prompts.
+    """
+
+    def Attend(self, request, context):
+        """Streams each session of this environment once its first turn has ended. Several callers share the sessions, and a
+        caller that leaves hands its own to another, each at the end of its turn. A session that gets neither a turn nor an
+        end within sessions.idle_timeout_s is replaced or broken off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Turn(self, request, context):
+        """Asks the next turn, and streams its tokens, the last with its end. May be repeated: the same turn with the same given
+        tokens is sampled once. FAILED_PRECONDITION: its session has ended, or its turn before has not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """Ends a session with what it has. May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FailSession(self, request, context):
+        """Gives up a session whose environment has failed: another one begins in its place, at most sessions.replacements
+        times; then it ends without a valid reward.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SessionsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attend': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.AttendRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
+            ),
+            'Turn': grpc.unary_stream_rpc_method_handler(
+                    servicer.Turn,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.TurnRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.TurnTokens.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.EndSessionRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.EndSessionReply.SerializeToString,
+            ),
+            'FailSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FailSession,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'dora.v1.Sessions', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('dora.v1.Sessions', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Sessions:
+    """--------------------------------------------------------------------------------------------------------- sessions
+
+    A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
+    and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
+    first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
+    A caller has the token of Prompts.
+    """
+
+    @staticmethod
+    def Attend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/Attend',
+            dora_dot_rpc_dot_dora__pb2.AttendRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Turn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/Turn',
+            dora_dot_rpc_dot_dora__pb2.TurnRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.TurnTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/EndSession',
+            dora_dot_rpc_dot_dora__pb2.EndSessionRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.EndSessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FailSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/FailSession',
+            dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class OperatorStub:
     """--------------------------------------------------------------------------------------------------------- operator
 

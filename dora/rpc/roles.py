@@ -36,6 +36,7 @@ class Role(StrEnum):
 SERVICES: Final[Mapping[str, Role]] = {
     "Trainer": Role.TRAINER,
     "Prompts": Role.SUBMITTER,
+    "Sessions": Role.SUBMITTER,
     "Operator": Role.OPERATOR,
     "Worker": Role.WORKER,
     "Host": Role.HOST,

@@ -69,6 +69,7 @@ class EngineLoop(CommandLoop[Reporting]):
         self.handlers |= {
             "load_version": self._load_version,
             "start_request": self._start_request,
+            "extend_request": self._extend_request,
             "pace": self._pace,
             "settled": self._settle,
         }
@@ -97,7 +98,7 @@ class EngineLoop(CommandLoop[Reporting]):
                 self.endpoint.end_copy(delta.request_id, ended)
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
-        if kind == "start_request":  # the request has no tokens yet, and those of others can wait
+        if kind in ("start_request", "extend_request"):  # the request has no tokens yet, and those of others can wait
             self._voice.answer_ahead(outcome)
         else:
             self._voice.answer(outcome, reports=kind == "load_version")
@@ -127,6 +128,18 @@ class EngineLoop(CommandLoop[Reporting]):
         request = convert.request_from_wire(order)
         self._engine.add(request)
         self._holds(request, order.row)
+
+    def _extend_request(self, order: pb.ExtendRequest, outcome: pb.WorkerOutcome) -> None:
+        """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
+        given = convert.token_ids_from_wire(order.given_token_ids, "given_token_ids")
+        held = self._engine.request(order.request_id)
+        if len(held.output_token_ids) != order.first_token:
+            why, allowed = "has other tokens", f"{order.first_token} outputs before the given tokens"
+            raise Conflict("outputs", len(held.output_token_ids), allowed, why)
+        self._engine.extend(order.request_id, given, order.max_tokens)
+        self._voice.begin(order.request_id, order.row)
+        if self._responses is not None:
+            self._responses.extend(order.request_id, given)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
         """Enters a request that the engine has taken."""

@@ -5,10 +5,11 @@ each response is kept from its first token until its request is removed, or has 
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from dora.data.given_digest import given_digest
 from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.rpc import dora_pb2 as pb
 
@@ -24,6 +25,7 @@ class _Response:
     token_ids: "array[int]"
     logprobs: "array[float]"
     first_sampled: int  # tokens that it had when it came here
+    given: list[tuple[int, int]]  # runs that its environment gave
     routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
     finish_reason: FinishReason | None = None
     stop: str = ""
@@ -82,7 +84,18 @@ class Responses:
             array("i", request.output_token_ids),
             array("f", request.logprobs),
             len(request.output_token_ids),
+            list(request.given),
         )
+
+    def extend(self, request_id: str, given_token_ids: Sequence[int]) -> None:
+        """Adds the given tokens of the next turn of a kept request."""
+        response = self._kept[request_id]
+        self._ended_bytes -= response.size_bytes
+        before = len(response.token_ids)
+        response.given.append((before, before + len(given_token_ids)))
+        response.token_ids.extend(given_token_ids)
+        response.logprobs.extend([0.0] * len(given_token_ids))
+        response.finish_reason, response.stop = None, ""
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
         """Adds a step's tokens."""
@@ -113,7 +126,12 @@ class Responses:
     def held(self) -> list[pb.HeldRequest]:
         """Returns the held requests for a hello."""
         return [
-            pb.HeldRequest(request_id=request_id, tokens=len(each.token_ids), first_token=each.first_token)
+            pb.HeldRequest(
+                request_id=request_id,
+                tokens=len(each.token_ids),
+                first_token=each.first_token,
+                given_digest=given_digest(each.token_ids, each.given),
+            )
             for request_id, each in self._kept.items()
         ]
 

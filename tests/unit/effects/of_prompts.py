@@ -22,6 +22,7 @@ OTHERS: Final[dict[str, Any]] = {  # a value of each field of a prompt, and what
     "group_size": (3, "group_size", 3),
     "sampling": ({"top_k": 3}, "sampling", {"top_k": 3}),
     "priority": (7, "priority", 7),
+    "environment": ("tool", "environment", "tool"),
 }
 CONTENT: Final = ("prompt", "messages", "prompt_token_ids")  # of which a prompt has one
 
