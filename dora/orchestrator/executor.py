@@ -7,6 +7,7 @@ response scored), or the worker that received the command sends it.
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
@@ -75,6 +76,7 @@ class HostVersions(PublishedVersions, Protocol):
 class Executor:
     """Runs commands. ``post`` hands an event to the core; ``spawn`` runs a coroutine in the background.
 
+    ``session_over`` receives a session that has ended, was replaced or is forgotten.
     ``handoff_of``: the handoff that a command id belongs to. ``row_of``: the core's rows of requests. ``trainer_name``:
     the trainer that is attached; empty: there is none. ``now``: seconds since the Unix epoch.
     """
@@ -102,6 +104,7 @@ class Executor:
         versions: KeptVersions | None = None,
         reference_version: int = 0,
         trainer_name: Callable[[], str] = lambda: "",
+        session_over: Callable[[str], None] = lambda request_id: None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._buffer = buffer
@@ -121,6 +124,7 @@ class Executor:
         self._versions = versions
         self._reference_version = reference_version
         self._trainer_name = trainer_name
+        self._session_over = session_over
         self._now = now
         self._post = post
         self._spawn = spawn
@@ -129,6 +133,8 @@ class Executor:
             do.AdmitGroup: self._admit_group,
             do.DropPrompt: self._drop_prompt,
             do.ScoreRequest: self._score_request,
+            do.BreakOffSession: self._break_off_session,
+            do.ReplaceRequest: self._replace_request,
             do.DropGroup: self._drop_group,
             do.ForgetGroup: self._forget_group,
             do.DeliverGroup: self._deliver_group,
@@ -173,7 +179,26 @@ class Executor:
         self._prompts.drop(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
-        self._spawn(self._score(self._buffer[command.request_id]))
+        entry = self._buffer[command.request_id]
+        if entry.is_session and not entry.is_closed:
+            self._journal.note(self._buffer.close(entry, self._now()))
+            self._session_over(entry.request_id)
+        self._spawn(self._score(entry))
+
+    def _break_off_session(self, command: do.BreakOffSession) -> None:
+        log.warning("session %s is broken off: %s", command.request_id, command.reason)
+        entry = self._buffer[command.request_id]
+        entry.reward = Reward(math.nan, {}, f"broken off: {command.reason}", False)
+        self._journal.note(self._buffer.close(entry, self._now()))
+        self._session_over(entry.request_id)
+        self._spawn(self._score(entry))
+
+    def _replace_request(self, command: do.ReplaceRequest) -> None:
+        log.warning("session %s is replaced by %s: %s", command.request_id, command.replacement_id, command.reason)
+        row = self._row_of[command.replacement_id]
+        _, record = self._buffer.substitute(command.request_id, command.replacement_id, row, self._now())
+        self._journal.note(record)
+        self._session_over(command.request_id)
 
     def _score_evaluated(self, command: do.ScoreEvaluated) -> None:
         self._spawn(self._score_one_evaluated(self._buffer[command.request_id]))
@@ -191,7 +216,9 @@ class Executor:
         self._post(on.RequestScored(entry.request_id))
 
     async def _judge(self, entry: ResponseState) -> None:
-        """Scores a finished response and enters the verdict."""
+        """Scores a finished response and enters the verdict, unless its environment gave one."""
+        if entry.reward is not None:
+            return
         prompt = entry.prompt
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
         if not reward.valid:
@@ -223,6 +250,8 @@ class Executor:
         level = logging.INFO if chosen else logging.WARNING
         log.log(level, "group %s was cancelled: %s", command.group_id, command.reason)
         entries = self._buffer.forget(command.group_id)
+        for entry in entries if entries[0].is_session else ():
+            self._session_over(entry.request_id)
         cancelled = _cancelled(entries, command, self._now())
         line, on_request = json.dumps(asdict(cancelled), allow_nan=False), command.reason.startswith(ON_REQUEST)
         self._prompts.cancel_group(entries, line, on_request=on_request)
@@ -359,6 +388,7 @@ def offer(buffer: ResponseBuffer, prompt: Prompt) -> on.OfferedPrompt:
         key_of(prompt),
         features_of(prompt),
         priority=prompt.priority,
+        sessions=bool(prompt.environment),
     )
 
 

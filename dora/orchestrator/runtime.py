@@ -34,6 +34,7 @@ from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
 from dora.orchestrator.recovery.reattachment import Reattachment
+from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
@@ -91,6 +92,7 @@ class Runtime:
         self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
         self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note)
         self.sessions.processes = self.hosts
+        self.environments = Environments(self.buffer, self.machine.state)
         self.reports = WorkerReports(
             machine=self.machine,
             buffer=self.buffer,
@@ -100,6 +102,7 @@ class Runtime:
             journal=self.journal,
             post=self.post,
             ended=self._note_ended,
+            reported=self.environments.reported,
             spawn=self.spawn,
             missing=self.hosts.missing,
             lacks=self.hosts.lacks,
@@ -124,6 +127,7 @@ class Runtime:
             versions=versions,
             reference_version=config.rollout.reference_version,
             trainer_name=self.trainer_shown,
+            session_over=self.environments.over,
             post=self.post,
             spawn=self.spawn,
         )
@@ -254,8 +258,9 @@ class Runtime:
 
     def _note_ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
         """Notes responses that workers must keep until they are durable."""
-        if self.orphan_timeout_s:
-            self._ended.append((self.journal.appended, session, request_ids))
+        ended = [each for each in request_ids if not self.buffer[each].is_session]  # whose worker keeps it
+        if self.orphan_timeout_s and ended:
+            self._ended.append((self.journal.appended, session, ended))
 
     def _settle(self) -> None:
         """Tells connected workers which responses have become durable."""

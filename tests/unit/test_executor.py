@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from dora.config import RolloutConfig
@@ -224,15 +225,25 @@ async def test_workers_get_their_commands_as_messages() -> None:
         do.Thaw("w0", 1, 7, "g0.0"),
         do.Park("w0", 1, 8, "g0.0"),
         do.Resume("w0", 1, 9, "g0.0"),
+        do.ExtendRequest("w0", 1, 10, "g0.0"),
     ]
+    entry = parts.buffer["g0.0"]
+    entry.finish_reason = "stop"
+    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0)
     assert {type(command) for command in commands} == {
         kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand)
     }
-    await parts.carry_out(*commands, do.Thaw("w0", 2, 10, "g0.0"), do.Thaw("w1", 1, 11, "g0.0"))
+    await parts.carry_out(*commands, do.Thaw("w0", 2, 11, "g0.0"), do.Thaw("w1", 1, 12, "g0.0"))
     orders = await parts.orders()
-    assert [order.command_id for order in orders] == list(range(10)), "none of another epoch or worker"
+    assert [order.command_id for order in orders] == list(range(11)), "none of another epoch or worker"
     assert orders[0].load_version.name == "v2-of-the-hosts" and orders[4].copy_in.locator == "there"
-    assert [order.copy_out.request_id for order in orders[8:]] == ["g0.0", "g0.0"]
+    assert [order.copy_out.request_id for order in orders[8:10]] == ["g0.0", "g0.0"]
+    extend = orders[10].extend_request
+    assert (np.frombuffer(extend.given_token_ids, "<i4").tolist(), extend.max_tokens, extend.first_token) == (
+        [5, 6],
+        9,
+        0,
+    )
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
 
 

@@ -14,10 +14,11 @@ from dora.core.rules import learning
 from dora.data.types import Prompt
 from dora.journal.content import Requests
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
+from dora.journal.records import CLOSED
 
 COMMANDS_A_LIFE: Final = 1 << 32  # command ids of one incarnation
 GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more than a window holds
-UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as in the core
+UNFINISHED, FINISHED, SCORED, IDLE = range(4)  # stages of a request, as in the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,13 @@ def restored(
     taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
     stands = standing(values, len(taken), window)
     stages = np.where(requests.ends > 0, FINISHED, UNFINISHED).astype(np.uint8)
+    given = np.zeros(len(requests), np.int32)
+    of_session = np.repeat([bool(group.prompt.environment) for group in groups], [len(group.rows) for group in groups])
+    if of_session.any():
+        stages[of_session & (requests.ends > 0) & (requests.ends < CLOSED)] = IDLE
+        for position, turns in requests.turns.items():
+            first, tokens, *_ = turns[-1]
+            given[position] = tokens if first + tokens == requests.counts[position] else 0
     stages[list(requests.verdicts)] = SCORED
     return on.Restored(
         newest=values["newest"],
@@ -87,6 +95,8 @@ def restored(
             np.array([row for group in groups for row in group.rows], np.int32),
             requests.counts.astype(np.int32),
             stages,
+            requests.attempts,
+            given,
         ),
         leased=tuple(group.group_id for group in taken),
         finished=_finished(groups, requests),

@@ -63,7 +63,8 @@ def _begin_anew(requests: Requests, positions: range) -> None:
     """Resets these requests to the state without tokens."""
     span = slice(positions.start, positions.stop)
     requests.counts[span], requests.ends[span], requests.heard_at[span] = 0, 0, 0
-    for by_place in (requests.stops, requests.segment_starts, requests.routed, requests.verdicts):
+    requests.attempts[span] = 0
+    for by_place in (requests.stops, requests.segment_starts, requests.routed, requests.verdicts, requests.turns):
         for position in positions:
             by_place.pop(position, None)
 

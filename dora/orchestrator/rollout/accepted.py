@@ -3,7 +3,7 @@
 The journal's record, the core's event and the latency figures are views of this one result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,7 +40,8 @@ class Accepted:
     after: Column  # tokens that it has now
     routed_skips: Column  # bytes of the span's routed experts that belong to tokens which the response had
     segments: tuple[BegunSegment, ...] = ()
-    ended: tuple[str, ...] = ()  # ids of the requests that ended
+    ended: tuple[str, ...] = ()  # ids of the requests that ended, or whose turn did
+    attempts: Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # of sessions: replacements before
     is_mixed: bool = False
 
     @property
@@ -89,5 +90,6 @@ class Accepted:
             [[index, stop] for index, stop in columns.stops.items()],
             routed_bytes,
             routed,
+            attempts=self.attempts if self.attempts.any() else self.attempts[:0],
         )
         return tokens if is_recorded.all() else records.only(tokens, is_recorded)

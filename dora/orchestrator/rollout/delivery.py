@@ -11,7 +11,7 @@ from dora.rpc.packed_columns import packed_message
 def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
     """Returns the finished responses of one prompt as the trainer of ``step`` gets them."""
     first = entries[0]
-    if first.routing is not None:  # rows of experts are not packed in columns
+    if first.routing is not None or first.is_session:  # rows of experts and given tokens are not packed in columns
         return TrajectoryGroup(first.group_id, tuple(entry.trajectory(step, reference_version) for entry in entries))
     read = readers(step, reference_version).__getitem__
     return PackedGroup(packed_message(entries, read), [entry.delivered for entry in entries])

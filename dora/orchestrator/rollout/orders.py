@@ -54,6 +54,12 @@ def worker_message(
             entry = buffer.arrives(request_id, command.worker_id, arrival)
             message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
             message.start_request.row = entry.row
+        case do.ExtendRequest(request_id=request_id):
+            entry = buffer[request_id]
+            run = entry.given[-1]
+            extend = pb.ExtendRequest(request_id=request_id, max_tokens=run.max_tokens, row=entry.row)
+            extend.given_token_ids, extend.first_token = entry.tokens[run.first_token :].tobytes(), run.first_token
+            message.extend_request.CopyFrom(extend)
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
         case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):

@@ -56,6 +56,7 @@ class PromptCheck:
                 sampling=overrides,
                 verifier_json=message.verifier_json or "{}",
                 priority=message.priority,
+                environment=message.environment,
             )
         )
 
@@ -80,6 +81,7 @@ class PromptCheck:
         check_size(prompt.text, f"{position}: text", TEXT_BYTES_MAX)
         check_verifier(prompt.verifier_json, position, self._config.prompts.verifier_kb)
         check_priority(prompt.priority, f"{position}: priority")
+        self._check_environment(prompt.environment, f"{position}: environment")
         group_size = prompt.group_size or self._config.rollout.group_size
         if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MAX:
             raise InvalidValue(f"{position}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MAX}")
@@ -90,6 +92,15 @@ class PromptCheck:
             self._check_length(prompt.token_ids, sampling, position)
         token_ids = self._checked_ids(prompt.token_ids, position)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
+
+    def _check_environment(self, environment: object, field: str) -> None:
+        """Raises InvalidValue for a name that no caller of Sessions could have."""
+        if environment == "":
+            return
+        check_name(environment, field)
+        if self._routing is not None:
+            allowed = "empty, while workers.router_replay keeps the experts of each token of single answers"
+            raise InvalidValue(field, environment, allowed)
 
     def _tokens(self, message: pb.Prompt, position: str) -> tuple[str, tuple[int, ...]]:
         """The text and token ids of a message: given, or made from its text or chat."""

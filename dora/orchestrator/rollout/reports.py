@@ -15,6 +15,7 @@ from dora.errors import InvalidValue, NotFound
 from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.rollout import worker_checks as checks
+from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
@@ -46,10 +47,12 @@ class WorkerReports:
         missing: Callable[[str, int], None],
         lacks: Callable[[str, int], Awaitable[bool]],
         ended: Callable[[WorkerSession, Sequence[str]], None] = lambda session, request_ids: None,
+        reported: Callable[[Accepted], None] = lambda accepted: None,
     ) -> None:
         """``missing`` receives the worker and version of a load that found no weights on its host. ``lacks`` checks
         whether the host has lost the version; ``spawn`` runs that check in the background. ``ended`` receives the
         requests that a worker has reported to the end, after the response buffer and the journal have them.
+        ``reported`` receives each report once the core has it.
         """
         self._machine = machine
         self._buffer = buffer
@@ -62,6 +65,7 @@ class WorkerReports:
         self._missing = missing
         self._lacks = lacks
         self._ended = ended
+        self._reported = reported
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
         """Accepts the tokens of requests that this worker owns; tokens of others belong to an older handoff.
@@ -82,6 +86,7 @@ class WorkerReports:
         if accepted.ended:
             self._ended(session, accepted.ended)
         self._post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
+        self._reported(accepted)
 
     def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float) -> None:
         """Enters a report's figures that concern no single request. ``now``: on the monotonic clock."""

@@ -5,24 +5,26 @@ for a worker's report: it appends each span's bytes behind those that its respon
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import count
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from dora.config import RolloutConfig
+from dora.core.rules.admission import attempt_id
 from dora.data.sampling import effective
 from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
+from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
 from dora.orchestrator.rollout.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.delivery import delivered
 from dora.orchestrator.rollout.response_columns import ResponseColumns
-from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart
+from dora.orchestrator.rollout.response_state import TOKEN, GivenRun, ResponseState, SegmentStart
 from dora.orchestrator.rollout.span_checks import check_spans
 
 _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
@@ -75,6 +77,47 @@ class ResponseBuffer:
         self._number(entries, self.next_number)
         return entries
 
+    def give(
+        self, entry: ResponseState, token_ids: Sequence[int], max_tokens: int, name: str, at: float
+    ) -> records.Tokens:
+        """Begins the next turn of a session with given tokens. Returns the journal's record."""
+        first, count = len(entry), len(token_ids)
+        tokens = np.zeros(count, TOKEN)
+        tokens["token_id"] = token_ids
+        entry.delivered += tokens.tobytes()
+        assert entry.finish_reason is not None, "a turn follows one that has ended"
+        before, stop = entry.finish_reason, entry.stop
+        entry.given.append(GivenRun(first, count, max_tokens, name, before, stop, at))
+        entry.finish_reason, entry.stop = None, ""
+        self._columns.give(entry.row, count, max_tokens)
+        return _record(entry, at, first, tokens, turns=[[0, max_tokens, name, before, stop]])
+
+    def close(self, entry: ResponseState, at: float) -> records.Tokens:
+        """Ends a session with what it has. Returns the journal's record."""
+        entry.is_closed = True
+        if entry.finish_reason is None:
+            entry.finish_reason, entry.finished_at = "length", at
+        end = records.CLOSED | FINISH_REASONS.index(entry.finish_reason)
+        return _record(entry, at, len(entry), np.zeros(0, TOKEN), end)
+
+    def substitute(
+        self, request_id: str, replacement_id: str, row: int, at: float
+    ) -> tuple[ResponseState, records.Tokens]:
+        """Forgets a session, and adds the one in its place. Returns it with the journal's record."""
+        before = self._entries[request_id]
+        self.end((before,))
+        attempt, sampling = before.attempt + 1, reseeded(before.sampling, before.attempt + 1)
+        entry = ResponseState(
+            row, replacement_id, before.group_id, before.prompt, before.sample_index, before.version, sampling,
+            before.started_at, before.routing, window_versions=before.window_versions, number=before.number,
+            attempt=attempt,
+        )  # fmt: skip
+        self._enter((entry,), entry.started_at)
+        self._columns.number(row, entry.number, attempt)
+        group = self._groups[before.group_id]
+        self._groups[before.group_id] = tuple(entry if each is before else each for each in group)
+        return entry, _record(entry, at, 0, np.zeros(0, TOKEN))
+
     def number(self, group_id: str) -> int:
         """The first number of a group in the journal."""
         return self._groups[group_id][0].number
@@ -87,17 +130,25 @@ class ResponseBuffer:
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
         """Adds a group from the journal; ``first``: the index of its first request in ``found``."""
-        rows = {f"{group.group_id}.{index}": row for index, row in enumerate(group.rows)}
+        attempts = found.attempts[first : first + len(group.rows)].tolist()
+        names = [f"{group.group_id}.{index}" for index in range(len(group.rows))]
+        rows = dict(zip(map(attempt_id, names, attempts), group.rows, strict=True))
         entries = self._groups[group.group_id] = self.begin(group.group_id, group.prompt, group.version, rows, group.at)
         self._number(entries, group.number)
         for position, entry in enumerate(entries, start=first):
+            if attempts[position - first]:
+                entry.attempt = attempts[position - first]
+                entry.sampling = reseeded(entry.sampling, entry.attempt)
+                self._columns.number(entry.row, entry.number, entry.attempt)
             entry.window_versions = group.window_versions
             begin, count = int(found.begins[position]), int(found.counts[position])
             entry.delivered += found.tokens[begin : begin + count].tobytes()
             entry.routed += found.routed.get(position, b"")
             starts = found.segment_starts.get(position, ())
             entry.segment_starts += [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
-            entry.finish_reason = FINISH_REASONS[int(found.ends[position])]
+            end = int(found.ends[position])
+            entry.finish_reason, entry.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
+            entry.given += [GivenRun(*turn) for turn in found.turns.get(position, ())]
             entry.finished_at = float(found.heard_at[position]) if entry.finish_reason is not None else 0.0
             entry.stop = found.stops.get(position, "")
             verdict = found.verdicts.get(position)
@@ -106,6 +157,9 @@ class ResponseBuffer:
         span = slice(first, first + len(entries))
         heard_at = np.maximum(found.heard_at[span], group.at)
         self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
+        for entry in entries:
+            if entry.given:
+                self._columns.give(entry.row, 0, entry.given[-1].end - len(entry) + entry.given[-1].max_tokens)
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
@@ -115,12 +169,16 @@ class ResponseBuffer:
             ResponseState(row, request_id, group_id, prompt, index, version, sampling, at, self.routing)
             for index, ((request_id, row), sampling) in enumerate(zip(rows.items(), self._seeded(prompt), strict=False))
         )
+        self._enter(entries, at)
+        return entries
+
+    def _enter(self, entries: tuple[ResponseState, ...], at: float) -> None:
+        """Adds responses to one prompt, without tokens."""
         self._entries.update((entry.request_id, entry) for entry in entries)
         for entry in entries:
             self._by_row[entry.row], self._delivered_by_row[entry.row] = entry, entry.delivered
-        max_tokens = entries[0].sampling.max_tokens
-        self._columns.begin(np.array(list(rows.values())), version, max_tokens, len(prompt.token_ids), at)
-        return entries
+        first, rows = entries[0], np.array([entry.row for entry in entries])
+        self._columns.begin(rows, first.version, first.sampling.max_tokens, len(first.prompt.token_ids), at)
 
     def end(self, entries: tuple[ResponseState, ...]) -> None:
         """Removes response states; no further token is accepted for them."""
@@ -197,8 +255,8 @@ class ResponseBuffer:
                 self._by_row[int(rows[index])].routed += columns.routed(index, skip)
         self._columns.extend(rows[is_new], after[is_new], at)
         ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
-        numbers = self._columns.numbers[rows]
-        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended)
+        numbers, attempts = self._columns.numbers[rows], self._columns.attempts[rows]
+        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended, attempts)
 
     def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
         """Enters the end that the span at ``index`` reports. Returns the request's id."""
@@ -271,6 +329,29 @@ class ResponseBuffer:
                 digest = hashlib.blake2b(f"{origin}/{index}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big") >> 2
             yield SamplingParams(*before, seed, *behind)  # type: ignore[call-arg]  # replace() takes five times as long
+
+
+def reseeded(sampling: SamplingParams, attempt: int) -> SamplingParams:
+    """The sampling parameters of a session in place of another one with these: with another seed."""
+    digest = hashlib.blake2b(f"{sampling.seed}~{attempt}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
+
+
+def _record(
+    entry: ResponseState, at: float, first_token: int, tokens: Column, end: int = 0, turns: Sequence[list[Any]] = ()
+) -> records.Tokens:
+    """The journal's record of one span that no worker has reported. ``tokens``: TOKENs."""
+    return records.Tokens(
+        at,
+        np.array([entry.number]),
+        np.array([first_token]),
+        np.array([len(tokens)]),
+        np.array([end] if end else [], np.uint8),
+        tokens["token_id"],
+        tokens["logprob"],
+        turns=list(turns),
+        attempts=np.array([entry.attempt] if entry.attempt else [], np.uint8),
+    )
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:

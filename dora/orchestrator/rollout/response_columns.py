@@ -8,7 +8,7 @@ ROWS_MIN = 1024
 
 
 class ResponseColumns:
-    """``begin``, ``extend``, ``expect`` and ``number`` are the only writers."""
+    """``begin``, ``extend``, ``expect``, ``number`` and ``give`` are the only writers."""
 
     def __init__(self) -> None:
         self.held: Column = np.zeros(ROWS_MIN, np.int64)  # tokens
@@ -18,6 +18,7 @@ class ResponseColumns:
         self.heard_at: Column = np.zeros(ROWS_MIN, np.float64)  # when its last tokens came
         self.arrives: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens may begin a segment
         self.numbers: Column = np.zeros(ROWS_MIN, np.int64)  # in the journal; -1: of an evaluation
+        self.attempts: Column = np.zeros(ROWS_MIN, np.uint8)  # sessions: replacements before
 
     def begin(self, rows: Column, version: int, max_tokens: int, prompt_tokens: int, at: float) -> None:
         """Adds responses without tokens."""
@@ -29,6 +30,7 @@ class ResponseColumns:
         self.heard_at[rows] = at
         self.arrives[rows] = True
         self.numbers[rows] = -1
+        self.attempts[rows] = 0
 
     def extend(self, rows: Column, held: Column, at: Column | float) -> None:
         """``held``: tokens of each response now. ``at``: when the last ones came."""
@@ -39,8 +41,13 @@ class ResponseColumns:
         """``arrives``: the response's next tokens may begin a segment."""
         self.arrives[row] = arrives
 
-    def number(self, row: int, number: int) -> None:
-        self.numbers[row] = number
+    def number(self, row: int, number: int, attempt: int = 0) -> None:
+        self.numbers[row], self.attempts[row] = number, attempt
+
+    def give(self, row: int, tokens: int, max_tokens: int) -> None:
+        """Adds given tokens, after which at most ``max_tokens`` are sampled."""
+        self.held[row] += tokens
+        self.max_tokens[row] = self.held[row] + max_tokens
 
     def _reach(self, rows: int) -> None:
         lacking = rows - len(self.held)

@@ -2,14 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
-from dora.data.trajectory import Float32Array, Int32Array, Trajectory
+from dora.data.given_digest import given_digest
+from dora.data.trajectory import Float32Array, Int32Array, Trajectory, Uint8Array
 from dora.data.trajectory_fields import ExpertArray, expert_rows
-from dora.data.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, RoutingShape, SamplingParams, Segment
+from dora.data.types import (
+    Arrival,
+    EnvironmentEvent,
+    FinishReason,
+    Prompt,
+    RequestSpec,
+    Reward,
+    RoutingShape,
+    SamplingParams,
+    Segment,
+)
 from dora.errors import InvalidValue
 from dora.rpc import packed
 
@@ -29,6 +40,24 @@ class SegmentStart:
     worker_id: str
     first_token: int
     arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRun:
+    """Tokens of a session that its environment gave. They begin a turn of at most ``max_tokens`` sampled tokens."""
+
+    first_token: int
+    tokens: int
+    max_tokens: int
+    name: str  # of what gave them
+    before: FinishReason  # how the turn before ended
+    stop_before: str  # the stop string that ended it
+    at: float
+
+    @property
+    def end(self) -> int:
+        """The index of the turn's first sampled token."""
+        return self.first_token + self.tokens
 
 
 @dataclass(slots=True)
@@ -54,6 +83,21 @@ class ResponseState:
     arrivals: dict[str, Arrival] = field(default_factory=dict)  # worker -> kind of a pending arrival there
     window_versions: int = 0  # size of the window at admission
     number: int = -1  # in the journal; -1: of an evaluation
+    attempt: int = 0  # sessions: replacements before it
+    given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but the first
+    is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
+
+    @property
+    def is_session(self) -> bool:
+        return bool(self.prompt.environment)
+
+    def turn_begin(self, turn: int) -> int:
+        """The index of a turn's first sampled token. ``turn``: from 0 to ``len(given)``."""
+        return self.given[turn - 1].end if turn else 0
+
+    def turn_end(self, turn: int) -> int:
+        """One after a turn's last sampled token so far."""
+        return self.given[turn].first_token if turn < len(self.given) else len(self)
 
     def __len__(self) -> int:
         """The number of delivered tokens."""
@@ -71,14 +115,40 @@ class ResponseState:
 
     def spec(self) -> RequestSpec:
         """The engine's input to begin the request, or to continue after the delivered tokens."""
+        sampling = self.sampling
+        if self.given:
+            sampling = replace(sampling, max_tokens=self.given[-1].max_tokens)
         return RequestSpec(
             self.request_id,
             self.version,
             self.prompt.token_ids,
-            self.sampling,
+            sampling,
             tuple(self.tokens.tolist()),
             tuple(self.logprobs.tolist()),
+            self.is_session,
+            tuple((run.first_token, run.end) for run in self.given),
         )
+
+    def continues(self, tokens: int, digest: bytes) -> bool:
+        """Returns whether a process with so many of this session's tokens, and this digest of the given ones, has all
+        of this history, but for the given tokens of a turn that was just asked.
+        """
+        runs = [(run.first_token, run.end) for run in self.given]
+        lacks_last = bool(runs) and tokens == runs[-1][0]  # the next turn was asked, and it does not know yet
+        return tokens >= len(self) - lacks_last * self.given[-1].tokens and digest == given_digest(
+            self.tokens, runs[: len(runs) - lacks_last]
+        )
+
+    def loss_mask(self) -> Uint8Array:
+        """1 for each sampled token, 0 for each given one."""
+        mask = np.ones(len(self), np.uint8)
+        for run in self.given:
+            mask[run.first_token : run.end] = 0
+        return mask
+
+    def events(self) -> tuple[EnvironmentEvent, ...]:
+        """The environment's turns."""
+        return tuple(EnvironmentEvent(run.end, "given", run.name, "", run.at) for run in self.given)
 
     def worker_history(self) -> tuple[Segment, ...]:
         """The segments of the response: which worker sampled which tokens."""
@@ -127,7 +197,7 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "prompt_token_ids": lambda entry: entry.prompt.token_ids,
     "response_token_ids": lambda entry: entry.tokens,
     "logprobs": lambda entry: entry.logprobs,
-    "loss_mask": lambda entry: np.ones(len(entry), dtype=np.uint8),
+    "loss_mask": ResponseState.loss_mask,
     "sampling": lambda entry: entry.sampling,
     "reward": lambda entry: reward.value if (reward := entry.verdict()).valid else math.nan,
     "reward_valid": lambda entry: entry.verdict().valid,
@@ -138,7 +208,7 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "finished_at": lambda entry: entry.finished_at,
     "worker_history": ResponseState.worker_history,
     "length_tokens": len,
-    "events": lambda _: (),
+    "events": ResponseState.events,
     "stop_reason": ResponseState.stop_reason,
     "window_versions": lambda entry: entry.window_versions,
     "routed_experts": ResponseState.routed_experts,

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from dora.config import Config
+from dora.data.given_digest import DIGEST_BYTES
 from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
 from dora.data.token_spans import TokenColumns
 from dora.data.types import EngineCapability, PoolCapability
@@ -82,6 +83,9 @@ def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
         if not each.first_token <= each.tokens <= tokens_most:
             allowed = f"first_token at most tokens, and these at most {tokens_most}"
             raise InvalidValue(f"held.{each.request_id}", [each.first_token, each.tokens], allowed)
+        if len(each.given_digest) not in (0, DIGEST_BYTES):
+            digest = f"empty, or of {DIGEST_BYTES} bytes"
+            raise InvalidValue(f"held.{each.request_id}: given_digest bytes", len(each.given_digest), digest)
 
 
 def checked_pool_report(report: pb.PoolReport) -> None:

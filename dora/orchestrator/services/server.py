@@ -12,6 +12,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.operator import OperatorService, PromptService
+from dora.orchestrator.services.sessions import SessionService
 from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.services.waking import WakingInterceptor
 from dora.orchestrator.services.worker import WorkerService
@@ -38,6 +39,7 @@ async def serving(
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
+    stubs.add_SessionsServicer_to_server(SessionService(runtime), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
     stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens, kv_secret), server)
     stubs.add_HostServicer_to_server(HostService(runtime), server)

@@ -112,11 +112,12 @@ class WorkerService(stubs.WorkerServicer):
             return []
         rows = [state.request_row[name] for name in session.held if name in state.request_row]
         owned = [row for row in rows if row in worker.rows and not state.requests["starting"][row]]
+        owned += [row for row in rows if row in worker.kept]
         for row in owned:
             self._runtime.buffer.goes_on(row, session.worker_id)
+        tokens, given = state.requests.columns("tokens", "given")
         return [
-            pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(state.requests["tokens"][row]))
-            for row in owned
+            pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(tokens[row] - given[row])) for row in owned
         ]
 
     async def _first(self, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
@@ -140,7 +141,7 @@ class WorkerService(stubs.WorkerServicer):
             self._check_name("pool_id", pool.pool_id, len(sessions.pools), POOLS_MAX)
             host, kv = self._runtime.hosts.host_of(pool.pool_id) or pool.host, convert.kv_endpoint_from_wire(pool)
             opened = sessions.open_pool(pool.pool_id, pool.pid, host, held, kv)
-            opened.held = {each.request_id: each.tokens for each in pool.held}
+            opened.held = {each.request_id: self._parked_tokens(each) for each in pool.held}
             return opened
         if message is None or not message.HasField("hello"):
             raise InvalidValue("hello", MISSING, "the first message of a worker")
@@ -170,8 +171,16 @@ class WorkerService(stubs.WorkerServicer):
         session.hosted = version
         for each in hello.held:
             entry = self._runtime.buffer.get(each.request_id)
-            if entry is not None and entry.version == version and each.first_token <= len(entry) <= each.tokens:
+            if entry is None or entry.version != version or each.first_token > len(entry):
+                continue
+            if each.tokens >= len(entry) if not entry.is_session else entry.continues(each.tokens, each.given_digest):
                 session.held[each.request_id] = each.tokens
+
+    def _parked_tokens(self, held: pb.HeldRequest) -> int:
+        """The tokens of a request that a pool of an earlier incarnation has; below 0: of another history."""
+        entry = self._runtime.buffer.get(held.request_id)
+        is_other = entry is not None and entry.is_session and not entry.continues(held.tokens, held.given_digest)
+        return -1 if is_other else held.tokens
 
     def _check_name(self, field: str, name: str, connected: int, most: int) -> None:
         """Raises PermissionDenied or Conflict if a worker or pool must not use this name."""

@@ -1,0 +1,132 @@
+"""The shell's side of sessions: who attends an environment, and the calls that stream a turn.
+
+A session whose first turn has ended is given to the caller of its environment with the fewest sessions. If that caller
+leaves, another gets it at the end of its turn. Nothing here outlives the service: who attends again gets all sessions
+that wait.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dora.core.state import IDLE, State
+from dora.orchestrator.rollout.accepted import Accepted
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ResponseState
+from dora.rpc.errors import LimitExceeded
+
+ATTENDEES_MAX: Final = 1024  # of all environments
+
+
+class Attendee:
+    """One open Attend call. It holds ids, at most as many as there are sessions."""
+
+    def __init__(self) -> None:
+        self.mine: dict[str, None] = {}  # the open sessions that were given to it
+        self._unsent: dict[str, None] = {}
+        self._changed = asyncio.Event()
+
+    def offer(self, request_id: str) -> None:
+        self.mine[request_id] = self._unsent[request_id] = None
+        self._changed.set()
+
+    def drop(self, request_id: str) -> None:
+        """The session has ended."""
+        self.mine.pop(request_id, None)
+        self._unsent.pop(request_id, None)
+
+    async def next(self) -> str:
+        """Returns the session that has waited longest."""
+        while not self._unsent:
+            self._changed.clear()
+            await self._changed.wait()
+        request_id = next(iter(self._unsent))
+        del self._unsent[request_id]
+        return request_id
+
+
+class Environments:
+    """The attendees by environment, and the readers of turns."""
+
+    def __init__(self, buffer: ResponseBuffer, state: State) -> None:
+        self._buffer = buffer
+        self._state = state
+        self._attending: dict[str, list[Attendee]] = {}
+        self._readers: dict[str, set[asyncio.Event]] = {}
+
+    def is_idle(self, entry: ResponseState) -> bool:
+        """Returns whether a session waits for its next turn."""
+        return self._state.request_id.get(entry.row) == entry.request_id and bool(
+            self._state.requests["status"][entry.row] == IDLE
+        )
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def reported(self, accepted: Accepted) -> None:
+        """Offers sessions whose turn has ended, and wakes the readers of sessions that have new tokens."""
+        for request_id in accepted.ended:
+            entry = self._buffer.get(request_id)
+            if entry is not None and entry.is_session and self.is_idle(entry):
+                self._offer(entry)
+        if self._readers:
+            for row in accepted.columns.rows.tolist():
+                self._wake(self._buffer.at(row).request_id)
+
+    def over(self, request_id: str) -> None:
+        """A session has ended, was replaced or is forgotten."""
+        for attendees in self._attending.values():
+            for attendee in attendees:
+                attendee.drop(request_id)
+        self._wake(request_id)
+
+    def _wake(self, request_id: str) -> None:
+        for reader in self._readers.get(request_id, ()):
+            reader.set()
+
+    def _offer(self, entry: ResponseState) -> None:
+        """Gives a session to an attendee, unless one has it: that one has asked the turn."""
+        attendees = self._attending.get(entry.prompt.environment, ())
+        if attendees and not any(entry.request_id in each.mine for each in attendees):
+            min(attendees, key=lambda each: len(each.mine)).offer(entry.request_id)
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    @contextmanager
+    def attending(self, environment: str) -> Iterator[Attendee]:
+        """Raises LimitExceeded for too many calls."""
+        if sum(map(len, self._attending.values())) >= ATTENDEES_MAX:
+            raise LimitExceeded("environment: calls of Attend", ATTENDEES_MAX + 1, f"at most {ATTENDEES_MAX} at once")
+        attendee = Attendee()
+        attendees = self._attending.setdefault(environment, [])
+        is_first = not attendees
+        attendees.append(attendee)
+        if is_first:
+            self._offer_all(environment)
+        try:
+            yield attendee
+        finally:
+            attendees.remove(attendee)
+            for request_id in attendee.mine:
+                if (entry := self._buffer.get(request_id)) is not None and self.is_idle(entry):
+                    self._offer(entry)
+            if not attendees:
+                self._attending.pop(environment, None)
+
+    def _offer_all(self, environment: str) -> None:
+        for _, entries in self._buffer.groups():
+            for entry in entries if entries[0].prompt.environment == environment else ():
+                if self.is_idle(entry):
+                    self._offer(entry)
+
+    @contextmanager
+    def reading(self, request_id: str) -> Iterator[asyncio.Event]:
+        """Yields an event that is set when the session changes."""
+        changed = asyncio.Event()
+        self._readers.setdefault(request_id, set()).add(changed)
+        try:
+            yield changed
+        finally:
+            self._readers[request_id].discard(changed)
+            if not self._readers[request_id]:
+                del self._readers[request_id]

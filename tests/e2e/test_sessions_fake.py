@@ -1,0 +1,155 @@
+"""Sessions of several turns while a service runs, with fake engines: one version each, every token where it was."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import dora
+from dora.client.sessions import Session, Sessions
+from dora.config import Config
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.errors import Conflict, InvalidValue, NotFound
+from tests.refusals import refused
+from tests.service import check_promises, configured, during, running, train
+
+GROUPS = 4
+GROUP_SIZE = 2
+TOOL = [5, 6, 7]
+Driver = Callable[[Session], Awaitable[None]]
+
+
+def config_of(model: Path, **fields: Any) -> Config:
+    fake = {
+        "workers__engine": "fake",
+        "prompts": "none",
+        "reward__function": "dora.rewards.tiny:score",
+        "window__size": 2,
+        "rollout__max_tokens": 12,
+    }
+    return configured(model, **{**fake, **fields})
+
+
+def prompts_of(count: int) -> list[dict[str, Any]]:
+    return [
+        {"text": "ab" * (1 + n % 5), "prompt_id": f"p{n}", "group_size": GROUP_SIZE, "environment": "tool"}
+        for n in range(count)
+    ]
+
+
+async def drive(handle: Any, driver: Driver) -> None:
+    """Attends until it is cancelled. Raises what a session's driver raises."""
+    async with Sessions(handle.address, handle.token) as sessions, asyncio.TaskGroup() as group:
+        async for session in sessions.attend("tool"):
+            group.create_task(driver(session))  # type: ignore[arg-type]
+
+
+async def several_turns(session: Session) -> None:
+    """Two to four turns, of which each gets the tool's tokens; the reward is their number."""
+    turns = 2 + len(session.prompt_token_ids) % 3
+    for number in range(1, turns):
+        turn = await session.ask(TOOL * number, name="tool")
+        assert turn.number == number and len(turn.token_ids) == len(turn.logprobs) and turn.finish_reason
+    await session.end(float(turns), log=",".join(map(str, session.response)))
+
+
+def check_session(trajectory: Trajectory) -> None:
+    """The trainer gets the tokens that the environment saw; it trains on those alone that the policy sampled."""
+    seen = [int(each) for each in trajectory.verifier_log.split(",")]
+    assert trajectory.response_token_ids.tolist() == seen
+    assert {segment.version for segment in trajectory.worker_history} == {trajectory.behaviour_version}
+    assert trajectory.reward_valid and trajectory.reward == len(trajectory.events) + 1
+    mask = trajectory.loss_mask.astype(bool)
+    for number, event in enumerate(trajectory.events, start=1):
+        given = slice(event.position_token - len(TOOL) * number, event.position_token)
+        assert (event.kind, event.name) == ("given", "tool")
+        assert trajectory.response_token_ids[given].tolist() == TOOL * number
+        assert not mask[given].any() and not trajectory.logprobs[given].any()
+    assert (~mask).sum() == len(TOOL) * sum(range(1, len(trajectory.events) + 1))
+    assert (trajectory.logprobs[mask] < 0).all()
+
+
+def check_sessions(steps: list[list[TrajectoryGroup]]) -> None:
+    check_promises(steps, window=2, groups=GROUPS)
+    for step in steps:
+        for group in step:
+            for trajectory in group.trajectories:
+                check_session(trajectory)
+
+
+async def test_a_step_of_sessions_reaches_the_trainer(tiny_dense: Path) -> None:
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await prompts.submit(prompts_of(5 * GROUPS))
+        driving = asyncio.create_task(drive(handle, several_turns))
+        steps = await during(driving, train(handle, trainer, steps=4, groups=GROUPS))
+        driving.cancel()
+    check_sessions(steps)
+
+
+async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
+    """Each is one clear error, and the session goes on as if there had been none."""
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Sessions(handle.address, handle.token) as sessions,
+    ):
+        await prompts.submit(prompts_of(GROUPS))
+        await trainer.attach(groups=GROUPS)
+        attended = sessions.attend("tool")
+        session = await anext(attended)
+        with refused(InvalidValue, field="given_token_ids"):
+            await session.ask([])
+        with refused(InvalidValue, field="given_token_ids"):
+            await session.ask([1 << 20])
+        with refused(InvalidValue, field="given_token_ids", value="1000 tokens"):
+            await session.ask([5] * 1000)
+        with refused(InvalidValue, field="max_tokens"):
+            await session.ask(TOOL, max_tokens=5000)
+        with refused(InvalidValue, field="reward"):
+            await session.end(float("nan"))
+        first = await session.ask(TOOL, name="tool")
+        session.turn = session.turn.__class__(0, *[getattr(first, name) for name in ("token_ids", "logprobs")], None)
+        again = await session.ask(TOOL, name="tool")  # a repeated call gets the same turn
+        assert again.token_ids.tolist() == first.token_ids.tolist()
+        session.turn = session.turn.__class__(0, first.token_ids, first.logprobs, None)
+        with refused(Conflict, field="given_token_ids"):
+            await session.ask([1, 2])
+        session.turn = again
+        await session.end(1.0)
+        await session.end(1.0)
+        with refused(Conflict, field="session_id"):
+            await session.end(2.0)
+        with refused(Conflict, field="session"):
+            await session.ask(TOOL)
+        session.session_id = "g999.0"
+        with refused(NotFound, field="session_id"):
+            await session.ask(TOOL)
+        await attended.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path) -> None:
+    async def failing(session: Session) -> None:
+        if session.prompt_id == "p0":
+            await session.fail("its sandbox died")
+        else:
+            await several_turns(session)
+
+    config = config_of(tiny_dense, sessions__replacements=1)
+    async with (
+        running(config) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await prompts.submit(prompts_of(2 * GROUPS))
+        driving = asyncio.create_task(drive(handle, failing))
+        (step, *_) = await during(driving, train(handle, trainer, steps=1, groups=GROUPS))
+        driving.cancel()
+    failed = [each for group in step for each in group.trajectories if each.prompt_id == "p0"]
+    assert [each.trajectory_id.partition("~")[2] for each in failed] == ["1"] * GROUP_SIZE
+    assert not any(each.reward_valid for each in failed)
+    assert {each.verifier_log for each in failed} == {"broken off: its sandbox died"}
