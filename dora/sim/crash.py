@@ -10,10 +10,14 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
+import numpy as np
+
 from dora.core import Machine
 from dora.core import events as on
 from dora.core.rules import restoring
+from dora.core.rules.admission import attempt_id
 from dora.core.rules.selection import REDUNDANT
+from dora.journal.records import CLOSED
 from dora.orchestrator.recovery.reattachment import without_doubles
 from dora.sim.fault import Fault
 from dora.sim.ledger import Group, Ledger, Lost, Response, Violation
@@ -79,7 +83,9 @@ def check_kept(machine: Machine, kept: Kept) -> None:
         for each in durable.groups
         if each.group_id not in by_name or by_name[each.group_id].deadline != each.deadline
     ]
-    if durable.requests != found.requests or sorted(durable.finished) != sorted(found.finished):
+    no_given = np.zeros(0, np.int32)  # the journal does not say whether a worker has the given tokens of a turn
+    requests = [replace(each.requests, given=no_given) for each in (durable, found)]
+    if requests[0] != requests[1] or sorted(durable.finished) != sorted(found.finished):
         differing.append("requests")
     if differing or len(durable.groups) != len(by_name):
         raise Violation(f"the journal says otherwise than the core of {', '.join(differing) or 'groups'} (C2)")
@@ -116,12 +122,14 @@ def rewind(
             ledger.groups[live.group_id] = group
             ledger.responses.update(zip(group.request_ids, responses, strict=True))
         group.step, group.unscored = live.step, len(responses)
+        if group.prompt.sessions:
+            responses = _sessions_again(ledger, live.group_id, group, kept, position)
         for response in responses:
             if counts[position] > response.tokens:
                 raise Violation(
                     f"{live.group_id} has {counts[position]} tokens in the journal, of {response.tokens} (C2)"
                 )
-            response.tokens, response.finished = counts[position], bool(ends[position])
+            response.tokens, response.finished = counts[position], bool(ends[position]) and not response.idle
             group.unscored -= position in kept.requests.verdicts
             position += 1
     if {each.version for each in kept.restored.rejected} != ledger.rejected:
@@ -130,6 +138,24 @@ def rewind(
     ledger.received = []
     _end_evaluations(ledger)
     return again
+
+
+def _sessions_again(ledger: Ledger, group_id: str, group: Group, kept: Kept, position: int) -> list[Response]:
+    """A group's sessions as the kept records have them; replacements may be lost. ``position``: of the first."""
+    again: dict[str, Response] = {}
+    for index in range(len(group.request_ids)):
+        at = position + index
+        name = attempt_id(f"{group_id}.{index}", int(kept.requests.attempts[at]))
+        before = ledger.responses.get(name)
+        response = again[name] = Response(group_id, group.version, index, group.prompt)
+        response.turn, end = len(kept.requests.turns.get(at, ())), int(kept.requests.ends[at])
+        response.tokens = before.tokens if before is not None else int(kept.requests.counts[at])
+        response.ended, response.idle = end >= CLOSED, 0 < end < CLOSED
+    for request_id in group.request_ids:
+        ledger.responses.pop(request_id, None)
+    group.request_ids = tuple(again)
+    ledger.responses.update(again)
+    return list(again.values())
 
 
 def _end_evaluations(ledger: Ledger) -> None:

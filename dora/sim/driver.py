@@ -16,7 +16,7 @@ from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
 from dora.sim_engine.engine import Phase, SimRequest
 
-Order = tuple[do.WorkerCommand, SimRequest | None]  # a StartRequest comes with the service's part of the response
+Order = tuple[do.WorkerCommand, SimRequest | None]  # a start or extension comes with the service's part of the response
 
 REPORTS_A_PERIOD = 2  # full reports of every running request between two periodic plans
 
@@ -109,7 +109,9 @@ class WorkerDriver(Agenda, ABC):
         tokens = {request.request_id: request.tokens for request in ended}
         finished: dict[str, Any] = {}
         for request in ended:
-            if request.phase is Phase.AWAY and request.tokens < request.length:
+            if request.keeps:
+                finished[request.request_id] = "stop"
+            elif request.phase is Phase.AWAY and request.tokens < request.length:
                 answer_s = self.ledger.answer_s(request.request_id, request.turn, self.now_s)
                 self.after(max(0.0, answer_s - self.now_s), self._answered, worker, request)
             else:

@@ -13,6 +13,7 @@ from dora.sim.crash import crash
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.pool_faults import befall_pool
+from dora.sim.session_faults import befall_session
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S, STALL_LIMIT_S, TRAINER_LIMIT_S
 from dora.sim.wire import GAP_LIMIT_S, Trouble
@@ -23,6 +24,7 @@ SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
 FULL_MOST_S: Final = 30.0
 POOL: Final = "pool"  # if the kinds include this, clusters may have pools
+SESSION: Final = "session"  # if the kinds include this, responses may be sessions
 # Commands that fail, with the error kinds that workers report (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),
@@ -33,6 +35,8 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.StartRequest, "refused"),
     (do.StartRequest, "invalid"),
     (do.CopyIn, "not_movable"),
+    (do.ExtendRequest, "unknown_request"),
+    (do.ExtendRequest, "refused"),
 )
 
 
@@ -282,4 +286,5 @@ KINDS: Final[dict[str, Kind]] = {
     "evaluate": Kind("an evaluation is asked for, or ends early", _evaluate),
     "stall": Kind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
     "lease": Kind("the trainer keeps its connection and commits nothing, for a while or for ever", _stall_trainer, 0.5),
+    SESSION: Kind("an environment fails, stands still, ends early or asks what it must not", befall_session, 2.0),
 }

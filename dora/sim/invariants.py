@@ -21,6 +21,7 @@ from dora.sim.ledger import Violation
 
 # plain integers, as comparing enumerations would take most of the time
 WAITING, RUNNING, SCORED = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.SCORED)
+IDLE = int(RequestStatus.IDLE)
 LEASED = int(GroupStatus.LEASED)
 
 
@@ -138,12 +139,16 @@ def _indexes(workers: Iterable[Worker]) -> list[int]:
 def check_requests(state: State) -> None:
     """C2: each unfinished request is in exactly one place. C1: its worker has its version. Claims agree with both."""
     status, version = _columns(state.requests, state.request_id, "status", "version")
-    unplaced = {row for row, value in status.items() if value in (WAITING, RUNNING)}
+    unplaced = {row for row, value in status.items() if value in (WAITING, RUNNING, IDLE)}
     inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
         inbound[handoff.target].append(row)
-        if handoff.phase is Phase.STRANDED or handoff.kind is Kind.RESUME:
+        if status[row] == WAITING or (handoff.phase is Phase.STRANDED and status[row] == RUNNING):
             _place(unplaced, (row,), state)
+    for of_version, idle in state.idle.items():
+        _place(unplaced, idle, state)
+        if not idle or any((status[row], version[row]) != (IDLE, of_version) for row in idle):
+            raise Violation(f"{_names(state, idle)} are listed as idle under version {of_version} (C1)")
     for worker in state.workers.values():
         if state.worker_list[worker.index] is not worker:
             raise Violation(f"{worker.worker_id} is not on its index {worker.index}")
@@ -156,6 +161,10 @@ def check_requests(state: State) -> None:
                 raise Violation(f"{state.request_id[row]} of version {version[row]} waits for {of_version} (C1)")
     if unplaced:
         raise Violation(f"{', '.join(state.request_id[row] for row in sorted(unplaced))}: nowhere (C2)")
+    asked_at = {worker.index for worker in state.workers.values() if worker.asked}
+    on_workers = sum(len(worker.rows) + len(worker.kept) for worker in state.workers.values())
+    if asked_at != state.asked_at or np.count_nonzero(state.requests["worker"]) != on_workers:
+        raise Violation(f"turns are asked at {sorted(state.asked_at)}, while workers say {sorted(asked_at)}")
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
@@ -172,9 +181,21 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
             f"{state.request_id.get(row, row)} of version {requests['version'][row]} stands on {name} with version "
             f"{worker.loaded}, as if on index {requests['worker'][row] - 1} of {worker.index} (C1)"
         )
+    kept = np.fromiter(worker.kept, dtype=np.intp, count=len(worker.kept))
+    status, index, version = (requests[column][kept] for column in ("status", "worker", "version"))
+    odd = ((status != WAITING) & (status != IDLE)) | (index != worker.index + 1) | (version != worker.loaded)
+    if odd.any() or (requests["pool"][kept] > 0).any():
+        raise Violation(
+            f"{name} with version {worker.loaded} keeps {_names(state, kept.tolist())}: one is not its own (C1)"
+        )
+    asked = {row for row in kept[status == WAITING].tolist() if row not in state.handoffs}
+    if asked != worker.asked.keys():
+        raise Violation(
+            f"{name} has the KV of asked turns {_names(state, asked)}, and lists {_names(state, worker.asked)}"
+        )
     if worker.inbound != len(inbound):
         raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {len(inbound)}")
-    claimed = int(requests["claim"][rows].sum())
+    claimed = int(requests["claim"][rows].sum() + requests["claim"][kept].sum())
     if inbound:
         claimed += int(requests["claim_inbound"][list(inbound)].sum())
     if worker.kv_claimed != claimed:
@@ -209,7 +230,8 @@ def check_pools(state: State) -> None:
 def _waits(state: State, row: int) -> bool:
     if row in state.handoffs:
         return state.handoffs[row].kind is Kind.RESUME
-    return row in state.waiting.get(int(state.requests["version"][row]), ())
+    version = int(state.requests["version"][row])
+    return row in state.waiting.get(version, ()) or row in state.idle.get(version, ())
 
 
 def _names(state: State, rows: Iterable[int]) -> str:
@@ -224,7 +246,8 @@ def check_groups(state: State) -> None:
     queued.update(state.leased)
     for group, rows in state.members.items():
         values = [status[row] for row in rows]
-        found = (values.count(WAITING) + values.count(RUNNING), len(values) - values.count(SCORED))
+        open_ones = values.count(WAITING) + values.count(RUNNING) + values.count(IDLE)
+        found = (open_ones, len(values) - values.count(SCORED))
         if (unfinished[group], unscored[group]) != found:
             raise counts_differ(state, group, found)
         if queued[group] != (found[1] == 0):
@@ -326,7 +349,7 @@ def check_idle(state: State) -> None:
 
 def is_idle(worker: Worker) -> bool:
     """Whether the worker holds nothing, loads nothing and is not leaving."""
-    return not worker.held and worker.loading < 0 and not worker.draining
+    return worker.is_empty and worker.loading < 0 and not worker.draining
 
 
 def check_empty(state: State) -> None:
@@ -335,7 +358,7 @@ def check_empty(state: State) -> None:
     if left:
         raise Violation(f"left after the last step: {', '.join(left)}")
     for worker in state.workers.values():
-        if worker.held or worker.kv_claimed or worker.kv_inbound:
+        if not worker.is_empty or worker.kv_claimed or worker.kv_inbound:
             raise Violation(f"{worker.worker_id} still claims {worker.kv_claimed} KV tokens after the last step")
     if state.evaluations.running or state.evaluations.requests or state.evaluations.lent:
         raise Violation(f"evaluations are left: {', '.join(state.evaluations.running)}")

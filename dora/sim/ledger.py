@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.selection import REDUNDANT
+from dora.core.rules.sessions import TOTAL
 from dora.errors import DoraError, described
-from dora.sim.workload import SimPrompt
+from dora.sim.workload import SimPrompt, given_tokens
 
 
 class Violation(AssertionError):
@@ -65,6 +66,15 @@ class Response:
     finished: bool = False
     asked_turn: int = -1  # the environment was called after this turn and answers at ``answer_s``
     answer_s: float = 0.0
+    turn: int = 0  # sessions: the present or last turn
+    idle: bool = False  # sessions: this turn has ended, and the next was not asked
+    ended: bool = False  # sessions: the environment has ended it
+    troubled: bool = False  # sessions: its environment has failed or stands still
+
+    @property
+    def turn_end(self) -> int:
+        """The tokens at the end of the present turn."""
+        return self.prompt.spans(self.index)[self.turn][1]
 
 
 @dataclass(slots=True)
@@ -109,6 +119,8 @@ class Ledger:
     redundant: Counter[int] = field(default_factory=Counter)  # step -> groups due by it that were dropped as redundant
     resizes: list[do.ResizeWindow] = field(default_factory=list)
     cancelled_tokens: int = 0  # accepted tokens of cancelled groups
+    replaced: int = 0  # sessions
+    broken_off: int = 0  # sessions that ended without their environment
     publications: Counter[int] = field(default_factory=Counter)  # version -> number of its republications
     rejected: set[int] = field(default_factory=set)  # versions that must be published again
     evaluations: dict[str, Asked] = field(default_factory=dict)
@@ -161,11 +173,44 @@ class Ledger:
             raise Violation(f"{request_id} goes back from {response.tokens} to {tokens} tokens (C2)")
         if response.finished:
             raise Violation(f"{request_id} goes on after its end (C2)")
+        if response.prompt.sessions:
+            self._take_over_session(response, request_id, tokens, is_end=request_id in event.finished)
+            return
         response.tokens = tokens
         if request_id in event.finished:
             if tokens != response.prompt.lengths[response.index]:
                 raise Violation(f"{request_id} ends after {tokens} of {response.prompt.lengths[response.index]} tokens")
             response.finished = True
+
+    def _take_over_session(self, response: Response, request_id: str, tokens: int, *, is_end: bool) -> None:
+        if response.idle and tokens > response.tokens:
+            raise Violation(f"{request_id} goes on to {tokens} tokens, and no turn was asked at {response.tokens} (C2)")
+        if tokens > response.turn_end or (is_end and tokens != response.turn_end):
+            raise Violation(f"turn {response.turn} of {request_id} ends after {tokens}, not {response.turn_end} tokens")
+        response.tokens, response.idle = tokens, is_end or response.idle
+
+    def ask(self, request_id: str) -> int:
+        """The environment asks a session's next turn. Returns the number of its given tokens."""
+        response = self.responses[request_id]
+        given = given_tokens(response.prompt.turns_of(response.index)[response.turn])
+        response.tokens += given
+        response.turn, response.idle = response.turn + 1, False
+        return given
+
+    def replace(self, command: do.ReplaceRequest) -> None:
+        """Another session begins in place of one that has failed."""
+        before = self.responses.pop(command.request_id, None)
+        late = TOTAL in command.reason
+        if before is None or before.finished or not (before.troubled or late) or not command.reason:
+            raise Violation(f"{command.request_id} is replaced, and nothing has befallen it: {command.reason} (C2)")
+        if command.replacement_id in self.responses:
+            raise Violation(f"{command.replacement_id} replaces {command.request_id} and is there already (C2)")
+        self.responses[command.replacement_id] = Response(before.group_id, before.version, before.index, before.prompt)
+        group = self.groups[before.group_id]
+        group.request_ids = tuple(
+            command.replacement_id if name == command.request_id else name for name in group.request_ids
+        )
+        self.replaced += 1
 
     def answer_s(self, request_id: str, turn: int, now_s: float) -> float:
         """The time of the environment's answer to a turn. The environment is called once, however often the request
@@ -176,12 +221,23 @@ class Ledger:
             return now_s  # cancelled
         if response.asked_turn < turn:
             response.asked_turn = turn
-            response.answer_s = now_s + response.prompt.turns[response.index][turn].environment_s
+            response.answer_s = now_s + response.prompt.turns_of(response.index)[turn].environment_s
         return response.answer_s
+
+    def break_off(self, command: do.BreakOffSession) -> None:
+        """Ends a session whose environment has failed or stands still."""
+        response = self.responses.get(command.request_id)
+        late = TOTAL in command.reason
+        if response is None or response.finished or not (response.troubled or late) or not command.reason:
+            raise Violation(f"{command.request_id} is broken off, and nothing has befallen it: {command.reason} (C2)")
+        response.finished = True
+        self.broken_off += 1
 
     def check_finished(self, request_id: str) -> None:
         """Checks that a response is complete before the verifier scores it."""
         response = self.responses.get(request_id)
+        if response is not None and response.prompt.sessions and response.ended:
+            response.finished = True
         if response is None or not response.finished:
             raise Violation(f"{request_id} is scored before its end (C2)")
 

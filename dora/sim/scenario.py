@@ -181,6 +181,9 @@ class Workload(Section):
     )
     lengths: Lengths = Lengths()
     turns: Turns = Turns()
+    sessions: bool = Field(
+        False, description="the core knows the turns: no slot is held between them. False: the engine waits for tools"
+    )
     tasks: tuple[Task, ...] = Field((), description="kinds of prompts; none: all are of one kind")
     feature_correlation: Share = Field(
         0.85,

@@ -54,6 +54,7 @@ class ServedWorld(World):
         self._checks: dict[type, Callable[[Any], None]] = {  # in addition to the ledger's own
             do.ScoreRequest: self._check_finished,
             do.ScoreEvaluated: self._check_finished,
+            do.BreakOffSession: self._check_broken_off,
             do.DeliverGroup: self._check_delivered,
             do.CloseStep: self._check_closed,
         }
@@ -95,6 +96,9 @@ class ServedWorld(World):
 
     def _check_finished(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
         self.ledger.check_finished(command.request_id)
+
+    def _check_broken_off(self, command: do.BreakOffSession) -> None:
+        self.ledger.break_off(command)
 
     def _check_delivered(self, command: do.DeliverGroup) -> None:
         if command.trainer_epoch == self.trainer.epoch:

@@ -11,6 +11,7 @@ duplicate, another request's token, or a token of another version.
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Protocol, cast
 from zlib import crc32
 
@@ -23,7 +24,7 @@ from dora.core import events as on
 from dora.core.handoff.table import Handoff, Kind
 from dora.core.rules import learning
 from dora.data.token_spans import Column, TokenColumns
-from dora.data.trajectory import TrajectoryGroup
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Prompt, Reward
 from dora.journal import records
 from dora.journal.content import Content, Requests
@@ -37,6 +38,7 @@ from dora.orchestrator.rollout.orders import worker_message
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.sim.ledger import Ledger as Books
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
@@ -46,6 +48,7 @@ from dora.sim.workload import FILTERED, Filter, SimPrompt
 REPEATED_MAX: Final = 4  # accepted tokens that a report may repeat, plus one
 TOKENS_MAX: Final = 4096  # of a response
 TOKEN_IDS: Final = 50_000
+ENVIRONMENT: Final = "simulated"
 _STRIDE: Final = 7919  # difference of consecutive token ids of a request
 
 
@@ -65,6 +68,7 @@ class Environment(Protocol):
     machine: Machine
     trainer: SimTrainer
     filter: Filter
+    ledger: Books
     now_s: float
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None: ...
@@ -203,7 +207,9 @@ class Service:
     def handled(self, machine: Machine, event: on.Event) -> None:
         """Writes the journal records that precede the commands of this event."""
         state = machine.state
-        if isinstance(event, on.StepCommitted):
+        if isinstance(event, on.TurnAsked):
+            self._give(event)
+        elif isinstance(event, on.StepCommitted):
             counters = {"groups_trained": state.counters.groups_trained}
             learnt = learning.learnt(state)
             self.journal.note(records.Committed(event.step, b"", self._world.now_s, counters, learnt))
@@ -211,6 +217,13 @@ class Service:
         elif isinstance(event, on.VersionRepublished):
             self.journal.note(records.Republished(event.version, b""))
             self.log.rely()
+
+    def _give(self, event: on.TurnAsked) -> None:
+        """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
+        entry = self.buffer[event.request_id]
+        first, count = np.array([len(entry)]), np.array([event.tokens])
+        token_ids, _ = sampled([(event.request_id, entry.version)], first, count)
+        self.journal.note(self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s))
 
     def carried_out(self, event: on.Event) -> None:
         """Writes the journal records that follow the commands of this event."""
@@ -275,7 +288,8 @@ def cut(log: SimLog, count: int, incarnation: int) -> None:
 
 
 def prompt_of(prompt: SimPrompt) -> Prompt:
-    return Prompt(prompt.prompt_id, prompt.task_id, (0,), prompt.prompt_id, prompt.group_size, {}, "{}", 0)
+    environment = ENVIRONMENT if prompt.sessions else ""
+    return Prompt(prompt.prompt_id, prompt.task_id, (0,), prompt.prompt_id, prompt.group_size, {}, "{}", 0, environment)
 
 
 class _Executor(Executor):
@@ -370,9 +384,22 @@ class _Stream:
             names = [(each.trajectory_id, each.behaviour_version)]
             counts = np.array([each.length_tokens])
             token_ids, logprobs = sampled(names, np.zeros(1, np.int64), counts)
+            logprobs *= self._mask(each)
             if not (np.array_equal(each.response_token_ids, token_ids) and np.array_equal(each.logprobs, logprobs)):
                 raise Violation(f"{each.trajectory_id} is delivered with tokens that were not sampled for it (C1)")
         self._world.trainer.received()
+
+    def _mask(self, trajectory: Trajectory) -> Column:
+        """The loss mask, compared with the turns that the environment has asked."""
+        response = self._world.ledger.responses[trajectory.trajectory_id]
+        mask = np.ones(trajectory.length_tokens, np.uint8)
+        if response.prompt.sessions:
+            spans = response.prompt.spans(response.index)[: response.turn + 1]
+            for (_, end), (begin, _) in pairwise(spans):
+                mask[end:begin] = 0
+        if not np.array_equal(trajectory.loss_mask, mask):
+            raise Violation(f"{trajectory.trajectory_id}: its loss mask is not that of its turns")
+        return mask
 
     def close(self, *, exhausted: bool = False, error: Exception | None = None) -> None:
         self._relied_on()

@@ -12,7 +12,7 @@ from dora.core import events as on
 from dora.core.policies import POLICIES, allows_any, nearest_window
 from dora.errors import InvalidValue, one_of
 from dora.sim.fault import Fault
-from dora.sim.fault_kinds import POOL, draw_faults, kinds_of, strike
+from dora.sim.fault_kinds import POOL, SESSION, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload
@@ -136,7 +136,7 @@ class Trial:
                 prompts=64,
                 prompt_tokens=20,
                 lengths=Lengths(mu=3.0, sigma=0.8, cap_tokens=120),
-                turns=Turns(most=random.choice((1, 1, 3)), environment_mean_s=1.0, answer_tokens=5),
+                **self._turns(random.choice((1, 1, 3))),
             ),
         )
         balance = BalanceConfig(
@@ -156,6 +156,15 @@ class Trial:
         random = Random(f"window {self.seed}")
         least, most = random.choice(((1, 4), (1, 2), (2, 3), (1, 3)))
         return WindowConfig(size="auto", min=least, max=most, look_steps=random.choice((1, 2)), rest_steps=0)
+
+    def _turns(self, most: int) -> dict[str, Any]:
+        """Turns of responses. In a half of the seeds the core knows them, and tools may take long."""
+        turns = Turns(most=most, environment_mean_s=1.0, answer_tokens=5)
+        random = Random(f"sessions {self.seed}")
+        if SESSION not in kinds_of(self.kinds) or random.random() < 0.5:
+            return {"turns": turns}
+        longer = {"most": random.choice((1, 3, 6)), "environment_mean_s": random.choice((0.0, 1.0, 5.0))}
+        return {"turns": turns.model_copy(update={**longer, "environment_sigma": 0.7}), "sessions": True}
 
     def _pools(self) -> dict[str, Any]:
         """Pool settings. One third of the seeds have no pool."""

@@ -10,12 +10,13 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.errors import DoraError
 from dora.sim.invariants import fingerprint
-from dora.sim.ledger import Violation
+from dora.sim.ledger import Response, Violation
 from dora.sim.pool import SimPool
 from dora.sim.service import Kept
 from dora.sim.unsteady import RESTART_MOST_S, Process, UnsteadyWorld
 from dora.sim.worker import SimWorker
 from dora.sim_engine.engine import Phase
+from dora.sim_engine.request import SimRequest
 
 
 class UnreliableWorld(UnsteadyWorld):
@@ -60,7 +61,10 @@ class UnreliableWorld(UnsteadyWorld):
             self.lose_trainer()
 
     def carry_on(self) -> None:
-        """Repeats the reports that a new orchestrator needs."""
+        """Repeats the reports that a new orchestrator needs. Environments see the turns that have ended again."""
+        for request_id, response in list(self.ledger.responses.items()):
+            if response.idle and not response.finished:
+                self.call_environment(request_id, response)
         if self.storage_faults:
             self.post(on.StorageChanged("record: no room"))
         if self.ending and self.prompts_left is None:
@@ -91,7 +95,7 @@ class UnreliableWorld(UnsteadyWorld):
         self._processes[again.epoch] = Process(-1, before.publication, before.ended)
         for request_id, request in list(engine.requests.items()):
             engine.thaw(request_id)
-            if request.phase is Phase.AWAY and request.tokens < request.length:
+            if request.phase is Phase.AWAY and request.tokens < request.length and not request.keeps:
                 answer_s = self.ledger.answer_s(request_id, request.turn, self.now_s)
                 self.after(max(0.0, answer_s - self.now_s), self._answered, again, request)
         self.wake_later(again)
@@ -110,10 +114,19 @@ class UnreliableWorld(UnsteadyWorld):
         claimed = {
             name: tokens
             for name, tokens in has.items()
-            if name in known and known[name].version == version and tokens >= known[name].tokens
+            if name in known
+            and known[name].version == version
+            and self._continues(known[name], engine.requests.get(name), tokens)
         }
         joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, version=version)
         return replace(joined, requests=claimed)
+
+    def _continues(self, response: Response, request: SimRequest | None, tokens: int) -> bool:
+        """Whether a process has a part of this response's history, or a longer one of the same turn."""
+        if not response.prompt.sessions or request is None:
+            return tokens >= response.tokens
+        lacks_last = request.turn + 1 == response.turn and request.is_kept
+        return lacks_last or (request.turn == response.turn and tokens >= response.tokens)
 
     def enter(self, worker: SimWorker) -> None:
         """Adds a reconnected process to the members."""
@@ -129,17 +142,19 @@ class UnreliableWorld(UnsteadyWorld):
         if isinstance(worker, SimPool):
             return  # the core orders it to remove requests
         state, known = self.machine.state, self.machine.state.worker_at(worker.worker_id, worker.epoch)
-        goes_on = (
-            {state.request_id[row] for row in known.rows if not state.requests["starting"][row]} if known else set()
-        )
+        goes_on: set[str] = set()
+        if known is not None:
+            rows = {row for row in known.rows if not state.requests["starting"][row]} | known.kept
+            goes_on = {state.request_id[row] for row in rows}
         for request_id in goes_on:
             self.service.buffer.goes_on(state.rows()[request_id], worker.worker_id)
         process = self.process(worker)
         for request_id in list(worker.engine.requests.keys() - goes_on):
             worker.engine.remove(request_id)
         process.ended = {name: request for name, request in process.ended.items() if name in goes_on}
-        if process.ended:
-            tokens = {name: request.length for name, request in process.ended.items()}
+        tokens = {name: request.length for name, request in process.ended.items()}
+        tokens |= {name: request.tokens for name, request in worker.engine.requests.items() if request.is_kept}
+        if tokens:
             self.to_core(worker, self._progress(worker, tokens, dict.fromkeys(tokens, "stop")))
         self.wake_later(worker)
         self._report(worker)

@@ -11,6 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from dora.config import SessionsConfig
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.lease import COMMITS_FIRST
@@ -31,6 +32,7 @@ SILENCE_LIMIT_S = 8.0  # a worker that is silent for this long is lost (workers.
 STALL_LIMIT_S = 120.0  # a worker that reports and yields no token for so long is replaced (workers.stall_timeout_s)
 TRAINER_LIMIT_S = 40.0  # a trainer that commits nothing for so long may be replaced (service.trainer_stall_timeout_s)
 OPERATOR_PATIENCE_S = 900.0  # then an operator replaces a stalled trainer, whatever its lease
+IDLE_LIMIT_S = 100.0  # a session whose environment asks nothing for so long is replaced or ended
 RESTART_MOST_S = 6.0  # until a lost worker or trainer is restarted
 
 
@@ -58,6 +60,7 @@ class UnsteadyWorld(ServedWorld):
     trainer_stall_timeout_s = TRAINER_LIMIT_S
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.session_limits = _session_limits(Random(f"session limits {seed}"))
         self.log: list[Handled] = []  # events that the orchestrators have handled
         self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # called with every command; True: the trap is done
         self.sessions: dict[int, Session] = {}  # by worker epoch
@@ -394,7 +397,7 @@ class UnsteadyWorld(ServedWorld):
             self.prompts_left = left
 
     def _ended(self, worker: SimWorker, ended: list[SimRequest]) -> None:
-        whole = [request for request in ended if request.tokens >= request.length]
+        whole = [request for request in ended if request.tokens >= request.length and not request.keeps]
         self.process(worker).ended.update((request.request_id, request) for request in whole)
         super()._ended(worker, ended)
 
@@ -414,6 +417,15 @@ class UnsteadyWorld(ServedWorld):
         if found is None:
             found = self._processes[worker.epoch] = Process(self._incarnation)
         return found
+
+
+def _session_limits(random: Random) -> SessionsConfig:
+    return SessionsConfig(
+        idle_timeout_s=IDLE_LIMIT_S,
+        total_timeout_s=random.choice((0.0, 300.0)),
+        on_timeout=random.choice(("replace", "end")),
+        replacements=random.choice((0, 1, 2)),
+    )
 
 
 def _lost(worker: SimWorker, reason: str) -> on.WorkerLost | on.PoolLost:

@@ -29,13 +29,14 @@ from dora.sim.invariants import (
 )
 from dora.sim.ledger import Violation
 
-WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
+WAITING, RUNNING, IDLE = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.IDLE)
 LEASED = int(GroupStatus.LEASED)
 # The place of a request that is on no index:
 IN_LINE: Final = -1
 STRANDED: Final = -2  # its source is lost, and its snapshot is in transit
 NOWHERE: Final = -3  # not admitted, or ended
-RESUMED: Final = -4  # in transit from a pool to a worker
+RESUMED: Final = -4  # in transit to a worker that will run it
+BETWEEN: Final = -5  # an idle session
 TO_ENDS: Final = tuple(kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand))
 REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, so that all workers are checked
 
@@ -95,6 +96,9 @@ class Watch:
             do.DropGroup: self._gone,
             do.ForgetGroup: self._gone,
             do.ScoreRequest: self._ended,
+            do.BreakOffSession: self._ended,
+            do.ReplaceRequest: self._replaced,
+            on.TurnAsked: self._turn_asked,
             on.PoolLost: self._pool_lost,
             on.PoolDropped: self._pool_dropped,
             **dict.fromkeys(TO_ENDS, self._ordered),
@@ -170,13 +174,29 @@ class Watch:
         for row in watched.rows:
             self._moved(row, NOWHERE, named)
 
-    def _ended(self, state: State, command: do.ScoreRequest, named: Named) -> None:
+    def _ended(self, state: State, command: do.ScoreRequest | do.BreakOffSession, named: Named) -> None:
         row = state.request_row.get(command.request_id)
         if row is not None:  # otherwise the same event cancelled its group
             group = int(state.requests["group"][row])
             self._groups[state.group_id[group]].unfinished -= 1
             named.rows.add(row)
             named.groups.add(group)
+
+    def _replaced(self, state: State, command: do.ReplaceRequest, named: Named) -> None:
+        row = state.request_row.get(command.replacement_id)
+        if row is None:
+            return  # the same event cancelled its group
+        group = int(state.requests["group"][row])
+        watched = self._groups[state.group_id[group]]
+        for old in set(watched.rows) - set(state.members[group]):
+            self._moved(old, NOWHERE, named)
+        watched.rows = tuple(state.members[group])
+        named.rows.add(row)
+        named.groups.add(group)
+
+    def _turn_asked(self, state: State, event: on.TurnAsked, named: Named) -> None:
+        if (row := state.request_row.get(event.request_id)) is not None:
+            named.rows.add(row)
 
     def _ordered(self, state: State, command: do.WorkerCommand, named: Named) -> None:
         self._sent[command.command_id] = command
@@ -190,6 +210,8 @@ class Watch:
         worker = state.worker_at(event.worker_id, event.epoch)
         if worker is not None:
             named.indexes.add(worker.index)
+            rows = (state.request_row.get(name) for name in event.finished)
+            named.rows.update(row for row in rows if row is not None and state.requests["session"][row])
             self._reports += len(event.tokens) > len(event.finished)  # a report of all running requests
             if self._reports == REPORTS:
                 self._reports = 0
@@ -293,7 +315,9 @@ class Watch:
             return RESUMED
         if status == WAITING and row in state.waiting.get(int(version), ()):
             return IN_LINE
-        if status in (WAITING, RUNNING):
+        if status == IDLE and row in state.idle.get(int(version), ()):
+            return BETWEEN
+        if status in (WAITING, RUNNING, IDLE):
             raise Violation(f"{state.request_id[row]}: nowhere (C2)")
         return NOWHERE
 

@@ -41,6 +41,8 @@ class Environment(Protocol):
 def resumed(response: Response, request_id: str) -> SimRequest:
     """A response as an engine begins it, or continues it after the service's tokens."""
     prompt, index, tokens = response.prompt, response.index, response.tokens
+    if prompt.sessions:
+        return _session(response, request_id)
     turns = prompt.turns[index] if prompt.turns else ()
     answers, before, turn = 0, 0, 0
     while turns and turn + 1 < len(turns) and before + turns[turn].tokens <= tokens:
@@ -57,6 +59,17 @@ def resumed(response: Response, request_id: str) -> SimRequest:
         turns,
         turn,
     )
+
+
+def _session(response: Response, request_id: str) -> SimRequest:
+    prompt, index, tokens = response.prompt, response.index, response.tokens
+    spans, turns = prompt.spans(index), prompt.turns_of(index)
+    turn = next(number for number, (_, end) in enumerate(spans) if tokens <= end)
+    end, length = spans[turn][1], spans[-1][1]
+    return SimRequest(
+        request_id, response.group_id, response.version, prompt.prompt_tokens, tokens, end - tokens, length, turns,
+        turn, keeps=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ class SimWorker:
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: next error kinds
 
     def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
-        """Begins the command. Returns its outcome or its end. ``request``: the request of a StartRequest."""
+        """Begins the command. Returns its outcome or its end. ``request``: of a StartRequest or ExtendRequest."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
         match command:
@@ -108,6 +121,8 @@ class SimWorker:
                 return self._load(world, command, bad)
             case do.StartRequest():
                 return self._start(world, command, request, bad)
+            case do.ExtendRequest():
+                return self._extend(command, request, bad)
             case do.RemoveRequest(request_id=request_id) | do.CancelReservation(request_id=request_id):
                 self.incoming.pop(request_id, None)
                 self.outgoing.pop(request_id, None)
@@ -166,6 +181,17 @@ class SimWorker:
             return self._failed(command, f"{command.request_id} cannot be started", bad or "invalid")
         world.ledger.sampled(command.request_id, self.version)
         self.engine.add(request)
+        return self._done(command)
+
+    def _extend(self, command: do.ExtendRequest, request: SimRequest | None, bad: str) -> Outcome:
+        """``request``: the session as the service knows it, with the tokens that were given."""
+        kept = self.engine.requests.get(command.request_id)
+        if bad == "unknown_request" or kept is None:
+            self.engine.remove(command.request_id)
+            return self._failed(command, f"{command.request_id} is not here", "unknown_request")
+        if bad or request is None or not kept.is_kept or kept.turn + 1 != request.turn:
+            return self._failed(command, f"{command.request_id} cannot be extended", bad or "invalid")
+        self.engine.extend(kept, request.tokens - kept.tokens, request.left)
         return self._done(command)
 
     def _copy_out(self, world: Environment, command: do.CopyOut, bad: str) -> Outcome:

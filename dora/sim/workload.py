@@ -51,6 +51,23 @@ class SimPrompt:
     features: tuple[float, ...]
     lengths: tuple[int, ...]
     turns: tuple[tuple[Turn, ...], ...]
+    sessions: bool = False  # the core knows the turns: a response's tokens include the answers
+
+    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The first and the last position, exclusive, of each turn's sampled tokens in one session."""
+        spans, begin = [], 0
+        for turn in self.turns_of(index):
+            spans.append((begin, begin + turn.tokens))
+            begin += turn.tokens + given_tokens(turn)
+        return tuple(spans)
+
+    def turns_of(self, index: int) -> tuple[Turn, ...]:
+        """The turns of one response."""
+        return self.turns[index] if self.turns else (Turn(self.lengths[index], 0.0, 0),)
+
+    def response_tokens(self, index: int) -> int:
+        """The tokens of one response as the core counts them."""
+        return self.spans(index)[-1][1] if self.sessions else self.lengths[index]
 
     def context_work(self) -> float:
         """Cached tokens read over all decode steps of its responses: prompt, response and previous answers."""
@@ -154,6 +171,7 @@ class WorkloadStream:
                     features=tuple(features),
                     lengths=tuple(tokens),
                     turns=parts,
+                    sessions=workload.sessions,
                 )
             )
 
@@ -268,6 +286,11 @@ def _features(difficulty: FloatColumn, correlation: float, rng: np.random.Genera
     each = square / (FEATURES - (FEATURES - 1) * square)  # squared correlation of one feature
     noise = rng.standard_normal((len(difficulty), FEATURES))
     return math.sqrt(each) * difficulty[:, None] + math.sqrt(1.0 - each) * noise
+
+
+def given_tokens(turn: Turn) -> int:
+    """The tokens that a session's environment gives after a turn: at least one."""
+    return max(1, turn.answer_tokens)
 
 
 def _split(count: int, tokens: list[int], latency_s: list[float], answer_tokens: int) -> tuple[Turn, ...]:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from dora.config import Config, SelectionConfig, ServiceConfig, WorkersConfig
+from dora.config import Config, SelectionConfig, ServiceConfig, SessionsConfig, WorkersConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.cost import CostModel
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
-from dora.sim.ledger import Violation
+from dora.sim.ledger import Response, Violation
 from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
@@ -58,10 +58,13 @@ class World(WorkerDriver):
 
     stall_timeout_s: ClassVar[float] = 0.0  # no worker stalls, and an environment may take its time
     trainer_stall_timeout_s: ClassVar[float] = 0.0  # nor does the trainer
+    session_limits: SessionsConfig = SessionsConfig(idle_timeout_s=0.0, total_timeout_s=0.0)  # nor any environment
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario)
-        self.config = core_config(scenario, self.stall_timeout_s, self.trainer_stall_timeout_s)
+        self.config = core_config(scenario, self.stall_timeout_s, self.trainer_stall_timeout_s).model_copy(
+            update={"sessions": self.session_limits}
+        )
         policy = partial.policy_of(scenario, self.config.balance)
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
@@ -83,6 +86,7 @@ class World(WorkerDriver):
         self._owed = 0  # drawn prompts that were not offered yet, as too much was in flight
         self._books: dict[type, Callable[[Any], None]] = {  # commands that are only recorded and checked
             do.AdmitGroup: self.ledger.admit,
+            do.ReplaceRequest: self.ledger.replace,
             do.DropPrompt: self.ledger.take_back,
             do.DropGroup: self.ledger.drop,
             do.ForgetGroup: self.ledger.forget,
@@ -99,6 +103,7 @@ class World(WorkerDriver):
             **self._books,
             do.DrawPrompts: self.draw,
             do.ScoreRequest: self.score,
+            do.BreakOffSession: self.break_off,
             do.ScoreEvaluated: self.score,
             do.DeliverGroup: self._deliver,
             do.CloseStep: self._close,
@@ -138,6 +143,8 @@ class World(WorkerDriver):
         if isinstance(event, on.Progress):
             self.take_over(event)
         commands = self.machine.handle(event, self.now_s)
+        if isinstance(event, on.Progress):
+            self.turns_ended(event)
         if isinstance(event, on.VersionRepublished):
             self.ledger.republished(event.version)
         self.carry_out(event, commands)
@@ -216,7 +223,9 @@ class World(WorkerDriver):
         if worker is None:
             return
         request = None
-        if isinstance(command, do.StartRequest):
+        if isinstance(command, do.ExtendRequest):
+            request = resumed(self.ledger.responses[command.request_id], command.request_id)
+        elif isinstance(command, do.StartRequest):
             response = self.ledger.responses[command.request_id]
             if (command.arrival == "new") != (response.tokens == 0):
                 raise Violation(
@@ -286,7 +295,10 @@ class World(WorkerDriver):
 
     def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
         """The event that asks for an evaluation of ``count`` prompts from their own stream. The ledger records them."""
-        taken = [replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}") for each in self.evaluated.take(count)]
+        taken = [
+            replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}", sessions=False)  # their engines wait for tools
+            for each in self.evaluated.take(count)
+        ]
         self.ledger.ask_evaluation(evaluation_id, taken)
         return on.EvaluationAsked(evaluation_id, self._offered(taken), version, share)
 
@@ -298,20 +310,58 @@ class World(WorkerDriver):
                 prompt.task_id,
                 prompt.prompt_tokens,
                 prompt.group_size,
-                prompt.max_tokens,
+                prompt.max_tokens + self._most_given_tokens,
                 key=prompt.key,
                 features=prompt.features,
-                known_tokens=prompt.lengths if known else (),
+                known_tokens=tuple(map(prompt.response_tokens, range(prompt.group_size))) if known else (),
                 priority=self.priority(prompt.prompt_id),
+                sessions=prompt.sessions,
             )
             for prompt in drawn
         )
 
+    @cached_property
+    def _most_given_tokens(self) -> int:
+        """The most tokens that an environment gives to one session."""
+        workload = self.scenario.workload
+        turns = [workload.turns, *(task.turns for task in workload.tasks if task.turns is not None)]
+        return max((each.most - 1) * max(1, each.answer_tokens) for each in turns) if workload.sessions else 0
+
     def priority(self, prompt_id: str) -> int:
         return 0
 
+    # ------------------------------------------------------------------------------------------------------- sessions
+
+    def turns_ended(self, event: on.Progress) -> None:
+        """Calls the environments of the sessions whose turn has ended."""
+        for request_id in event.finished:
+            response = self.ledger.responses.get(request_id)
+            if response is not None and response.prompt.sessions:
+                self.call_environment(request_id, response)
+
+    def call_environment(self, request_id: str, response: Response) -> None:
+        """An environment answers after a time that its turn determines, however often it is called."""
+        answer_s = self.ledger.answer_s(request_id, response.turn, self.now_s)
+        self.after(max(0.0, answer_s - self.now_s), self._environment, request_id, response, response.turn)
+
+    def _environment(self, request_id: str, response: Response, turn: int) -> None:
+        """Asks the next turn of a session, or ends it after its last."""
+        if self.ledger.responses.get(request_id) is not response or response.finished or response.troubled:
+            return
+        if response.turn != turn or not response.idle:
+            return  # it was asked already
+        if turn + 1 == len(response.prompt.turns_of(response.index)):
+            response.ended = True
+            self.post(on.SessionEnded(request_id))
+        else:
+            self.post(on.TurnAsked(request_id, self.ledger.ask(request_id)))
+
     def score(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
         self.ledger.check_finished(command.request_id)
+        self.judged(command.request_id)
+
+    def break_off(self, command: do.BreakOffSession) -> None:
+        self.ledger.break_off(command)
         self.judged(command.request_id)
 
     def judged(self, request_id: str) -> None:

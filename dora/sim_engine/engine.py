@@ -53,7 +53,11 @@ class SimEngine:
         request.order, request.phase = self._arrivals, WAITING
         request.resident = request.unread = False  # it may have been both where it comes from
         self.requests[request.request_id] = request
-        if request.cached:
+        if request.is_kept:
+            self._settle_in(request)
+            request.phase = AWAY
+            self._unread(request)
+        elif request.cached:
             self.waiting.appendleft(request)
         else:
             self.waiting.append(request)
@@ -85,9 +89,22 @@ class SimEngine:
 
     def thaw(self, request_id: str) -> None:
         request = self.requests.get(request_id)
-        if request is not None and request.phase is FROZEN:
+        if request is None or request.phase is not FROZEN:
+            return
+        if request.is_kept:
+            request.phase = AWAY
+        else:
             self._queue_first(request)
             self._admit()
+
+    def extend(self, request: SimRequest, given_tokens: int, turn_tokens: int) -> None:
+        """Begins the next turn of a kept request: the given tokens are prefilled, then so many are sampled."""
+        request.turn += 1
+        request.left = turn_tokens
+        self._give(request, given_tokens)
+        request.tokens += given_tokens
+        self._queue_first(request)
+        self._admit()
 
     def resume(self, request: SimRequest) -> None:
         """The environment has answered: the next turn begins, with the answer to be prefilled."""
@@ -96,11 +113,8 @@ class SimEngine:
         answer_tokens = request.turns[request.turn].answer_tokens
         request.turn += 1
         request.left = request.turns[request.turn].tokens
+        self._give(request, answer_tokens)
         request.prompt += answer_tokens
-        if request.resident:  # else its whole context is computed when it starts
-            self.kv += answer_tokens
-            self.unread += answer_tokens * request.unread
-            self._prefill(answer_tokens)
         self._queue_first(request)
         self._admit()
 
@@ -154,12 +168,11 @@ class SimEngine:
             ended = self._ended()
         for request in ended:
             self._stop(request, ended=True)
-            if request.tokens >= request.length:
+            if request.tokens >= request.length and not request.keeps:
                 del self.requests[request.request_id]
                 self._let_out(request)
             else:
-                request.unread = True
-                self.unread += request.context
+                self._unread(request)
         if self.kv + EPSILON_STEPS * self.running >= self.kv_capacity and self._evictable():
             self._preempt()
         self._admit()
@@ -251,6 +264,24 @@ class SimEngine:
             request.unread = False
             self.unread -= request.context
 
+    def _unread(self, request: SimRequest) -> None:
+        """No step reads its KV until it runs again."""
+        request.unread = True
+        self.unread += request.context
+
+    def _give(self, request: SimRequest, tokens: int) -> None:
+        """Prefills tokens from outside. Without KV the whole context is computed when it starts."""
+        if request.resident:
+            self.kv += tokens
+            self.unread += tokens * request.unread
+            self._prefill(tokens)
+
+    def _settle_in(self, request: SimRequest) -> None:
+        """Its KV is on the engine."""
+        self.kv += request.context
+        request.resident = request.cached = True
+        self._siblings[request.group_id] += 1
+
     def _queue_first(self, request: SimRequest) -> None:
         request.phase = WAITING
         self.waiting.appendleft(request)
@@ -300,9 +331,7 @@ class SimEngine:
             if not request.cached:
                 shared = request.prompt if self._siblings[request.group_id] and not request.turn else 0
                 self._prefill(request.context - shared, again=request.tokens > 0)
-            self.kv += request.context
-            request.resident = request.cached = True
-            self._siblings[request.group_id] += 1
+            self._settle_in(request)
         self._read(request)
         request.phase, request.since_step = RUNNING, self.steps
         self.running += 1

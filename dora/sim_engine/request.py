@@ -9,7 +9,7 @@ class Phase(Enum):
 
     WAITING = auto()  # for a slot or for KV
     RUNNING = auto()
-    AWAY = auto()  # its environment answers; the KV stays
+    AWAY = auto()  # its environment answers, or its next turn has not been asked; the KV stays
     FROZEN = auto()  # a handoff copies it
 
 
@@ -32,7 +32,7 @@ class SimRequest:
     request_id: str
     group_id: str
     version: int
-    prompt: int  # tokens of the prompt and of the environment's answers so far
+    prompt: int  # tokens of the prompt and, unless ``keeps``, of the environment's answers so far
     tokens: int  # response tokens; while it runs: at ``since_step``
     left: int  # response tokens to the end of this turn, counted like ``tokens``
     length: int  # response tokens at the end
@@ -41,6 +41,7 @@ class SimRequest:
     cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
     resident: bool = False  # its KV lies on the engine
     unread: bool = False  # and no step reads it: since its environment was called, until it runs again
+    keeps: bool = False  # a session: it stays at the end of each turn, and its tokens include the answers
     phase: Phase = WAITING
     since_step: float = 0.0
     start: int = 0  # number of its present run on its engine
@@ -49,6 +50,11 @@ class SimRequest:
     @property
     def context(self) -> int:
         return self.prompt + self.tokens
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is a session whose turn has ended."""
+        return self.keeps and not self.left
 
 
 @dataclass(slots=True)
