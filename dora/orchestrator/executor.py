@@ -195,8 +195,7 @@ class Executor:
 
     def _replace_request(self, command: do.ReplaceRequest) -> None:
         log.warning("session %s is replaced by %s: %s", command.request_id, command.replacement_id, command.reason)
-        row = self._row_of[command.replacement_id]
-        _, record = self._buffer.substitute(command.request_id, command.replacement_id, row, self._now())
+        record = self._buffer.substitute(command.request_id, command.replacement_id, self._now())
         self._journal.note(record)
         self._session_over(command.request_id)
 

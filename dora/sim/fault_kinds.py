@@ -35,8 +35,6 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.StartRequest, "refused"),
     (do.StartRequest, "invalid"),
     (do.CopyIn, "not_movable"),
-    (do.ExtendRequest, "unknown_request"),
-    (do.ExtendRequest, "refused"),
 )
 
 

@@ -203,7 +203,7 @@ class Ledger:
         late = TOTAL in command.reason
         if before is None or before.finished or not (before.troubled or late) or not command.reason:
             raise Violation(f"{command.request_id} is replaced, and nothing has befallen it: {command.reason} (C2)")
-        if command.replacement_id in self.responses:
+        if command.replacement_id in (command.request_id, *self.responses):
             raise Violation(f"{command.replacement_id} replaces {command.request_id} and is there already (C2)")
         self.responses[command.replacement_id] = Response(before.group_id, before.version, before.index, before.prompt)
         group = self.groups[before.group_id]

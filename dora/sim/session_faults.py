@@ -1,5 +1,6 @@
 """Faults of sessions: their environments fail, stand still, end early, or ask what the core must refuse."""
 
+from dora.core import commands as do
 from dora.core import events as on
 from dora.sim.fault import Fault, pick
 from dora.sim.ledger import Response
@@ -15,6 +16,8 @@ def befall_session(world: UnreliableWorld, fault: Fault) -> None:
     }
     if fault.subject % 6 == 5:
         world.ask(on.TurnAsked("g-none.0", 3), refused=True)
+        for worker in world.running():  # their next extensions fail
+            worker.refusals[do.ExtendRequest] = [("unknown_request", "refused")[fault.subject // 8 % 2]]
         return
     request_id = pick(sorted(of_sessions), fault.subject // 8)
     if request_id is None:

@@ -186,13 +186,8 @@ class Watch:
         row = state.request_row.get(command.replacement_id)
         if row is None:
             return  # the same event cancelled its group
-        group = int(state.requests["group"][row])
-        watched = self._groups[state.group_id[group]]
-        for old in set(watched.rows) - set(state.members[group]):
-            self._moved(old, NOWHERE, named)
-        watched.rows = tuple(state.members[group])
         named.rows.add(row)
-        named.groups.add(group)
+        named.groups.add(int(state.requests["group"][row]))
 
     def _turn_asked(self, state: State, event: on.TurnAsked, named: Named) -> None:
         if (row := state.request_row.get(event.request_id)) is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from dora.sim.trial import DRAWN, Trial
 from tests.sim import plants
+from tests.sim import session_plants as sessions
 from tests.sim.seeds import seeds_of
 
 SEEDS = 60
@@ -78,7 +79,7 @@ BUGS = [
     Bug("a rejected version is planned for", "is to host", plants.rejected_version_is_planned_for, "publish"),
     Bug("a step goes on under a rejection", "'streamed': False", plants.stream_goes_on_under_a_rejection, "publish"),
     Bug("nobody tries what one has refused", "nobody tries it", plants.doubted_version_is_tried_by_nobody, "publish"),
-    Bug("rejected weights are let go", "let go", plants.rejected_version_is_retired, "publish"),
+    Bug("rejected weights are let go", "were retired", plants.rejected_version_is_retired, "publish"),
     Bug("the index of hosts is not told of a drain", "is listed at", plants.drain_is_not_listed, "leave"),
     Bug("the index of hosts is not told of a new target", "is listed at", plants.target_is_not_listed),
     Bug("a worker that got work is still listed as idle", "listed as idle", plants.busy_worker_stays_idle),
@@ -91,7 +92,7 @@ BUGS = [
     Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(
         "the router picks a dead worker again (NeMo-RL 3613)",
-        "gone|no living worker|not told",
+        "gone|no living worker|not told|is taken",
         plants.dead_worker_is_picked_again,
         first=6,
     ),
@@ -189,6 +190,41 @@ BUGS = [
     Bug("tokens that are held are taken once more", "C1|ReportError", plants.repeated_tokens_are_taken_twice),
     Bug("the journal mixes up a report's tokens", "C1|ReportError", plants.journal_mixes_up_tokens, "crash"),
     Bug("a restored response lacks tokens", "C1|ReportError", plants.restored_book_lacks_its_last_tokens, "crash"),
+    Bug("weights change under idle sessions", "C1", sessions.weights_change_under_idle_sessions, "session", first=4),
+    Bug(
+        "idle sessions stay with a lost worker",
+        "asked at",
+        sessions.idle_sessions_stay_with_a_lost_worker,
+        "session,kill",
+        first=4,
+    ),
+    Bug("a turn counts as an end", "counted otherwise", sessions.turn_counts_as_an_end, "session", first=4),
+    Bug("a replacement is one more", "counted otherwise", sessions.replacement_counts_as_one_more, "session", first=4),
+    Bug("a replacement has the same name", "C2", sessions.replacement_has_the_same_name, "session", first=4),
+    Bug(
+        "a replacement is of the newest version",
+        "idles_no_more|C1",
+        sessions.replacement_is_of_the_newest_version,
+        "session",
+        first=9,
+    ),
+    Bug("a turn asked in a handoff is lost", "asked turns", sessions.turn_asked_in_a_handoff_is_lost, first=11),
+    Bug("a moved session is not extended", "C2", sessions.moved_session_is_not_extended, "session,pool", first=4),
+    Bug("silent sessions are waited for", "not done", sessions.silent_sessions_are_waited_for, "session", first=4),
+    Bug("a session ends twice", "was not refused", sessions.ended_session_may_end_again, "session", first=4),
+    Bug("two turns at once", "not refused|KeyError", sessions.two_turns_at_once, "session"),
+    Bug("an asked turn is queued twice", "C2", sessions.asked_turn_is_queued_twice, "session", first=4),
+    Bug(
+        "a worker continues another history",
+        "ends after",
+        sessions.another_history_is_continued,
+        "session,crash",
+        first=5,
+    ),
+    Bug("the journal forgets attempts", "C2", sessions.journal_forgets_attempts, "session,crash", first=42),
+    Bug("the journal forgets ends", "has ended|C2", sessions.journal_forgets_ends, "session,crash", first=7),
+    Bug("dropped KV is believed to be there", "C2", sessions.dropped_kv_is_believed_there, "session,pool", first=1),
+    Bug("a cancelled session stays idle", "idle", sessions.cancelled_session_stays_idle, "session", first=4),
 ]
 
 # Those that `make test` plants, each of another kind; `make test-all` plants all.

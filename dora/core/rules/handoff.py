@@ -126,7 +126,7 @@ def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
         _close(state, handoff, signal)
     for action in actions:
         _ACTIONS[action](state, handoff)
-    if was_live and handoff.phase is Phase.ABORTED:
+    if was_live and handoff.phase is Phase.ABORTED and handoff.kind is not Kind.RESUME:
         _wait_for_turn(state, handoff)
 
 

@@ -145,20 +145,16 @@ def _replace(state: State, row: int, reason: str) -> None:
             lifecycle.cancel(state, on.GroupCancelled(group_id, f"{state.request_id[row]}: {reason}"))
         return
     _withdraw(state, row)
-    (new,) = requests.allocate(1)
-    for name in ("group", "version", "prompt_tokens", "max_tokens", "log_mean", "log_sd", "expected", "session"):
-        state.requests[name][new] = state.requests[name][row]
-    requests["attempt"][new] = requests["attempt"][row] + 1
-    members = state.members[int(requests["group"][row])]
-    members[members.index(row)] = new
-    old_id = state.request_id.pop(row)
+    old_id, attempt = state.request_id[row], int(requests["attempt"][row]) + 1
+    new_id = attempt_id(old_id, attempt)
+    requests["attempt"][row] = attempt
+    for name in ("tokens", "given", "pauses", "moves", "began_s", "rests_until_s"):
+        requests[name][row] = 0
     del state.request_row[old_id]
-    requests.free([row])
-    new_id = attempt_id(old_id, int(requests["attempt"][new]))
-    state.request_id[new], state.request_row[new_id] = new_id, new
+    state.request_id[row], state.request_row[new_id] = new_id, row
     state.counters.sessions_replaced += 1
     state.out.append(do.ReplaceRequest(old_id, new_id, reason))
-    state.wait_first(new)
+    state.wait_first(row)
 
 
 def _withdraw(state: State, row: int) -> None:

@@ -100,11 +100,9 @@ class ResponseBuffer:
         end = records.CLOSED | FINISH_REASONS.index(entry.finish_reason)
         return _record(entry, at, len(entry), np.zeros(0, TOKEN), end)
 
-    def substitute(
-        self, request_id: str, replacement_id: str, row: int, at: float
-    ) -> tuple[ResponseState, records.Tokens]:
-        """Forgets a session, and adds the one in its place. Returns it with the journal's record."""
-        before = self._entries[request_id]
+    def substitute(self, request_id: str, replacement_id: str, at: float) -> records.Tokens:
+        """Forgets a session, and adds the one in its place, in its row. Returns the journal's record."""
+        before, row = self._entries[request_id], self._entries[request_id].row
         self.end((before,))
         attempt, sampling = before.attempt + 1, reseeded(before.sampling, before.attempt + 1)
         entry = ResponseState(
@@ -116,7 +114,7 @@ class ResponseBuffer:
         self._columns.number(row, entry.number, attempt)
         group = self._groups[before.group_id]
         self._groups[before.group_id] = tuple(entry if each is before else each for each in group)
-        return entry, _record(entry, at, 0, np.zeros(0, TOKEN))
+        return _record(entry, at, 0, np.zeros(0, TOKEN))
 
     def number(self, group_id: str) -> int:
         """The first number of a group in the journal."""

@@ -1,0 +1,161 @@
+"""Bugs of sessions to plant into the core and the shell, each a patch of one function."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dora.core import events as on
+from dora.core import machine
+from dora.core.fleet.worker import Worker
+from dora.core.rules import handoff, lifecycle, membership, placement, sessions
+from dora.core.state import IDLE, RequestStatus, State
+from dora.journal import records
+from dora.orchestrator.rollout import response_buffer
+from dora.sim.ledger import Response
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim_engine.request import SimRequest
+
+Patch = pytest.MonkeyPatch
+
+
+def weights_change_under_idle_sessions(patch: Patch) -> None:
+    patch.setattr(Worker, "is_empty", property(lambda self: not self.held))
+
+
+def idle_sessions_stay_with_a_lost_worker(patch: Patch) -> None:
+    lost = membership.lost
+
+    def forgets(state: State, event: on.WorkerLost) -> bool:
+        worker = state.worker_at(event.worker_id, event.epoch)
+        if worker is not None:
+            worker.kept = set()
+        return lost(state, event)
+
+    patch.setitem(machine._HANDLERS, on.WorkerLost, forgets)
+
+
+def turn_counts_as_an_end(patch: Patch) -> None:
+    """The group is taken for whole once each of its sessions has had a turn."""
+    finish = lifecycle._finish
+
+    def ends(state: State, row: int) -> None:
+        finish(state, row)
+        if state.requests["status"][row] == IDLE:
+            state.groups["unfinished"][int(state.requests["group"][row])] -= 1
+
+    patch.setattr(lifecycle, "_finish", ends)
+
+
+def replacement_counts_as_one_more(patch: Patch) -> None:
+    replaced = sessions._replace
+
+    def more(state: State, row: int, reason: str) -> None:
+        group, count = int(state.requests["group"][row]), state.counters.sessions_replaced
+        replaced(state, row, reason)
+        if state.counters.sessions_replaced > count:
+            state.groups["unfinished"][group] += 1
+
+    patch.setattr(sessions, "_replace", more)
+
+
+def replacement_has_the_same_name(patch: Patch) -> None:
+    patch.setattr(sessions, "attempt_id", lambda request_id, attempt: request_id)
+
+
+def replacement_is_of_the_newest_version(patch: Patch) -> None:
+    replaced = sessions._replace
+
+    def newest(state: State, row: int, reason: str) -> None:
+        state.requests["version"][row] = state.window.newest
+        replaced(state, row, reason)
+
+    patch.setattr(sessions, "_replace", newest)
+
+
+def turn_asked_in_a_handoff_is_lost(patch: Patch) -> None:
+    patch.setattr(handoff, "_wait_for_turn", lambda state, ended: None)
+
+
+def moved_session_is_not_extended(patch: Patch) -> None:
+    """Its KV arrives, and nobody tells the worker what was given."""
+    patch.setattr(placement, "arrive", lambda state, row, worker: state.give(row, worker))
+    patch.setattr(handoff, "arrive", lambda state, row, worker: state.give(row, worker))
+
+
+def silent_sessions_are_waited_for(patch: Patch) -> None:
+    patch.setattr(sessions, "overdue", lambda state: None)
+
+
+def ended_session_may_end_again(patch: Patch) -> None:
+    def ended(state: State, event: on.SessionEnded) -> None:
+        row = state.request_row[event.request_id]
+        if state.requests["status"][row] in (RequestStatus.FINISHED, RequestStatus.SCORED):
+            lifecycle.complete(state, row)
+        elif state.requests["tokens"][row]:
+            sessions._finish(state, row, "")
+
+    patch.setitem(machine._HANDLERS, on.SessionEnded, ended)
+
+
+def two_turns_at_once(patch: Patch) -> None:
+    """A turn is queued, whatever its session does."""
+
+    def asked(state: State, event: on.TurnAsked) -> None:
+        row = state.request_row.get(event.request_id)
+        if row is not None and state.requests["status"][row] == IDLE:
+            sessions.asked(state, event)
+
+    patch.setitem(machine._HANDLERS, on.TurnAsked, asked)
+
+
+def asked_turn_is_queued_twice(patch: Patch) -> None:
+    """One that waits for its worker's slot is not taken from the queue as it begins there."""
+
+    def leaves(state: State, row: int) -> None:
+        if (worker := state.owner(row)) is not None:
+            worker.asked.pop(row, None)
+            if not worker.asked:
+                state.asked_at.discard(worker.index)
+        else:
+            state.waiting[int(state.requests["version"][row])].remove(row)
+
+    patch.setattr(placement, "leave_queue", leaves)
+
+
+def another_history_is_continued(patch: Patch) -> None:
+    """A worker that has returned continues a turn that the journal does not know."""
+
+    def continues(self: UnreliableWorld, response: Response, request: SimRequest | None, tokens: int) -> bool:
+        return tokens >= response.tokens
+
+    patch.setattr(UnreliableWorld, "_continues", continues)
+
+
+def journal_forgets_attempts(patch: Patch) -> None:
+    record = response_buffer._record
+
+    def forgets(*arguments: Any, **named: Any) -> records.Tokens:
+        made = record(*arguments, **named)
+        return replace(made, attempts=made.attempts[:0])
+
+    patch.setattr(response_buffer, "_record", forgets)
+
+
+def journal_forgets_ends(patch: Patch) -> None:
+    patch.setattr(records, "CLOSED", 0)
+
+
+def dropped_kv_is_believed_there(patch: Patch) -> None:
+    """Who makes room forgets to tell the core's books."""
+
+    def drop(state: State, row: int) -> None:
+        worker = state.owner(row)
+        if worker is not None:
+            worker.kept.discard(row)
+
+    patch.setattr(lifecycle, "drop_kv", drop)
+
+
+def cancelled_session_stays_idle(patch: Patch) -> None:
+    patch.setattr(State, "idles_no_more", lambda self, row: None)
