@@ -88,6 +88,11 @@ class Dispatcher:
         requests = self._state.requests
         return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
 
+    def token_s(self, entry: QueuedPrompt) -> float:
+        """The time of one token of this prompt's responses: sampled, and its part of the pauses of sessions."""
+        pace_s, prompt = self.rates.pace_s, entry.prompt
+        return pace_s + self._state.pauses.token_s(prompt.task_id) if prompt.sessions else pace_s
+
     def lacking(self) -> float:
         """The share of a step's groups that it still needs and that have not finished."""
         state = self._state

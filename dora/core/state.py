@@ -177,7 +177,7 @@ class State:
                 "given": np.int64,  # of ``tokens``: the newest turn's given tokens, until a worker has them
                 "began_s": np.float64,  # sessions: start of the first turn; 0: not yet
                 "idle_s": np.float64,  # sessions: end of the last turn
-                "pauses": np.int64,  # sessions: turns that were asked after the first
+                "paused_s": np.float64,  # sessions: time between turns so far
                 "attempt": np.int64,  # sessions: number of replacements before it
             }
         )

@@ -106,7 +106,12 @@ BUGS = [
         "cancel",
     ),
     Bug("a refused request leaves a trace", "yet changed", plants.drain_is_noted_before_it_is_refused, "leave"),
-    Bug("the source frees before the target has committed", "C2|not done", plants.source_freed_before_commit, first=5),
+    Bug(
+        "the source frees before its target commits",
+        "C2|not done",
+        plants.source_freed_before_commit,
+        "handoff,migrate",
+    ),
     Bug(
         "a failed handoff leaves its request frozen",
         "not done|works, and is replaced",

@@ -16,8 +16,15 @@ from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug, marked
 QUIET = 20  # seeds in which a watch has nothing to say
 
 # What only a look at the whole state finds: how many workers are to stay is no single one's, and what a snapshot would
-# show is nobody's. What a core draws by lot shows where its events are replayed.
-UNNAMED = {plants.staying_is_counted_again, plants.given_work_is_not_noted, plants.core_draws_lots}
+# show is nobody's. What a core draws by lot shows where its events are replayed, and who is replaced without a reason
+# shows where every eviction is checked (dora/sim/unsteady.py).
+UNNAMED = {
+    plants.staying_is_counted_again,
+    plants.given_work_is_not_noted,
+    plants.core_draws_lots,
+    plants.patience_is_short,
+    plants.failed_handoff_stays_frozen,
+}
 
 
 class WatchedWorld(UnreliableWorld):

@@ -41,7 +41,7 @@ def steady(freshness: float = 0.005, window: int = 3, taken: int = 0, lead: floa
 
 def wanted(freshness: Freshness, window: Window, room: float = 10.0, now_s: float = TRAINING_S) -> tuple[int, int]:
     """Groups of the newest and of an older version, where none is in progress."""
-    freshness.look(now_s, window, Rates(), Table(COLUMNS | BELIEF), NO_ROWS, room)
+    freshness.look(now_s, window, Rates().pace_s, Table(COLUMNS | BELIEF), NO_ROWS, room)
     return freshness.wanted(newest=True), freshness.wanted(newest=False)
 
 

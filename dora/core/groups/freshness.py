@@ -34,7 +34,6 @@ from typing import Any, Final
 import numpy as np
 
 from dora.core.forecast.lognormal import running_chance
-from dora.core.forecast.rates import Rates
 from dora.core.groups.window import Window
 from dora.core.table import Column, Table
 
@@ -146,15 +145,17 @@ class Freshness:
             self._held_back = True
         return left
 
-    def look(self, now_s: float, window: Window, rates: Rates, requests: Table, rows: Column, room: float) -> None:
-        """Makes the forecast. ``rows``: of unfinished requests; ``room``: steps per second of all workers."""
+    def look(self, now_s: float, window: Window, pace_s: float, requests: Table, rows: Column, room: float) -> None:
+        """Makes the forecast. ``pace_s``: of a response's token, pauses included; 0: unknown. ``rows``: of unfinished
+        requests; ``room``: steps per second of all workers.
+        """
         self._made_s, self._made_for, self._begun = now_s, (window.newest, window.step), 0
         self._look_step = max(LOOK_STEP, len(rows) / LOOK_REQUESTS)
         training_s, group_s = self._usual_s(), self._group_s
         next_s = self._next_s(now_s, window) - now_s
         end_s = next_s + group_s + (window.size - 1) * training_s
         ahead_s = np.array([group_s, 0.5 * next_s, next_s, next_s + 0.5 * group_s, next_s + group_s, end_s])
-        unfinished = _unfinished_groups(requests, rows, ahead_s / rates.pace_s) if rates.pace_s else np.zeros(1)
+        unfinished = _unfinished_groups(requests, rows, ahead_s / pace_s) if pace_s else np.zeros(1)
         step_groups = float(window.groups_per_step)
         lacking = self._demand(now_s, ahead_s, window) - self._kept * (window.open_groups - unfinished)
         more = (self._stock - self._freshness) * step_groups

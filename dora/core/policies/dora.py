@@ -24,7 +24,7 @@ from dora.core.table import Column
 from dora.core.view import View
 
 REACH: Final = 64  # prompts examined to find one that ends in time
-MARGIN: Final = 0.9  # share of the tokens that a response could generate before its version's deadline
+MARGIN: Final = 0.9  # share of the time that a response has before its version's deadline
 
 
 class DoraPolicy(BasePolicy):
@@ -77,8 +77,9 @@ class DoraPolicy(BasePolicy):
             return dispatcher.backlog.first()
         if version in self._shrinking:
             return None
-        most = MARGIN * tokens_left(dispatcher, version)
-        return next((entry for entry in islice(dispatcher.backlog, REACH) if entry.longest_tokens <= most), None)
+        left_s = MARGIN * time_left_s(dispatcher, version)
+        backlog = islice(dispatcher.backlog, REACH)
+        return next((entry for entry in backlog if entry.longest_tokens * dispatcher.token_s(entry) <= left_s), None)
 
     def begins(self, dispatcher: Dispatcher, version: int) -> bool:
         return self.choose(dispatcher, version) is not None
@@ -96,12 +97,11 @@ class DoraPolicy(BasePolicy):
         return dict(zip(names, times.tolist(), strict=True)), dict(zip(names, full.tolist(), strict=True))
 
 
-def tokens_left(dispatcher: Dispatcher, version: int) -> float:
-    """Tokens that a response can generate before the version's last step is full, at the recent step time."""
+def time_left_s(dispatcher: Dispatcher, version: int) -> float:
+    """The time until the version's last step is full, at the recent step time."""
     rates = dispatcher.rates
     steps = dispatcher.window.deadline(version) - dispatcher.newest + 1
-    ends_s = rates.published_s + steps * rates.step_s - rates.tail_s
-    return (ends_s - dispatcher.now_s) / rates.pace_s
+    return rates.published_s + steps * rates.step_s - rates.tail_s - dispatcher.now_s
 
 
 def remaining_work(view: View) -> dict[int, float]:

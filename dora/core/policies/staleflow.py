@@ -56,7 +56,9 @@ class StaleFlowPolicy(BasePolicy):
         migrate(board)
         synchronise(view, targets, board)
         cover(view, targets)
-        return Plan(targets, board.moves())
+        version = view.requests.version
+        stay = (move for move in board.moves() if targets.get(move.target, version[move.row]) == version[move.row])
+        return Plan(targets, tuple(stay))
 
     def relieve(self, view: View) -> tuple[Move, ...]:
         board = RoutingBoard(view, {})

@@ -15,6 +15,7 @@ from dora.core.forecast.prediction import PromptTraits
 from dora.core.groups.freshness import LOSS
 from dora.core.groups.queues import QueuedPrompt, WaitingRequests
 from dora.core.state import GroupStatus, RequestStatus, State, unfinished
+from dora.core.table import Column
 from dora.errors import InvalidValue, NotFound
 
 BACKLOG_MIN_GROUPS = 16
@@ -106,8 +107,14 @@ def admissible(state: State, version: int) -> int:
         return most
     if freshness.is_old(state.now_s, window):
         rows = np.flatnonzero(unfinished(state.requests))
-        freshness.look(state.now_s, window, state.rates, state.requests, rows, _steps_per_s(state))
+        freshness.look(state.now_s, window, _pace_s(state, rows), state.requests, rows, _steps_per_s(state))
     return max(0, min(most, freshness.wanted(newest=version == window.newest_sound)))
+
+
+def _pace_s(state: State, rows: Column) -> float:
+    """The time of one token of these responses: sampled, and its part of the pauses of sessions; 0: unknown."""
+    pace_s, session = state.rates.pace_s, state.requests["session"][rows]
+    return pace_s + state.pauses.token_s() * float(session.mean()) if pace_s and session.any() else pace_s
 
 
 def _steps_per_s(state: State) -> float:

@@ -40,6 +40,7 @@ def learn_again(state: State, text: str) -> None:
     state.freshness.learn_again(parts["need"], state.now_s)
     state.rates.learn_again(parts["rhythm"], state.now_s)
     state.predictor.learn_again(parts["lengths"])
-    state.pauses.learn_again(parts.get("pauses", {}))
+    if "pauses" in parts:  # an older DORA knew none
+        state.pauses.learn_again(parts["pauses"])
     if state.adaptive is not None and "adaptive" in parts:
         state.adaptive.learn_again(parts["adaptive"])

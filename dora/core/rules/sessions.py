@@ -42,10 +42,11 @@ def asked(state: State, event: on.TurnAsked) -> None:
     if event.tokens < 1:
         raise InvalidValue("tokens", event.tokens, "at least 1 given token")
     requests = state.requests
-    state.pauses.observe(_task(state, row), state.now_s - float(requests["idle_s"][row]))
+    pause_s = state.now_s - float(requests["idle_s"][row])
+    state.pauses.observe(_task(state, row), pause_s)
     requests["given"][row] = event.tokens
     requests["tokens"][row] += event.tokens
-    requests["pauses"][row] += 1
+    requests["paused_s"][row] += pause_s
     state.idles_no_more(row)
     requests["status"][row] = RequestStatus.WAITING
     if requests["moving"][row]:
@@ -70,7 +71,8 @@ def ended(state: State, event: on.SessionEnded) -> None:
     row = _session(state, event.request_id)
     if not state.requests["tokens"][row]:
         raise Conflict("session", event.request_id, "a session with a sampled token", why="has none")
-    state.pauses.ended(_task(state, row), int(state.requests["pauses"][row]))
+    requests = state.requests
+    state.pauses.ended(_task(state, row), float(requests["paused_s"][row]), int(requests["tokens"][row]))
     _finish(state, row, "")
 
 
@@ -148,7 +150,7 @@ def _replace(state: State, row: int, reason: str) -> None:
     old_id, attempt = state.request_id[row], int(requests["attempt"][row]) + 1
     new_id = attempt_id(old_id, attempt)
     requests["attempt"][row] = attempt
-    for name in ("tokens", "given", "pauses", "moves", "began_s", "rests_until_s"):
+    for name in ("tokens", "given", "paused_s", "moves", "began_s", "rests_until_s"):
         requests[name][row] = 0
     del state.request_row[old_id]
     state.request_id[row], state.request_row[new_id] = new_id, row
@@ -200,7 +202,7 @@ def rest(state: State) -> None:
     for row in of_resident[np.argsort(state.requests["idle_s"][of_resident], kind="stable")].tolist():
         worker = state.owner(row)
         assert worker is not None
-        presses = worker.kv_expected > _most(state, worker)
+        presses = _free(state, worker) + _leaving(state, worker) < 0
         idle_s = state.now_s - float(state.requests["idle_s"][row])
         if presses or (state.pools and idle_s > state.pauses.ttl_s(_task(state, row))):
             _set_aside(state, row, worker, drops=presses)
@@ -214,21 +216,27 @@ def make_room(state: State) -> None:
         return
     for version, need in _needs(state):
         for worker in state.workers_of(version):
-            is_short = max(worker.kv_claimed, worker.kv_expected) + need > _most(state, worker)
-            if worker.held < worker.slots and is_short and _longest_pause(state, worker):
+            is_short = worker.held < worker.slots and _free(state, worker) + _leaving(state, worker) < need
+            if is_short and _longest_pause(state, worker):
                 break
 
 
-def _needs(state: State) -> Iterator[tuple[int, float]]:
-    """The versions that something waits for, with the expected KV of the first request."""
+def _needs(state: State) -> Iterator[tuple[int, int]]:
+    """The versions that something waits for, with the KV that the first request needs at once."""
     newest, first = state.window.newest_sound, state.backlog.first()
-    prompt_tokens, tokens, expected = state.requests.columns("prompt_tokens", "tokens", "expected")
+    prompt_tokens, tokens = state.requests.columns("prompt_tokens", "tokens")
     for version, waiting in state.waiting.items():
         if waiting:
             row = waiting.peek()
-            yield version, int(prompt_tokens[row]) + max(int(tokens[row]), int(expected[row])) + 1
+            yield version, int(prompt_tokens[row] + tokens[row]) + 1
     if first is not None and not state.waiting.get(newest) and admissible(state, newest) >= 1:
-        yield newest, first.prompt.prompt_tokens + max(first.lengths) + 1
+        yield newest, first.prompt.prompt_tokens + 1
+
+
+def _leaving(state: State, worker: Worker) -> int:
+    """KV of sessions that are on their way off this worker."""
+    moving = state.requests["moving"]
+    return sum(state.kv_of(row) for row in worker.kept if moving[row])
 
 
 def _longest_pause(state: State, worker: Worker) -> bool:
@@ -244,9 +252,10 @@ def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, d
     (``drops``).
     """
     context = state.kv_of(row)
-    is_limited = len(state.handoffs) >= state.config.balance.moves_at_once
-    target = _roomiest(state, row, worker, context) if moves and not is_limited else None
-    pool = None if is_limited else state.pool_with(context, worker.host)
+    target = _roomiest(state, row, worker, context) if moves else None
+    pool = state.pool_with(context, worker.host)
+    if (target or pool) and len(state.handoffs) >= state.config.balance.moves_at_once:
+        return  # it goes when others have arrived
     choice = cheapest(state.cost, context, inf, slot=target is not None, pool=pool is not None)
     end = target if choice is Choice.MOVE else pool if choice is Choice.PARK else None
     if end is not None:
