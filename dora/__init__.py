@@ -1,8 +1,8 @@
 """DORA: a rollout service for reinforcement-learning post-training of language models.
 
 ``import dora`` is light: it loads neither torch nor vLLM. ``dora.Trainer`` is the trainer's client, ``dora.Prompts``
-the client for prompts, ``dora.Prompt`` a submitted prompt, and ``dora.AllRanks`` weights that several ranks hold
-together. ``dora.sync`` has both clients for synchronous code.
+the client for prompts, ``dora.Prompt`` a submitted prompt, ``dora.Sessions`` the client of an environment, and
+``dora.AllRanks`` weights that several ranks hold together. ``dora.sync`` has the first two for synchronous code.
 """
 
 import os
@@ -17,14 +17,14 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from dora import sync
-    from dora.client import AllRanks, Prompts, Trainer
+    from dora.client import AllRanks, Prompts, Sessions, Trainer
     from dora.data.types import Prompt
 
-__all__ = ["AllRanks", "Prompt", "Prompts", "Trainer", "__version__", "sync"]
+__all__ = ["AllRanks", "Prompt", "Prompts", "Sessions", "Trainer", "__version__", "sync"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("AllRanks", "Trainer", "Prompts"):
+    if name in ("AllRanks", "Trainer", "Prompts", "Sessions"):
         from dora import client
 
         return getattr(client, name)

@@ -7,6 +7,7 @@ from dora.client.periodic import EvaluationSeries
 from dora.client.prompts import Cancelled, Prompts, Submitted
 from dora.client.publishing import Commit
 from dora.client.session import Attachment
+from dora.client.sessions import Sessions
 from dora.client.step import Step
 from dora.client.trainer import Trainer
 from dora.data.score import Score, score_of, scores_by
@@ -21,6 +22,7 @@ __all__ = [
     "Operator",
     "Prompts",
     "Score",
+    "Sessions",
     "Step",
     "Submitted",
     "Trainer",

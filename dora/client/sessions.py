@@ -1,9 +1,11 @@
 """The client of an environment: it gets the turns that have ended, and answers them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -11,8 +13,15 @@ from dora.client.connection import Client, Connection, check_count
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.types import FinishReason
+from dora.errors import Conflict, NotFound, described
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import SessionsStub
+from dora.rpc.errors import ServiceUnavailable
+
+log = logging.getLogger("dora.client")
+
+AT_ONCE: Final = 256  # sessions that are driven at a time
+REASON_MAX: Final = 200  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +109,55 @@ class Session:
 class Sessions(Client):
     """Attends an environment: gets sessions of the prompts that name it."""
 
-    async def attend(self, environment: str) -> AsyncIterator[Session]:
+    async def attend(self, environment: str) -> AsyncGenerator[Session]:
         """Yields each session of this environment whose first turn has ended, or that another caller has left after a
         later one. Answer each with :meth:`Session.ask`, and at last :meth:`Session.end` or :meth:`Session.fail`; many
         may be open at once.
 
         Ends with the service's end of the stream. Raises InvalidValue, LimitExceeded, ServiceUnavailable.
         """
+        check_text(environment, "environment")
         replies: Any = self._connection.stub(SessionsStub).Attend(pb.AttendRequest(environment=environment))
         try:
             while (message := await self._connection.read(replies)) is not None:
                 yield _session(message, self._connection)
         finally:
             replies.cancel()
+
+    async def drive(
+        self, environment: str, driver: Callable[[Session], Awaitable[None]], *, at_once: int = AT_ONCE
+    ) -> None:
+        """Runs ``driver`` for each session of this environment, ``at_once`` at most, until the service ends the stream.
+
+        A driver asks turns and ends the session. If it raises, its session is given up with the exception as the
+        reason, and the others go on. If the service is lost, all drivers are cancelled: a later call gets the sessions
+        again, where they stand. Raises as :meth:`attend`.
+        """
+        room, running = asyncio.Semaphore(at_once), set[asyncio.Task[None]]()
+
+        async def driven(session: Session) -> None:
+            try:
+                await driver(session)
+            except ServiceUnavailable:
+                log.warning("%s: the service is lost", session.session_id)
+            except Exception as error:  # of the user's driver, or of a session that is over
+                log.warning("%s: %s", session.session_id, described(error))
+                reason = "".join(each if each.isprintable() else " " for each in described(error))
+                with suppress(NotFound, Conflict, ServiceUnavailable):
+                    await session.fail(reason[:REASON_MAX])
+            finally:
+                room.release()
+
+        try:
+            async with aclosing(self.attend(environment)) as sessions:
+                async for session in sessions:
+                    await room.acquire()
+                    running.add(task := asyncio.create_task(driven(session)))
+                    task.add_done_callback(running.discard)
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
 
 
 def _turn(number: int, tokens: pb.TurnTokens) -> Turn:

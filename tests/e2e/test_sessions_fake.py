@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import dora
-from dora.client.sessions import Session, Sessions
+from dora.client.sessions import Session
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.rpc.errors import ServiceUnavailable
+from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train
 
@@ -38,16 +41,14 @@ def prompts_of(count: int) -> list[dict[str, Any]]:
 
 
 async def drive(handle: Any, driver: Driver) -> None:
-    """Attends until it is cancelled. Raises what a session's driver raises."""
-    async with Sessions(handle.address, handle.token) as sessions, asyncio.TaskGroup() as group:
-        async for session in sessions.attend("tool"):
-            group.create_task(driver(session))  # type: ignore[arg-type]
+    async with dora.Sessions(handle.address, handle.token) as sessions:
+        await sessions.drive("tool", driver)
 
 
 async def several_turns(session: Session) -> None:
     """Two to four turns, of which each gets the tool's tokens; the reward is their number."""
     turns = 2 + len(session.prompt_token_ids) % 3
-    for number in range(1, turns):
+    for number in range(session.turn.number + 1, turns):  # it may be one that another call has left
         turn = await session.ask(TOOL * number, name="tool")
         assert turn.number == number and len(turn.token_ids) == len(turn.logprobs) and turn.finish_reason
     await session.end(float(turns), log=",".join(map(str, session.response)))
@@ -96,7 +97,7 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
         running(config_of(tiny_dense)) as handle,
         dora.Prompts(handle.address, handle.token) as prompts,
         dora.Trainer(handle.address, token=handle.token) as trainer,
-        Sessions(handle.address, handle.token) as sessions,
+        dora.Sessions(handle.address, handle.token) as sessions,
     ):
         await prompts.submit(prompts_of(GROUPS))
         await trainer.attach(groups=GROUPS)
@@ -135,7 +136,7 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
 async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path) -> None:
     async def failing(session: Session) -> None:
         if session.prompt_id == "p0":
-            await session.fail("its sandbox died")
+            raise OSError("its sandbox died")
         else:
             await several_turns(session)
 
@@ -152,4 +153,47 @@ async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path
     failed = [each for group in step for each in group.trajectories if each.prompt_id == "p0"]
     assert [each.trajectory_id.partition("~")[2] for each in failed] == ["1"] * GROUP_SIZE
     assert not any(each.reward_valid for each in failed)
-    assert {each.verifier_log for each in failed} == {"broken off: its sandbox died"}
+    assert all(each.verifier_log.startswith("broken off: OSError: its sandbox died") for each in failed)
+
+
+async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: Path) -> None:
+    """It dies while sessions wait for their tools and while they sample. They go on under their version."""
+    settings = settings_of(
+        tiny_dense,
+        tmp_path,
+        prompts="none",
+        reward__function="dora.rewards.tiny:score",
+        window__size=2,
+        rollout__max_tokens=12,
+        rollout__ignore_eos=False,
+    )
+    service, ended = Killed(tmp_path, settings), asyncio.Event()
+
+    async def driving() -> None:
+        while not ended.is_set():
+            async with dora.Sessions(service.address, service.token) as sessions:
+                with suppress(ServiceUnavailable):
+                    await sessions.drive("tool", several_turns)
+
+    await service.start()
+    try:
+        async with dora.Prompts(service.address, service.token) as prompts:
+            await prompts.submit(prompts_of(5 * GROUPS))
+        driver = asyncio.create_task(driving())
+        steps: list[list[TrajectoryGroup]] = []
+        async with dora.Trainer(service.address, token=service.token) as trainer:
+            async for step in trainer.steps(groups=GROUPS):
+                groups = []
+                async for group in step:
+                    groups.append(group)
+                    if len(groups) == 1 + len(steps):
+                        await service.restart()
+                steps.append(groups)
+                await step.commit(weights=tiny_dense, wait=True)
+                if len(steps) == 3:
+                    break
+        ended.set()
+        driver.cancel()
+    finally:
+        await service.stop()
+    check_sessions(steps)

@@ -134,10 +134,10 @@ class ResponseState:
         of this history, but for the given tokens of a turn that was just asked.
         """
         runs = [(run.first_token, run.end) for run in self.given]
-        lacks_last = bool(runs) and tokens == runs[-1][0]  # the next turn was asked, and it does not know yet
-        return tokens >= len(self) - lacks_last * self.given[-1].tokens and digest == given_digest(
-            self.tokens, runs[: len(runs) - lacks_last]
-        )
+        has = len(self)
+        if runs and tokens == runs[-1][0]:  # the next turn was asked, and it does not know yet
+            has = runs.pop()[0]
+        return tokens >= has and digest == given_digest(self.tokens, runs)
 
     def loss_mask(self) -> Uint8Array:
         """1 for each sampled token, 0 for each given one."""
