@@ -247,13 +247,16 @@ class Segment(NamedTuple):
     version: int
 
 
+GIVEN: Final = "given"  # a kind of event: tokens that an environment gave
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentEvent:
-    """An event within a response: a tool call, its result, an environment's turn."""
+    """An event within a response: a turn that an environment began."""
 
     position_token: int  # index of the first response token after the event
-    kind: str  # e.g. "tool_call", "tool_result", "observation"
-    name: str
+    kind: str
+    name: str  # of what gave the tokens
     content: str
     at: float  # seconds since the Unix epoch
 

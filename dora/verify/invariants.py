@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dora.data.trajectory import Trajectory
+from dora.data.types import GIVEN
 
 _LOGPROB_MAX = 1e-4  # rounding may leave a certain token's logprob just above 0
 
@@ -104,6 +105,14 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
         yield f"{name} has logprobs that are none: {wrong[:3]}."
     if not set(trajectory.loss_mask.tolist()) <= {0, 1}:
         yield f"{name} has a loss mask of other values than 0 and 1."
+    if trajectory.logprobs[trajectory.loss_mask == 0].any():
+        yield f"{name} has logprobs of tokens that the policy has not sampled."
+    begins = np.flatnonzero(np.diff(trajectory.loss_mask.astype(np.int8)) > 0) + 1
+    turns = [each.position_token for each in trajectory.events if each.kind == GIVEN]
+    if turns and turns[-1] == trajectory.length_tokens:  # it was broken off before anything of the turn was sampled
+        turns.pop()
+    if turns != begins.tolist():
+        yield f"{name} has turns that begin at {turns}, and its loss mask at {begins.tolist()}."
     if trajectory.finished_at < trajectory.started_at:
         yield f"{name} finished before it started."
 

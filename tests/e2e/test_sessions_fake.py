@@ -70,8 +70,8 @@ def check_session(trajectory: Trajectory) -> None:
     assert (trajectory.logprobs[mask] < 0).all()
 
 
-def check_sessions(steps: list[list[TrajectoryGroup]]) -> None:
-    check_promises(steps, window=2, groups=GROUPS)
+def check_sessions(steps: list[list[TrajectoryGroup]], window: int = 2) -> None:
+    check_promises(steps, window=window, groups=GROUPS)
     for step in steps:
         for group in step:
             for trajectory in group.trajectories:

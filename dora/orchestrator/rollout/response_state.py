@@ -11,6 +11,7 @@ from dora.data.given_digest import given_digest
 from dora.data.trajectory import Float32Array, Int32Array, Trajectory, Uint8Array
 from dora.data.trajectory_fields import ExpertArray, expert_rows
 from dora.data.types import (
+    GIVEN,
     Arrival,
     EnvironmentEvent,
     FinishReason,
@@ -148,7 +149,7 @@ class ResponseState:
 
     def events(self) -> tuple[EnvironmentEvent, ...]:
         """The environment's turns."""
-        return tuple(EnvironmentEvent(run.end, "given", run.name, "", run.at) for run in self.given)
+        return tuple(EnvironmentEvent(run.end, GIVEN, run.name, "", run.at) for run in self.given)
 
     def worker_history(self) -> tuple[Segment, ...]:
         """The segments of the response: which worker sampled which tokens."""
