@@ -194,7 +194,7 @@ def joined(before: Response, after: Response) -> Response:
 
 def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
     """Copies the blocks, as a transport does: the engine's own are about to be freed."""
-    blocks = {name: [piece.copy() for piece in pieces] for name, pieces in snapshot.blocks.items()}
+    blocks = {name: [np.array(piece) for piece in pieces] for name, pieces in snapshot.blocks.items()}
     return replace(snapshot, blocks=blocks)
 
 

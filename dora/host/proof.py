@@ -2,6 +2,7 @@
 
     ranks     engines of several ranks
     images    engines that read weights in the trainer's memory
+    kv        requests whose KV goes from one GPU to another
 
 Each proof names what was proven on, so another driver, GPU, vLLM or DORA needs a proof of its own.
 """
@@ -16,7 +17,7 @@ from dora.host.placement import gpus
 from dora.models import default_cache
 from dora.release import __version__
 
-Kind = Literal["ranks", "images"]
+Kind = Literal["ranks", "images", "kv"]
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.checksum import Checksum, Seal
+from dora.kvtransfer.device import OnDevice
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 PROBE: Final = ""  # the ticket of a probe, which is sent only to be timed
@@ -42,7 +43,7 @@ class Ahead(Protocol):
         Returns the decoded head, which is opaque here. Raises SnapshotRefused for a request that cannot be served.
         """
 
-    def write(self, first_bytes: int, body: np.ndarray) -> bool:
+    def write(self, first_bytes: int, body: np.ndarray | OnDevice) -> bool:
         """Writes a round that follows ``first_bytes`` bytes of earlier rounds.
 
         Returns False if there is no room for it, or if its layout differs.
@@ -63,7 +64,7 @@ class Arrival:
     key: str
     ticket: str
     epoch: int  # of the sending worker
-    body: np.ndarray
+    body: np.ndarray | OnDevice
     before: "Arrival | None" = None  # the previous round
     goes_on: bool = False
     filled_bytes: int = 0
@@ -229,7 +230,7 @@ class Arrivals:
                 return False
             if arrival.ticket == PROBE:
                 del self._here[arrival.key]
-            arrival.body.flags.writeable = False
+            arrival.body.setflags(write=False)
             arrival.head, arrival.is_whole = head, True
             return True
 

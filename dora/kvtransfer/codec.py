@@ -33,6 +33,7 @@ from blake3 import blake3
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
+from dora.kvtransfer.device import OnDevice, Part
 from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 
@@ -97,7 +98,7 @@ def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
     return opening.raw + closing_of(snapshot, opening, rounds)
 
 
-def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[memoryview]:
+def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[Part]:
     """The blocks ``first`` to ``end`` of each layer as consecutive buffers, without a copy.
 
     The request's last block is accompanied by all blocks of the layers that have a window. Blocks that were sent ahead
@@ -108,13 +109,13 @@ def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> li
     return _parts(snapshot.layout, snapshot.blocks, first - ahead, end - ahead, is_last=end == count)
 
 
-def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int) -> list[memoryview]:
+def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int) -> list[Part]:
     """The same of full blocks of a request that still decodes. Layers with a window are not included."""
     return _parts(layout, blocks, first, end, is_last=False)
 
 
-def _parts(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int, *, is_last: bool) -> list[memoryview]:
-    parts: list[memoryview] = []
+def _parts(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int, *, is_last: bool) -> list[Part]:
+    parts: list[Part] = []
     windowed = layout.windowed
     for name, _ in layout.layers:
         before = 0
@@ -141,7 +142,7 @@ def opening_in(head: Buffer) -> Opening:
 
 
 def snapshot_of(
-    head: Buffer, *bodies: Buffer | np.ndarray, ahead_bytes: int = 0, opening: Opening | None = None
+    head: Buffer, *bodies: Buffer | np.ndarray | OnDevice, ahead_bytes: int = 0, opening: Opening | None = None
 ) -> KvSnapshot:
     """The snapshot of a head and of a body whose chunks were checked, in one or more pieces of whole rounds.
 
@@ -158,7 +159,7 @@ def snapshot_of(
     manifest = _unsealed(closing)
     if closing.nbytes != _HEAD_START + manifest.nbytes:
         raise SnapshotRefused(f"head bytes = {view.nbytes}: its parts end before", "head bytes", view.nbytes)
-    raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
+    raw = [body if isinstance(body, np.ndarray | OnDevice) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
         check_consistent(snapshot)
@@ -276,7 +277,7 @@ def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | Sam
     return found
 
 
-def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
+def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray | OnDevice], ahead_bytes: int) -> KvSnapshot:
     if manifest["opening"] != _seal_of(opening.raw):
         raise SnapshotRefused("head: its closing belongs to another opening", "head.opening")
     layout, before = opening.layout, opening.request
@@ -323,13 +324,13 @@ def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) 
     return first
 
 
-def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.ndarray | OnDevice]) -> dict[str, list[np.ndarray | OnDevice]]:
     round_bytes = [_bytes_of(layout, each) for each in counts]
     found_bytes = sum(body.nbytes for body in bodies)
     if sum(round_bytes) != found_bytes or min(map(min, counts)) < 0:
         said = f"body bytes = {found_bytes}: the head claims {sum(round_bytes)}"
         raise SnapshotRefused(said, "body bytes", found_bytes)
-    blocks: dict[str, list[np.ndarray]] = {name: [] for name, _ in layout.layers}
+    blocks: dict[str, list[np.ndarray | OnDevice]] = {name: [] for name, _ in layout.layers}
     rest = iter(bodies)
     body, start = next(rest), 0
     for each, whole_bytes in zip(counts, round_bytes, strict=True):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dora.errors import DoraError, TransferFailed
 from dora.kvtransfer.checksum import Seal
+from dora.kvtransfer.device import Part
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
@@ -24,7 +25,7 @@ class NotMovable(DoraError):
 class Round(NamedTuple):
     """One unit of transfer; its first fields are the arguments of ``DataPlane.send_parts``."""
 
-    parts: Sequence[memoryview]
+    parts: Sequence[Part]
     head: bytes = b""
     seal: Seal | None = None
     goes_on: bool = False

@@ -14,6 +14,7 @@ import numpy as np
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
 from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
+from dora.kvtransfer.device import DeviceMemory, OnDevice
 from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
@@ -47,6 +48,7 @@ class Incoming:
         self._pool = pool
         self._receivers = receivers
         self._timeout_s = timeout_s
+        self.device: DeviceMemory | None = None  # takes bodies that come straight from another device
 
     def serve(self, stream: Stream, stopping: threading.Event) -> None:
         try:
@@ -56,7 +58,8 @@ class Incoming:
             return
         checksum: Checksum = "xxh3" if peer.host == self._own.host else "blake3"
         digest = digest_with(checksum, self._secret)
-        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, checksum, digest)
+        device = self.device if peer.host == self._own.host else None  # its checksum finds no forgery
+        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, checksum, digest, device)
         try:
             connection.run(stopping, self._timeout_s)
         except TransferFailed as error:
@@ -73,7 +76,7 @@ class _Use:
     """The transport of an arriving body, and its memory."""
 
     receiver: Receiver
-    body: np.ndarray
+    body: np.ndarray | OnDevice
 
     def end(self) -> None:
         self.receiver.end(self.body)
@@ -91,7 +94,9 @@ class _Connection:
         receivers: Mapping[str, MakeReceiver],
         checksum: Checksum,
         digest: Digest,
+        device: DeviceMemory | None,
     ) -> None:
+        self._device = device
         self._stream = stream
         self._peer = peer
         self._arrivals = arrivals
@@ -156,7 +161,8 @@ class _Connection:
         except (SnapshotRefused, TransferFailed) as error:
             self._stream.send(Kind.REFUSED, {"reason": str(error)})
             return
-        self._stream.send(Kind.ATTACHED, given)
+        kind = "" if self._device is None else self._device.kind
+        self._stream.send(Kind.ATTACHED, {**given, "device": kind if kind in receiver.devices else ""})
 
     def _open(self, frame: Frame) -> None:
         head = frame.head
@@ -169,7 +175,7 @@ class _Connection:
         try:
             before = self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes, after)
             try:
-                landing = receiver.begin(head, body_bytes, self._pool)
+                landing = receiver.begin(head, body_bytes, self._memory(receiver, frame.field("memory", str, "")))
             except SnapshotRefused as error:
                 self._refuse(key, str(error), transport=True, full=isinstance(error, NoRoom))
                 return
@@ -188,6 +194,14 @@ class _Connection:
         self._uses[key] = use
         self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
 
+    def _memory(self, receiver: Receiver, kind: str) -> Memory | DeviceMemory:
+        """Returns the memory for a body on this kind of device. Raises SnapshotRefused if there is none."""
+        if not kind:
+            return self._pool
+        if self._device is None or kind != self._device.kind or kind not in receiver.devices:
+            raise SnapshotRefused(f"memory {kind!r}: this worker takes no body there by this transport", "memory", kind)
+        return self._device
+
     def _chunk(self, frame: Frame) -> None:
         key, at, size = frame.field("key", str), frame.field("at", int), frame.field("size", int)
         if key in self._void:
@@ -203,11 +217,15 @@ class _Connection:
         if at != arrival.filled_bytes or not 0 < size <= CHUNK_MAX or at + size > arrival.body.nbytes:
             whole, before = arrival.body.nbytes, arrival.filled_bytes
             raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole} cannot follow {before}")
-        target = arrival.body[at : at + size].data
+        target = arrival.body[at : at + size]
         arrival.filled_bytes += size
         arrival.chunk_bytes = max(arrival.chunk_bytes, size)
         try:
-            found = receiver.chunk(self._stream, frame, target, self._digest)
+            if isinstance(target, OnDevice):
+                assert self._device is not None
+                found = receiver.device_chunk(self._stream, frame, target, self._device.digest)
+            else:
+                found = receiver.chunk(self._stream, frame, target.data, self._digest)
         except SnapshotRefused as error:
             self._refuse(key, str(error), transport=True)
             return

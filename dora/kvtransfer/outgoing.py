@@ -11,13 +11,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Checksum, Digest, Seal, digest_with
 from dora.kvtransfer.choice import Choice
+from dora.kvtransfer.device import DeviceMemory, Part
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.replies import Answer, Replies
 from dora.kvtransfer.throttle import Throttle
@@ -46,8 +47,12 @@ class Pair:
         throttle: Throttle,
         timeout_s: float,
         idle_s: float = IDLE_S,
+        device: DeviceMemory | None = None,
     ) -> None:
-        """``senders``: by name, in order of preference; only those that the peer has too are used."""
+        """``senders``: by name, in order of preference; only those that the peer has too are used.
+
+        ``device``: bodies in its memory go straight to another device, where transport and target can.
+        """
         self.broken = ""
         self._own = own
         self._peer = peer
@@ -57,6 +62,8 @@ class Pair:
         self._throttle = throttle
         self._timeout_s = timeout_s
         self._idle_s = idle_s
+        self._device = device
+        self._straight: set[str] = set()  # transports that take bodies from this device to one of the target
         self._waiting: queue.Queue[Transfer | None] = queue.Queue()
         self._lock = threading.RLock()
         self._replies = Replies(self._choice, self._waiting.put, self._lock)
@@ -127,6 +134,7 @@ class Pair:
         if found.host != self._own.host:
             self._checksum = "blake3"
             self._digest = digest_with("blake3", self._secret)
+            self._device = None  # the device's checksum finds no forgery
             self._choice.rule_out("shm")
         return stream
 
@@ -135,7 +143,8 @@ class Pair:
         names = self._choice.order()
         if len(names) < 2 or self._throttle.is_capped:
             return
-        zeros = memoryview(bytes(PROBE_BYTES))
+        zeros: Part | None = None if self._device is None else self._device.array(PROBE_BYTES)
+        zeros = memoryview(bytes(PROBE_BYTES)) if zeros is None else zeros
         for name in names:
             try:
                 for _ in range(2):  # the first touch of memory is slow
@@ -204,12 +213,19 @@ class Pair:
                 if self.broken:
                     transfer.fail(self.broken)
                     return
-                if self._choice.works(name):  # it only has no room now
+                if isinstance(error, _Full) and transfer.is_on_device:  # its host's memory may have room
+                    try:
+                        transfer.to_host()
+                    except TransferFailed as full:
+                        transfer.fail(str(full))
+                    tried.discard(name)
+                elif self._choice.works(name):  # it only has no room now
                     self._choice.pass_over(name, str(error))
 
     def _leave(self, name: str, reason: str) -> None:
         """Abandons a transport that does not work between these two workers."""
         self._choice.leave(name, reason)
+        self._straight.discard(name)
         log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, reason)
         sender = self._senders.pop(name, None)
         if sender is not None:
@@ -221,8 +237,15 @@ class Pair:
         began_s = time.monotonic()
         sender = self._attached(name)
         body_bytes = transfer.body_bytes
+        device = self._device if name in self._straight and transfer.is_on_device else None
+        if device is None:
+            try:
+                transfer.to_host()
+            except TransferFailed as error:
+                raise _Void(str(error)) from error
         opening = {"key": key, "ticket": transfer.ticket, "transport": name, "size": body_bytes}
         opening.update(after=transfer.after, goes_on=transfer.goes_on)
+        opening.update(memory="" if device is None else device.kind)
         opening.update(prefix=transfer.prefix.key, prefix_blocks=transfer.prefix.blocks)
         opening.update(sender.begin(body_bytes))  # if this raises, the transport has no room now
         try:
@@ -231,7 +254,7 @@ class Pair:
                 raise _refusal(answer)
             self._replies.begin(key, name)
             sender.begun(answer)
-            begun = self._send_chunks(transfer, key, sender)
+            begun = self._send_chunks(transfer, key, sender, device)
             refused = sender.if_refused()
             sender.finish()
             sums = [summed(found) for found in begun]
@@ -254,13 +277,14 @@ class Pair:
         body = [memoryview(b"".join(sums)), memoryview(transfer.head)]
         self._say(Kind.COMMIT, {"key": key, "sum": total, "chunks": len(sums)}, body)
 
-    def _send_chunks(self, transfer: Transfer, key: str, sender: Sender) -> list[Sum]:
+    def _send_chunks(self, transfer: Transfer, key: str, sender: Sender, device: DeviceMemory | None) -> list[Sum]:
         sums: list[Sum] = []
         name = sender.name
         seal = self._usable_seal(transfer, sender)
         at = 0
         assert self._stream is not None
-        for parts in cut(transfer.parts, sender.chunk_bytes):
+        chunks: Iterator[list[Any]] = cut(cast(Sequence[Any], transfer.parts), sender.chunk_bytes)
+        for parts in chunks:
             size = sum(part.nbytes for part in parts)
             self._throttle.pass_bytes(size)
             if transfer.cancelled.is_set():
@@ -271,8 +295,12 @@ class Pair:
                 raise _Void(self._replies.refused)
             if self.broken:
                 raise TransferFailed(self.broken)
-            digest = self._digest if seal is None else seal.digest_of(len(sums))
-            sums.append(sender.chunk(self._stream, {"key": key, "at": at, "size": size}, parts, digest))
+            head = {"key": key, "at": at, "size": size}
+            if device is None:
+                digest = self._digest if seal is None else seal.digest_of(len(sums))
+                sums.append(sender.chunk(self._stream, head, parts, digest))
+            else:
+                sums.append(sender.device_chunk(self._stream, head, parts, device.digest))
             at += size
         return sums
 
@@ -281,7 +309,7 @@ class Pair:
         seal = transfer.seal
         if seal is None or seal.fits(self._checksum, sender.chunk_bytes, transfer.body_bytes):
             return seal
-        number = seal.damaged(transfer.parts[0], self._secret)
+        number = seal.damaged(transfer.to_host()[0], self._secret)
         if number:
             raise _Void(f"chunk {number} has changed since it arrived here")
         return None
@@ -294,9 +322,13 @@ class Pair:
         sender = self._make[name](self._own, self._stream)
 
         def ask(offer: dict[str, Any]) -> dict[str, Any]:
+            self._straight.discard(name)
             kind, answer = self._ask(Kind.ATTACH, {**offer, "transport": name}, Kind.ATTACHED)
             if kind is Kind.REFUSED:
                 raise TransferFailed(f"the other end refused it: {answer.get('reason')}")
+            memory = "" if self._device is None else self._device.kind
+            if memory in sender.devices and answer.get("device") == memory:
+                self._straight.add(name)
             return answer
 
         try:

@@ -25,6 +25,7 @@ from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
 from dora.kvtransfer.checksum import Seal
 from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
+from dora.kvtransfer.device import DeviceMemory, Part
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.memory import Memory, Pool
@@ -107,7 +108,7 @@ class DataPlane:
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
-        incoming = Incoming(own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s)
+        self._incoming = incoming = Incoming(own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s)
         listener.open(incoming.serve, settings.timeout_s)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
@@ -121,7 +122,7 @@ class DataPlane:
         self,
         peer: Peer,
         ticket: str,
-        parts: Sequence[memoryview],
+        parts: Sequence[Part],
         head: bytes = b"",
         after: str = "",
         seal: Seal | None = None,
@@ -137,6 +138,10 @@ class DataPlane:
         transfer = Transfer(ticket, parts, head, after, seal, goes_on, prefix)
         self._pair(peer).send(transfer)
         return transfer
+
+    def use(self, device: DeviceMemory | None) -> None:
+        """Lets bodies of later pairs go straight from device to device. Called once, before requests move."""
+        self._incoming.device = device
 
     def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
         """Expects one snapshot of this ticket, from this epoch of a worker. Raises Conflict if too many are expected.
@@ -174,8 +179,10 @@ class DataPlane:
         return self._arrivals.arriving(epoch)
 
     def held_bytes(self) -> tuple[int, int]:
-        """Memory in use: for sending by shared memory, and for received snapshots."""
-        return self._segments.lent_bytes(), self._memory.lent_bytes()
+        """Memory in use: for sending by shared memory, and for received snapshots, on the host and on a device."""
+        device = self._incoming.device
+        on_device = 0 if device is None else device.lent_bytes()
+        return self._segments.lent_bytes(), self._memory.lent_bytes() + on_device
 
     def measured(self) -> dict[str, dict[str, float]]:
         """Bytes per second of each used transport, by worker."""
@@ -208,7 +215,15 @@ class DataPlane:
             if pair is None:
                 settings = self._settings
                 senders = self._senders(str(peer.epoch))
-                pair = Pair(self._own, peer, settings.secret, senders, self._throttle, settings.timeout_s)
+                pair = Pair(
+                    self._own,
+                    peer,
+                    settings.secret,
+                    senders,
+                    self._throttle,
+                    settings.timeout_s,
+                    device=self._incoming.device,
+                )
                 self._pairs[peer.worker_id, peer.epoch] = pair
             return pair
 

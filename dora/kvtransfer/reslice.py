@@ -94,7 +94,7 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
     parts = []
     for shard in range(begin // size, -(-end // size)):
         at = shard * size
-        parts.append([piece[:, max(0, begin - at) : min(size, end - at)] for piece in held[shard]])
+        parts.append([np.asarray(piece)[:, max(0, begin - at) : min(size, end - at)] for piece in held[shard]])
     if len(parts) == 1:
         return parts[0]
     return [np.concatenate([np.concatenate(part) for part in parts], axis=1)]

@@ -14,6 +14,7 @@ import numpy as np
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import Arena, MappedArena
 from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.segments import MappedSegments, Segment, SegmentPool
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk
@@ -99,7 +100,7 @@ class ShmReceiver(Receiver):
     def __init__(self, folder: Path, owner: str) -> None:
         self._segments = MappedSegments(folder, owner)
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
         name, mark = opening.get("segment"), opening.get("mark")
         if not isinstance(name, str) or not isinstance(mark, bytes):
             raise SnapshotRefused("segment: no segment is named")
@@ -120,7 +121,7 @@ class ShmArenaReceiver(Receiver):
     def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
         return {"arena": self._arena.name, "mark": self._arena.mark}
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
         body = pool_landing(body_bytes, pool)
         return Landing(body, {"at": self._arena.place(body), "size": body_bytes})
 

@@ -13,11 +13,12 @@ import numpy as np
 from blake3 import blake3
 
 from dora.data.types import RequestSpec
+from dora.kvtransfer.device import OnDevice
 
 SCHEMA = 6
 
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
-Pieces = Sequence[np.ndarray]
+Pieces = Sequence[np.ndarray] | Sequence[np.ndarray | OnDevice]
 # One segment of a request, its time in a slot: a number for each arrival here, and its preemptions since.
 SegmentId = tuple[int, int]
 # The interior of one layer's block: the number of rows (usually one per KV head), and the strips of each row. A strip

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
@@ -32,7 +33,7 @@ class TcpReceiver(Receiver):
     def __init__(self, helpers: Executor) -> None:
         self._helpers = helpers
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

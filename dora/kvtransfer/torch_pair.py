@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Final
 
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.device import DeviceMemory, OnDevice, whole
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.torch_group import DEVICES, Group, Joining
-from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
+from dora.kvtransfer.transport import DeviceDigest, Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 2  # chunks in transit at once
@@ -35,6 +36,7 @@ class TorchSender(Sender):
 
     def __init__(self, backend: str, stream: Stream, timeout_s: float, helpers: Executor) -> None:
         self.name = backend
+        self.devices = (DEVICES[backend],)
         self._helpers = helpers
         self._stream = stream
         self._timeout_s = timeout_s
@@ -75,9 +77,25 @@ class TorchSender(Sender):
             else:
                 found = digest(copied(stage.host[: head["size"]], parts))
                 tensors = [stage.on_device(head["size"])]
-            send_chunk(stream, {**head, "messages": [len(tensor) for tensor in tensors]})
-            stage.works = [self._group.send(tensor, _TARGET) for tensor in tensors]
+            self._send(stage, stream, head, tensors)
         return found
+
+    def device_chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest) -> Sum:
+        stage = self._stages[self._next]
+        self._next = (self._next + 1) % STAGES
+        self._wait(stage)
+        with self._group.failing():
+            place = stage.device[: head["size"]]
+            at = 0
+            for part in parts:
+                part.fill(place[at : at + part.nbytes])
+                at += part.nbytes
+            self._send(stage, stream, head, [place])
+            return digest([whole(place)])
+
+    def _send(self, stage: "_Stage", stream: Stream, head: dict[str, Any], tensors: Sequence[Any]) -> None:
+        send_chunk(stream, {**head, "messages": [len(tensor) for tensor in tensors]})
+        stage.works = [self._group.send(tensor, _TARGET) for tensor in tensors]
 
     def finish(self) -> None:
         for stage in self._stages:
@@ -102,6 +120,7 @@ class TorchSender(Sender):
 class TorchReceiver(Receiver):
     def __init__(self, backend: str, stream: Stream, timeout_s: float) -> None:
         self._backend = backend
+        self.devices = (DEVICES[backend],)
         self._stream = stream
         self._timeout_s = timeout_s
         self._group = Group(backend, timeout_s, SnapshotRefused)
@@ -121,25 +140,33 @@ class TorchReceiver(Receiver):
         )
         return {}
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
+        with self._group.failing():
+            there = _shown(target)
+        return self._receive(stream, frame, there, lambda: digest([target]))
+
+    def device_chunk(self, stream: Stream, frame: Frame, target: OnDevice, digest: DeviceDigest) -> Sum:
+        return self._receive(stream, frame, target.tensor(), lambda: digest([target]))
+
+    def _receive(self, stream: Stream, frame: Frame, target: Any, digest: Callable[[], bytes]) -> Sum:
         import torch
 
+        device = DEVICES[self._backend]
         stream.drain(frame.body_bytes)
         with self._group.failing():
-            host = torch.frombuffer(target, dtype=torch.uint8)
-            place = host if self._backend == "gloo" else torch.empty_like(host, device=DEVICES[self._backend])
+            place = target if target.device.type == device else torch.empty_like(target, device=device)
             tensors = place.split([int(size) for size in frame.head["messages"]])
             works = [self._group.receive(tensor, _SOURCE) for tensor in tensors]
 
         def ready() -> bytes:
             self._group.wait(works)
-            if place is not host:
-                with self._group.failing():
-                    host.copy_(place)
-            return digest([target])
+            with self._group.failing():
+                if place is not target:
+                    target.copy_(place)
+                return digest()
 
         return ready
 
@@ -159,14 +186,14 @@ class _Stage:
 
         on_gpu = device != "cpu"
         self._host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._device = torch.empty(size_bytes, dtype=torch.uint8, device=device) if on_gpu else self._host
+        self.device = torch.empty(size_bytes, dtype=torch.uint8, device=device) if on_gpu else self._host
         self.host = self._host.numpy()
         self.works: list[Any] = []
 
     def on_device(self, size_bytes: int) -> Any:
-        if self._device is not self._host:
-            self._device[:size_bytes].copy_(self._host[:size_bytes])
-        return self._device[:size_bytes]
+        if self.device is not self._host:
+            self.device[:size_bytes].copy_(self._host[:size_bytes])
+        return self.device[:size_bytes]
 
 
 def _is_worth_a_message(part: memoryview) -> bool:

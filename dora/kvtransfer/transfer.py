@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.checksum import Seal
+from dora.kvtransfer.device import Part, in_host_memory, is_on_device
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 
@@ -32,7 +33,7 @@ class Transfer:
     """
 
     ticket: str
-    parts: Sequence[memoryview]
+    parts: Sequence[Part]
     head: bytes
     after: str = ""
     seal: Seal | None = None
@@ -45,6 +46,15 @@ class Transfer:
     def cancel(self) -> None:
         """Voids the snapshot. The target drops what has been sent."""
         self.cancelled.set()
+
+    @property
+    def is_on_device(self) -> bool:
+        return is_on_device(self.parts)
+
+    def to_host(self) -> list[memoryview]:
+        """Brings the body into host memory, if it is elsewhere. Raises TransferFailed if there is no room."""
+        self.parts = found = in_host_memory(self.parts)
+        return found
 
     @property
     def body_bytes(self) -> int:

@@ -14,12 +14,13 @@ half is used by one thread, never by the engine's.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.device import DeviceMemory, OnDevice
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
@@ -27,13 +28,14 @@ CHUNK_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 1 << 20  # still in the cache for its checksum, and large enough for Python's overhead
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MAX: Final = 8 << 20
+AnyPart = TypeVar("AnyPart", memoryview, OnDevice)
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
     """Memory for an arriving body: an array, and the parameters that the sending half needs."""
 
-    body: np.ndarray
+    body: np.ndarray | OnDevice
     answer: dict[str, Any]
 
 
@@ -41,6 +43,7 @@ class NoRoom(SnapshotRefused):
     """Too much is in flight now; a later try may succeed."""
 
 
+DeviceDigest = Callable[[Iterable[OnDevice]], bytes]
 Sum = bytes | Callable[[], bytes]  # a chunk's checksum, or a function that waits for it
 
 
@@ -49,6 +52,7 @@ class Sender(ABC):
 
     name: str
     chunk_bytes: ClassVar[int] = CHUNK_BYTES
+    devices: tuple[str, ...] = ()  # kinds of devices whose memory it takes, beside that of the host
 
     def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Called once, first. ``ask`` sends an offer to the other half and returns its answer."""
@@ -68,6 +72,10 @@ class Sender(ABC):
 
         ``head["at"]`` is the chunk's offset in the body, ``head["size"]`` the total size of the consecutive ``parts``.
         """
+
+    def device_chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest) -> Sum:
+        """The same for parts on a device of a kind in ``devices``."""
+        raise NotImplementedError(f"{self.name} takes host memory")
 
     def finish(self) -> None:
         """Returns once no chunk needs ``parts`` or this transport's own memory."""
@@ -89,23 +97,29 @@ class Sender(ABC):
 class Receiver(ABC):
     """The receiving half. Its methods raise SnapshotRefused for a body that it cannot accept, and TransferFailed."""
 
+    devices: tuple[str, ...] = ()  # as the sending half's
+
     def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
         """Answers the sending half's offer."""
         return {}
 
     @abstractmethod
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
-        """Memory for a body. ``opening``: the sending half's parameters."""
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
+        """Memory for a body. ``opening``: the sending half's parameters. ``pool``: of the host, or of a device."""
 
     @abstractmethod
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         """Receives one chunk, or begins to. Returns the checksum of the received bytes."""
 
+    def device_chunk(self, stream: Stream, frame: Frame, target: OnDevice, digest: DeviceDigest) -> Sum:
+        """The same into a device's memory."""
+        raise NotImplementedError("this transport takes host memory")
+
     def skip(self, stream: Stream, frame: Frame) -> None:
         """Discards a chunk of a void body."""
         stream.drain(frame.body_bytes)
 
-    def end(self, body: np.ndarray) -> None:
+    def end(self, body: np.ndarray | OnDevice) -> None:
         """Ends a body that ``begin`` allocated: it is complete or void, and is not written again."""
         return  # nothing to do for most transports
 
@@ -114,8 +128,8 @@ class Receiver(ABC):
         return  # nothing to do for most transports
 
 
-def pool_landing(body_bytes: int, pool: Memory) -> np.ndarray:
-    """Allocates from the pool. Raises NoRoom, and SnapshotRefused if allocation fails."""
+def pool_landing(body_bytes: int, pool: Memory | DeviceMemory) -> Any:
+    """Allocates from the pool: an array, or ``OnDevice`` of a device's. Raises NoRoom, and SnapshotRefused if allocation fails."""
     array = pool.array(body_bytes)
     if array is None:
         raise NoRoom(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
@@ -145,9 +159,9 @@ def copied(target: np.ndarray, parts: Sequence[memoryview]) -> Iterator[memoryvi
         yield shown[begin:at]
 
 
-def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+def cut(parts: Iterable[AnyPart], most_bytes: int) -> Iterator[list[AnyPart]]:
     """The same bytes in groups of ``most_bytes``; the last may be smaller."""
-    row: list[memoryview] = []
+    row: list[AnyPart] = []
     room = most_bytes
     for part in parts:
         rest = part.cast("B")

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from dora.data.given_digest import given_digest
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import Arena
@@ -117,7 +119,7 @@ class Store:
         """Enters a request that has arrived."""
         request, rounds = arrived.snapshot.request, arrived.rounds
         known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
-        bodies = [each.body for each in rounds]
+        bodies = [np.asarray(each.body) for each in rounds]  # a pool has no device
         outputs = request.output_token_ids
         digest = given_digest(outputs, request.given)
         parked = Parked(request.request_id, len(outputs), arrived.head, known, bodies, digest)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from dora.data.types import Canary, EngineCapability, RequestSpec
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import Opening
+from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.layout import blocks_for, check_snapshot
 from dora.kvtransfer.layout import check_version as check_loaded
 from dora.kvtransfer.reblock import reblocked
@@ -50,6 +51,10 @@ class BaseEngine(Generic[Live], ABC):
     @property
     def layout(self) -> KvLayout:
         return self._layout
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        return None
 
     @property
     def version(self) -> int | None:

@@ -20,14 +20,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from dora.errors import TransferFailed
+from dora.kvtransfer.device import OnDevice, is_on_device
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.snapshot import Pieces
+from dora.worker.device_memory import Landings, LentBlocks
 from dora.worker.streams import DONE, Mark, Streams, streams_of
 
 STAGE_BYTES: Final = 16 << 20  # cross the bus at once; so much on the device, and twice in pinned host memory
@@ -119,9 +121,11 @@ class DeviceStore:
         *,
         pinned_bytes: int = PINNED_BYTES,
         stage_bytes: int = STAGE_BYTES,
+        landing_bytes: int = 0,
         streams: Streams | None = None,
     ) -> None:
         """``tensors``: by layer. ``groups``: the group of each layer. ``streams``: of the tensors' device, by default.
+        ``landing_bytes``: the device's memory for KV that comes straight from another device; 0: none does.
 
         Raises RuntimeError as ``LayerRows`` and ``CudaStreams`` do.
         """
@@ -137,6 +141,8 @@ class DeviceStore:
         self._leaving: list[Mark] = [DONE, DONE]  # the pending read of each of them
         self._written: Mark = DONE
         self._lock = threading.Lock()
+        self._device = device
+        self.device_memory = Landings(device.type, landing_bytes, self._landing) if landing_bytes else None
         with self._streams.entered():
             self._stage = torch.empty(self._stage_bytes, dtype=torch.uint8, device=device)
 
@@ -168,10 +174,7 @@ class DeviceStore:
         """Begins ``show``. The caller keeps the result until it has waited for its mark."""
         batches = self._batches(block_ids)
         size_bytes = sum(batch.size_bytes for batch in batches)
-        host = self._pinned.array(size_bytes)
-        if host is None:
-            lent = self._pinned.lent_bytes()
-            raise TransferFailed(f"pinned memory: {size_bytes:,} bytes do not fit beside {lent:,} that are in use")
+        host = self._pinned_array(size_bytes)
         shown: dict[str, list[np.ndarray]] = {name: [] for name in self._layers}
         with self._lock, self._streams.entered():
             ids = self._ids(block_ids)
@@ -186,6 +189,61 @@ class DeviceStore:
                 at += batch.size_bytes
             return Showing(shown, self._streams.mark())
 
+    def lend(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray | OnDevice]]:
+        """Returns the same blocks where they are, if they can leave the device so: they must not change. Else a copy.
+
+        Raises TransferFailed as ``show``.
+        """
+        if self.device_memory is None:
+            return dict[str, list[np.ndarray | OnDevice]](self.show(block_ids))  # type: ignore[arg-type]
+        with self._lock, self._streams.entered():  # so that later copies wait for the engine's work so far
+            self._ids(block_ids)
+        found: dict[str, list[np.ndarray | OnDevice]] = {}
+        for name, rows in self._layers.items():
+            ids = tuple(block_ids[self._groups[name]])
+            region = LentBlocks(self, name, ids, self._device)
+            found[name] = [OnDevice(region, 0, (len(ids), rows.block_bytes))]
+        return found
+
+    def gather(self, name: str, block_ids: Sequence[int], begin: int, end: int, place: torch.Tensor) -> None:
+        """Copies bytes of a layer's blocks, counted from the first of ``block_ids``. Returns once they are there."""
+        rows = self._layers[name]
+        size, most = rows.block_bytes, self._stage_bytes // rows.block_bytes
+        mark: Mark = DONE
+        for first in range(begin // size, -(-end // size), most):
+            last = min(first + most, -(-end // size))
+            low, high = max(begin, first * size), min(end, last * size)
+            with self._lock, self._streams.entered():
+                ids = self._streams.ids(block_ids[first:last])
+                target = place[low - begin : high - begin]
+                self._streams.run(partial(self._gather_some, rows, ids, low - first * size, target))
+                mark = self._streams.mark()
+        mark.synchronize()
+
+    def gathered(self, name: str, block_ids: Sequence[int], begin: int, end: int) -> np.ndarray:
+        """Returns the same in pinned memory. Raises TransferFailed if too much of it is in use."""
+        host = self._pinned_array(end - begin)
+        self.gather(name, block_ids, begin, end, torch.from_numpy(host))
+        return host
+
+    def _gather_some(self, rows: LayerRows, ids: torch.Tensor, skipped: int, place: torch.Tensor) -> None:
+        torch.index_select(rows.cells, 0, ids, out=rows.staged(self._stage, 0, len(ids)))
+        place.copy_(self._stage[skipped : skipped + len(place)], non_blocking=True)
+
+    def _landing(self, size_bytes: int) -> torch.Tensor:
+        with self._lock, self._streams.entered():
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            mark = self._streams.mark()
+        mark.synchronize()  # copies that used this memory before are complete
+        return memory
+
+    def _pinned_array(self, size_bytes: int) -> np.ndarray:
+        host = self._pinned.array(size_bytes)
+        if host is None:
+            lent = self._pinned.lent_bytes()
+            raise TransferFailed(f"pinned memory: {size_bytes:,} bytes do not fit beside {lent:,} that are in use")
+        return host
+
     def _gather(self, batch: _Batch, ids: Mapping[str, torch.Tensor], host: np.ndarray) -> None:
         for part in batch.parts:
             rows = self._layers[part.name]
@@ -195,11 +253,41 @@ class DeviceStore:
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer, by the ids of its group."""
+        if is_on_device(piece for pieces in blocks.values() for piece in pieces):
+            self._write_landed(block_ids, blocks)
+            return
+        blocks = {name: [np.asarray(piece) for piece in pieces] for name, pieces in blocks.items()}
         with self._streams.entered():
             ids = self._ids(block_ids)
         for batch in self._batches(block_ids):
             with self._lock, self._streams.entered():
                 self._load(batch, ids, blocks)
+
+    def _write_landed(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Any]) -> None:
+        """Writes blocks that are on this device. Returns once they were read, so that their memory may go."""
+        landed = {name: [piece.tensor() for piece in pieces] for name, pieces in blocks.items()}
+        with self._streams.entered():
+            ids = self._ids(block_ids)
+        for batch in self._batches(block_ids):
+            with self._lock, self._streams.entered():
+                self._streams.run(partial(self._scatter_landed, batch, ids, landed))
+                self._written = self._streams.mark()
+        self._written.synchronize()
+
+    def _scatter_landed(
+        self, batch: _Batch, ids: Mapping[str, torch.Tensor], landed: Mapping[str, Sequence[torch.Tensor]]
+    ) -> None:
+        for part in batch.parts:
+            rows, at, begin = self._layers[part.name], part.at, 0
+            for piece in landed[part.name]:
+                end = begin + len(piece)
+                low, high = max(begin, part.first * rows.block_bytes), min(end, part.end * rows.block_bytes)
+                if low < high:
+                    self._stage[at : at + high - low].copy_(piece[low - begin : high - begin], non_blocking=True)
+                    at += high - low
+                begin = end
+            place = rows.staged(self._stage, part.at, part.end - part.first)
+            rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place)
 
     def join(self) -> None:
         """Makes later work on the caller's stream see all earlier writes."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
+from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.worker.reservation import Reservation
 
@@ -36,6 +37,10 @@ class RolloutEngine(Protocol):
     @property
     def layout(self) -> KvLayout:
         """The layout of its KV blocks."""
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """Memory on its device for KV that comes straight from another device; None: it passes through host memory."""
 
     @property
     def version(self) -> int | None:

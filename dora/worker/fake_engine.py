@@ -403,7 +403,7 @@ class FakeEngine(BaseEngine[_Live]):
 
 def _with_ahead(snapshot: KvSnapshot, reserved: Reservation | None) -> dict[str, list[np.ndarray]]:
     """Returns all blocks of a snapshot, with those that arrived before it."""
-    blocks = {name: list(pieces) for name, pieces in snapshot.blocks.items()}
+    blocks = {name: [np.asarray(piece) for piece in pieces] for name, pieces in snapshot.blocks.items()}
     if reserved is None:
         return blocks
     shown = reserved.show(snapshot.ahead)

@@ -56,6 +56,8 @@ class EngineLoop(CommandLoop[Reporting]):
         versions: Versions | None = None,
     ) -> None:
         """``versions`` finds a version by its manifest's name; None: in the store that the service names."""
+        if plane is not None:
+            plane.use(engine.device_memory)
         self._engine = engine
         self._clock = clock
         self.orphan_timeout_s = welcome.orphan_timeout_s
@@ -207,6 +209,8 @@ class EngineLoop(CommandLoop[Reporting]):
         """Reconnects to a service: continues the requests that it names and reports the tokens that it lacks."""
         assert self._responses is not None
         self._orders, self.orphan_timeout_s = orders, welcome.orphan_timeout_s
+        if plane is not None:
+            plane.use(self._engine.device_memory)
         self.endpoint.come_back(plane)
         self._voice = Reporting(self._engine, orders, welcome.report_period_ms / 1000, self._clock)
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")

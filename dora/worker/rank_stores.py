@@ -38,6 +38,8 @@ class FromOutside:
 class RankStores:
     """A ``KvStore``. Thread-safe, as each rank's store is."""
 
+    device_memory = None  # the shards of one body are on several devices
+
     def __init__(self, stores: Sequence[DeviceStore]) -> None:
         """``stores``: of each rank, in their order."""
         self._stores = tuple(stores)
@@ -79,6 +81,8 @@ class RankStores:
                 showing.mark.synchronize()
         return {name: pieces for showing in begun for name, pieces in showing.blocks.items()}
 
+    lend = show
+
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer, in every rank that holds it."""
         for store in self._stores:
@@ -91,14 +95,14 @@ class RankStores:
 
 
 def store_of_ranks(
-    tensors: Sequence[Mapping[str, torch.Tensor]], groups: Mapping[str, int], block_count: int
+    tensors: Sequence[Mapping[str, torch.Tensor]], groups: Mapping[str, int], block_count: int, landing_bytes: int = 0
 ) -> KvStore:
     """Returns the store of an engine's KV-cache. ``tensors``: of each rank, by layer; ``groups``: each layer's.
 
-    With several ranks, these share the bound of pinned memory.
+    With several ranks, these share the bound of pinned memory. ``landing_bytes``: as ``DeviceStore``, of one rank.
     """
     if len(tensors) == 1:
-        return DeviceStore(tensors[0], groups, block_count)
+        return DeviceStore(tensors[0], groups, block_count, landing_bytes=landing_bytes)
     return RankStores(
         [
             DeviceStore(

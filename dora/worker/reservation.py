@@ -9,6 +9,7 @@ import numpy as np
 from dora.data.types import RequestSpec
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.codec import Opening, opening_in
+from dora.kvtransfer.device import DeviceMemory, OnDevice
 from dora.kvtransfer.snapshot import NO_PREFIX, KvLayout, Pieces, Prefix
 from dora.worker.prefixes import Prefixes
 
@@ -43,6 +44,15 @@ class KvStore(Store, Protocol):
     @property
     def orders(self) -> tuple[str, ...]:
         """The axis orders inside the layers' blocks, if they can differ between engines."""
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """Memory on the engine's device for KV that comes straight from another device; None: it passes through host
+        memory.
+        """
+
+    def lend(self, block_ids: Sequence[Sequence[int]]) -> Mapping[str, Pieces]:
+        """Returns some blocks as ``show`` does, but where they are: they must not change while they are read."""
 
     def join(self) -> None:
         """Makes the engine's next step see all earlier writes."""
@@ -141,7 +151,7 @@ class Reservation:
         """Returns the first blocks of every layer."""
         return self._store.show([self.block_ids[:count]])
 
-    def write(self, first_bytes: int, body: np.ndarray) -> bool:
+    def write(self, first_bytes: int, body: np.ndarray | OnDevice) -> bool:
         """Writes a round of whole blocks after the first ``first_bytes``.
 
         Returns False if it has no room here, the reservation is closed, or the blocks' layout differs or is unknown.
@@ -155,7 +165,7 @@ class Reservation:
             return False
         if odd or more or shared + first > self.written or first + count > len(self.own_ids) or self._is_barred:
             return False
-        layers: dict[str, np.ndarray] = {}
+        layers: dict[str, np.ndarray | OnDevice] = {}
         at = 0
         for name, block_bytes in self._layout.layers:
             layers[name] = body[at : at + count * block_bytes].reshape(count, block_bytes)

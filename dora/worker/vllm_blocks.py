@@ -40,6 +40,7 @@ class BlockStore:
 
     orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
     slice_bytes = SLICE_BYTES
+    device_memory = None
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
         """``layers``: each layer's blocks, once for each rank that holds them. ``groups``: the group of each layer."""
@@ -57,6 +58,8 @@ class BlockStore:
         return {
             name: [held[0][first:end] for first, end in runs[self._groups[name]]] for name, held in self._layers.items()
         }
+
+    lend = show
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer, by the ids of its group."""

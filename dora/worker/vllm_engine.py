@@ -25,6 +25,7 @@ from dora.data.types import (
 from dora.engine_patches.patch import PatchFailed
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
+from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
@@ -158,6 +159,10 @@ class VllmEngine(BaseEngine[_Live]):
         if tier_endpoint:
             self._tier = self._open_tier(tier_endpoint)
 
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        return self._store.device_memory
+
     def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
         found = super().load_weights(version, folder, canary)
         if self._device.proves_reloads and not self._is_reload_proven:
@@ -215,7 +220,7 @@ class VllmEngine(BaseEngine[_Live]):
         draws = rng_draws(len(live.outputs), live.request.sampling.temperature)
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
         if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
-            shown = self._store.show([self._scheduler.brought(live.engine_id)] * len(self._groups))
+            shown = self._store.lend([self._scheduler.brought(live.engine_id)] * len(self._groups))
             blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
             return replace(waiting, request=self._so_far(live), rng_draws=draws, blocks=blocks, ahead=0)
         state, kv_tokens = self._scheduler.requests[live.engine_id], live.kv_tokens
@@ -227,7 +232,7 @@ class VllmEngine(BaseEngine[_Live]):
             request=self._so_far(live),
             kv_tokens=kv_tokens,
             rng_draws=draws,
-            blocks=self._store.show([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
+            blocks=self._store.lend([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
             ahead=first,
         )
 
@@ -251,7 +256,7 @@ class VllmEngine(BaseEngine[_Live]):
         end, live = max(first, end), self._find(request_id)
         ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
         final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
-        return FullBlocks(segment, end, self._store.show(final))
+        return FullBlocks(segment, end, self._store.lend(final))
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         if not self._takes_ahead:

@@ -115,6 +115,8 @@ class Cuda:
         groups: Mapping[str, int],
         block_count: int,
     ) -> KvStore:
+        from dora.worker.device_memory import LANDING_BYTES
         from dora.worker.rank_stores import store_of_ranks
 
-        return store_of_ranks(tensors(), groups, block_count)
+        landing_bytes = LANDING_BYTES if proof_file("kv").is_file() else 0
+        return store_of_ranks(tensors(), groups, block_count, landing_bytes)
