@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.doctor import checks, engine_checks, images, rank_checks
+from dora.doctor import checks, engine_checks, images, kv_between, rank_checks
 from dora.doctor.verdict import Subject
 
 
@@ -39,4 +39,5 @@ STAGES: Final[tuple[Stage, ...]] = (
     Stage("memory", "too large a KV-cache is refused by name", engine_checks.memory),
     Stage("run", "service, workers and trainer for three steps, then `dora verify`", checks.run, limit_s=600.0),
     Stage("two GPUs", "KV between two GPUs by NCCL", checks.two_gpus),
+    Stage("kv", "KV of a worker straight into the GPU of another, and a target that dies", kv_between.kv_between),
 )

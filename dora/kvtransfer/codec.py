@@ -277,7 +277,9 @@ def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | Sam
     return found
 
 
-def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray | OnDevice], ahead_bytes: int) -> KvSnapshot:
+def _snapshot(
+    opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray | OnDevice], ahead_bytes: int
+) -> KvSnapshot:
     if manifest["opening"] != _seal_of(opening.raw):
         raise SnapshotRefused("head: its closing belongs to another opening", "head.opening")
     layout, before = opening.layout, opening.request
@@ -324,7 +326,9 @@ def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) 
     return first
 
 
-def _pieces(layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.ndarray | OnDevice]) -> dict[str, list[np.ndarray | OnDevice]]:
+def _pieces(
+    layout: KvLayout, counts: Sequence[Sequence[int]], bodies: list[np.ndarray | OnDevice]
+) -> dict[str, list[np.ndarray | OnDevice]]:
     round_bytes = [_bytes_of(layout, each) for each in counts]
     found_bytes = sum(body.nbytes for body in bodies)
     if sum(round_bytes) != found_bytes or min(map(min, counts)) < 0:

@@ -1,7 +1,8 @@
 """NIXL between two workers: the source writes into the target's memory, by the transport that UCX selects.
 
 Requires the optional extra ``nixl``. The target registers the memory of each body, on the host or on a device; the
-source writes chunks there from memory of its own and announces each chunk after it was written. Only descriptors travel, as numbers: no pickle.
+source writes chunks there from memory of its own and announces each chunk after it was written. Only descriptors
+travel, as numbers: no pickle.
 """
 
 import contextlib
@@ -107,7 +108,9 @@ class NixlSender(Sender):
         self._write(stream, head, _place(shown))
         return found
 
-    def device_chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest) -> Sum:
+    def device_chunk(
+        self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest
+    ) -> Sum:
         while len(self._pending) >= STAGES:
             self._announce()
         with _failing():

@@ -108,7 +108,9 @@ class DataPlane:
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
-        self._incoming = incoming = Incoming(own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s)
+        self._incoming = incoming = Incoming(
+            own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s
+        )
         listener.open(incoming.serve, settings.timeout_s)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:

@@ -20,7 +20,17 @@ from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.device import DeviceMemory, OnDevice, whole
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.torch_group import DEVICES, Group, Joining
-from dora.kvtransfer.transport import DeviceDigest, Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
+from dora.kvtransfer.transport import (
+    DeviceDigest,
+    Landing,
+    Receiver,
+    Sender,
+    Sum,
+    copied,
+    pool_landing,
+    send_chunk,
+    summed,
+)
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 2  # chunks in transit at once
@@ -80,7 +90,9 @@ class TorchSender(Sender):
             self._send(stage, stream, head, tensors)
         return found
 
-    def device_chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest) -> Sum:
+    def device_chunk(
+        self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest
+    ) -> Sum:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % STAGES
         self._wait(stage)

@@ -73,7 +73,9 @@ class Sender(ABC):
         ``head["at"]`` is the chunk's offset in the body, ``head["size"]`` the total size of the consecutive ``parts``.
         """
 
-    def device_chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest) -> Sum:
+    def device_chunk(
+        self, stream: Stream, head: dict[str, Any], parts: Sequence[OnDevice], digest: DeviceDigest
+    ) -> Sum:
         """The same for parts on a device of a kind in ``devices``."""
         raise NotImplementedError(f"{self.name} takes host memory")
 
@@ -129,7 +131,7 @@ class Receiver(ABC):
 
 
 def pool_landing(body_bytes: int, pool: Memory | DeviceMemory) -> Any:
-    """Allocates from the pool: an array, or ``OnDevice`` of a device's. Raises NoRoom, and SnapshotRefused if allocation fails."""
+    """Allocates an array, or ``OnDevice`` of a device's pool. Raises NoRoom; SnapshotRefused if allocation fails."""
     array = pool.array(body_bytes)
     if array is None:
         raise NoRoom(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")

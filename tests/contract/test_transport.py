@@ -419,7 +419,9 @@ def test_what_a_killed_source_leaves_is_swept_and_what_it_sent_stays(tmp_path: P
     ours, theirs = context.Pipe()
     with a_plane(tmp_path, 2, (transport,)) as target:
         target.plane.expect("r", 1, 1 << 20)
-        child = context.Process(target=_send_and_wait, args=(str(tmp_path), target.peer, transport, theirs), daemon=True)
+        child = context.Process(
+            target=_send_and_wait, args=(str(tmp_path), target.peer, transport, theirs), daemon=True
+        )
         child.start()
         key = ours.recv()
         sweep(tmp_path)

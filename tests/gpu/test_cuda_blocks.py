@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from dora.kvtransfer.device import OnDevice
+from dora.weights.words import checksum
 from dora.worker.cuda_blocks import DeviceStore
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 
@@ -84,3 +86,28 @@ def test_threads_write_beside_each_other() -> None:
     for name in there.tensors:
         rows = there.bytes_of(name)
         assert all((rows[number::4] == number).all() for number in range(4))
+
+
+def test_lent_blocks_are_those_after_the_engines_work_and_land_before_the_next_step() -> None:
+    """The stream stands still when blocks are lent and when they are written."""
+    there = made("LBHNC", sizes_of(), "cuda", 0)
+    store = DeviceStore(there.tensors, dict.fromkeys(there.tensors, 0), 17, landing_bytes=64 << 20)
+    memory = store.device_memory
+    assert memory is not None and memory.kind == "cuda"
+    torch.cuda._sleep(CYCLES)
+    there.buffer.view(torch.uint8).fill_(77)
+    lent = {name: pieces[0] for name, pieces in store.lend([[3, 9]]).items()}
+    landed = {}
+    for name, piece in lent.items():
+        assert isinstance(piece, OnDevice)
+        place = memory.array(piece.nbytes)
+        assert place is not None and place.tensor().is_cuda
+        piece.fill(place.tensor())
+        assert memory.digest([place]) == checksum(place.tensor().cpu())
+        landed[name] = [place.reshape(*piece.shape)]
+    there.buffer.view(torch.uint8).fill_(1)
+    torch.cuda._sleep(CYCLES)
+    store.write([[2, 16]], landed)
+    store.join()
+    shown = store.show([[2, 16]])
+    assert all((piece == 77).all() for pieces in shown.values() for piece in pieces)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora.doctor.kv_between import prove
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.torch_pair import _Stage
 from tests.contract.planes import a_plane
@@ -56,6 +57,12 @@ def test_bytes_arrive_at_another_gpu(tmp_path: Path) -> None:
     finally:
         ours.send("")
         child.join(WAIT_S)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_blocks_go_straight_into_another_gpu(tmp_path: Path) -> None:
+    """In both processes no byte of a body is in host memory; then the target is killed."""
+    assert prove(tmp_path, "cuda", "nccl")["gb_per_s"] > 0
 
 
 def _target(parent: Connection, folder: str) -> None:

@@ -1,7 +1,9 @@
 """KV in the layouts of GPUs, on CPU tensors: the code is the same, without a stream."""
 
 import gc
+import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.codec import Opening
+from dora.kvtransfer.device import is_on_device
 from dora.kvtransfer.snapshot import KvLayout
 from dora.worker.cuda_blocks import DeviceStore, LayerRows, TensorMisfit
 from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 from tests.refusals import refused
+from tests.streams import Simulated
 
 SIZES = st.builds(
     Sizes,
@@ -131,3 +135,69 @@ class Counting(DeviceStore):
     def write(self, *arguments: Any) -> None:
         self.writes += 1
         super().write(*arguments)
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), sizes=SIZES, stage_bytes=st.integers(1, 400), landing=st.data())
+def test_lent_blocks_are_the_blocks_that_are_shown_and_land_where_they_are_written(
+    kind: str, sizes: Sizes, stage_bytes: int, landing: st.DataObject
+) -> None:
+    """Any run of their bytes, on the device and in host memory; and from one device's cache into another's."""
+    sizes = replace(sizes, blocks=max(3, sizes.blocks))
+    there, other = made(kind, sizes, "cpu", 1), made(kind, sizes, "cpu", 2)
+    stores = [
+        DeviceStore(
+            each.tensors,
+            dict.fromkeys(each.tensors, 0),
+            sizes.blocks,
+            stage_bytes=stage_bytes,
+            landing_bytes=1 << 20,
+        )
+        for each in (there, other)
+    ]
+    ids = landing.draw(st.lists(st.integers(0, sizes.blocks - 1), min_size=1, max_size=5, unique=True))
+    shown, lent = stores[0].show([ids]), stores[0].lend([ids])
+    for name, (piece,) in lent.items():
+        whole = np.concatenate(shown[name])
+        assert is_on_device([piece]) and np.array_equal(np.asarray(piece), whole)
+        flat = piece.reshape(-1)
+        begin = landing.draw(st.integers(0, flat.nbytes))
+        end = landing.draw(st.integers(begin, flat.nbytes))
+        assert np.array_equal(np.asarray(flat[begin:end]), whole.reshape(-1)[begin:end])
+    onto = ids[::-1]
+    before = stores[1].show([[block for block in range(sizes.blocks) if block not in onto]])
+    stores[1].write([onto], lent)
+    after = stores[1].show([onto])
+    assert all(np.array_equal(np.concatenate(after[name]), np.concatenate(shown[name])) for name in shown)
+    rest = stores[1].show([[block for block in range(sizes.blocks) if block not in onto]])
+    assert all(
+        np.array_equal(piece, left) for name in before for piece, left in zip(before[name], rest[name], strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lent_blocks_are_those_after_the_engines_work_whatever_order_the_device_chooses(seed: int) -> None:
+    """The engine writes, lends and goes on with other blocks; what lands is written before its next step reads it."""
+    device = Simulated(random.Random(seed))
+    cache = torch.zeros(6, 4, 8, dtype=torch.uint8)
+    store = DeviceStore({"a": cache}, {"a": 0}, 6, stage_bytes=64, landing_bytes=1 << 20, streams=device)
+    device.kernel(partial(_fill_block, cache, 2, 7))
+    ((piece,),) = store.lend([[2, 4]]).values()
+    device.kernel(partial(_fill_block, cache, 3, 9))
+    assert np.asarray(piece)[0].tolist() == [7] * 32
+    memory = store.device_memory
+    assert memory is not None
+    landed = memory.array(64)
+    assert landed is not None
+    piece.fill(landed.tensor())
+    store.write([[0, 5]], {"a": [landed.reshape(2, 32)]})
+    landed.tensor().fill_(1)  # its memory has gone to others
+    store.join()
+    read: list[list[int]] = []
+    device.kernel(lambda: read.append(cache[0].reshape(-1).tolist()))
+    device.all()
+    assert read == [[7] * 32]
+
+
+def _fill_block(cache: torch.Tensor, block_id: int, value: int) -> None:
+    cache[block_id] = value
