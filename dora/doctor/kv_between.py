@@ -18,6 +18,7 @@ from dora.host.proof import write_proof
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
+from dora.kvtransfer.registry import is_installed
 
 if TYPE_CHECKING:
     from dora.worker.cuda_blocks import DeviceStore
@@ -40,7 +41,8 @@ def kv_between(subject: Subject) -> dict[str, Any]:
 
     if torch.cuda.device_count() < 2:
         raise Skipped(f"{torch.cuda.device_count()} GPUs are visible")
-    found = prove(subject.folder, "cuda", "nccl")
+    names = [name for name in ("nccl", "nixl") if is_installed(name)]
+    found: dict[str, Any] = {name: prove(subject.folder, "cuda", name) for name in names}
     found["proof"] = str(write_proof("kv", found))
     return found
 
@@ -62,7 +64,7 @@ def prove(folder: Path, device: str, transport: str) -> dict[str, Any]:
     finally:
         target.kill()
         target.join()
-    return {"gb_per_s": round(max(rates) / 1e9, 2), "transport": transport, "device": device}
+    return {"gb_per_s": round(max(rates) / 1e9, 2), "device": device}
 
 
 def _check_equal(plane: DataPlane, peer: Peer, store: "DeviceStore", told: Connection) -> float:

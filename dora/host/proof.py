@@ -4,7 +4,7 @@
     images    engines that read weights in the trainer's memory
     kv        requests whose KV goes from one GPU to another
 
-Each proof names what was proven on, so another driver, GPU, vLLM or DORA needs a proof of its own.
+Each proof names what was proven on, so another driver, GPU, vLLM, NIXL or DORA needs a proof of its own.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora.host.placement import gpus
+from dora.kvtransfer.nixl_pair import nixl_package
 from dora.models import default_cache
 from dora.release import __version__
 
@@ -28,6 +29,7 @@ def machine() -> dict[str, Any]:
         "dora": __version__,
         "vllm": _installed("vllm"),
         "torch": _installed("torch"),
+        "nixl": _installed(nixl_package()),
         "driver": _driver(),
         "gpus": sorted({gpu.model for gpu in gpus()}),
     }
@@ -49,7 +51,7 @@ def write_proof(kind: Kind, found: dict[str, Any], folder: Path | None = None) -
 
 def _installed(name: str) -> str:
     try:
-        return version(name)
+        return version(name) if name else ""
     except PackageNotFoundError:
         return ""
 

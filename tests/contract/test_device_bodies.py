@@ -17,6 +17,7 @@ from dora.errors import TransferFailed
 from dora.kvtransfer.codec import closing_of, opening_of, parts_of, round_of
 from dora.kvtransfer.device import OnDevice, Whole, is_on_device
 from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.nixl_pair import _device_place, nixl_package
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
 from dora.models.tiny import make_tiny
@@ -26,6 +27,7 @@ from dora.worker.device.cpu import Cpu
 from dora.worker.device_memory import Landings
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.reservation import KvStore
+from tests.contract import nixl_stand_in
 from tests.contract.conftest import Engines
 from tests.contract.driver import EVERYTHING, KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, make_request, run
 from tests.contract.planes import ON_DEVICE, WAIT_S, End, a_plane, until
@@ -257,3 +259,45 @@ def test_vllm_continues_bit_for_bit_after_a_move_between_devices(vllm_driver: Dr
             assert driver.finish()["r1"] == untouched
             driver.drop("r1")
     assert engine.load().reprefilled_tokens == before
+
+
+# NIXL, which is not installed here: its calls against a stand-in that knows what is registered.
+
+
+@pytest.mark.skipif(bool(nixl_package()), reason="NIXL itself is installed: test_transport has it")
+@pytest.mark.parametrize("ways", [("", ""), (ON_DEVICE, ON_DEVICE), (ON_DEVICE, ""), ("", ON_DEVICE)])
+def test_nixl_writes_only_where_memory_is_registered(tmp_path: Path, ways: tuple[str, str]) -> None:
+    with nixl_stand_in.installed():
+        with a_plane(tmp_path, 1, (f"nixl{ways[0]}",)) as source, a_plane(tmp_path, 2, (f"nixl{ways[1]}",)) as target:
+            for sizes in ([7], [(4 << 20) + 5, 3], [13 << 20]):
+                assert moved(source, target, "r", made(sizes)).fallbacks == ()
+            until(lambda: target.plane.held_bytes()[1] == 0)
+            if "" not in ways:  # one for the body that was given back, and the source's stages of both kinds
+                kinds = [[each.kind for each in agent.registered] for agent in nixl_stand_in.AGENTS.values()]
+                assert sorted(kinds) == [[], ["DRAM", "DRAM"]]
+        assert all(not agent.registered for agent in nixl_stand_in.AGENTS.values())
+
+
+class _OnGpu:
+    """What NIXL's half reads of a tensor on the third GPU."""
+
+    is_cuda, nbytes = True, 77
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def get_device(self) -> int:
+        return 2
+
+
+def test_nixl_names_a_gpus_memory_by_its_device() -> None:
+    assert _device_place(_OnGpu()) == ((4096, 77, 2), "VRAM")
+
+
+def test_the_way_between_devices_is_timed_beside_the_others(tmp_path: Path) -> None:
+    names = (*GLOO, f"tcp{ON_DEVICE}")
+    with a_plane(tmp_path, 1, names) as source, a_plane(tmp_path, 2, names) as target:
+        target.plane.expect("r", 1, 2 << 20)
+        sent(source, target, "r", made([2 << 20])).done.result(WAIT_S)
+        rates = source.plane.measured()["w2"]
+        assert set(rates) == {"gloo", "tcp"} and all(rate > 0 for rate in rates.values())

@@ -14,7 +14,7 @@ def test_a_proof_is_of_its_machine_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert file == proof.proof_file("ranks", tmp_path) and file.is_file()
     document = json.loads(file.read_text())
     assert document["found"] == {"moves": 3} and document["machine"] == proof.machine()
-    assert {"dora", "vllm", "torch", "driver", "gpus"} == {*document["machine"]}
+    assert {"dora", "vllm", "torch", "nixl", "driver", "gpus"} == {*document["machine"]}
     for name in document["machine"]:
         with monkeypatch.context() as another:
             another.setattr(proof, "machine", lambda name=name: {**document["machine"], name: "another"})
