@@ -31,6 +31,10 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 class Ahead(Protocol):
     """The destination of rounds before a snapshot's last one. Called by one thread at a time, not always the same."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the engine has reserved blocks for it. Without, KV waits in host memory."""
+
     def start(self, key: str, prefix: Prefix) -> None:
         """Begins a snapshot with a first round of this key, in place of any other.
 
@@ -183,6 +187,12 @@ class Arrivals:
             if key in self._here:
                 raise SnapshotRefused(f"key {key}: it is already in use", "key", key)
         return before
+
+    def may_land(self, ticket: str, epoch: int) -> bool:
+        """Whether a body may lie in a device's memory: it leaves that soon, for blocks of the engine."""
+        with self._lock:
+            expected = self._expected.get((epoch, ticket))
+        return expected is None or expected.ahead is None or expected.ahead.has_blocks
 
     def begin(self, arrival: Arrival) -> None:
         """Registers a round. Drops other rounds of the same ticket, except those that it follows.

@@ -175,7 +175,9 @@ class _Connection:
         try:
             before = self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes, after)
             try:
-                landing = receiver.begin(head, body_bytes, self._memory(receiver, frame.field("memory", str, "")))
+                landing = receiver.begin(
+                    head, body_bytes, self._memory(receiver, frame.field("memory", str, ""), ticket)
+                )
             except SnapshotRefused as error:
                 self._refuse(key, str(error), transport=True, full=isinstance(error, NoRoom))
                 return
@@ -194,12 +196,14 @@ class _Connection:
         self._uses[key] = use
         self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
 
-    def _memory(self, receiver: Receiver, kind: str) -> Memory | DeviceMemory:
-        """Returns the memory for a body on this kind of device. Raises SnapshotRefused if there is none."""
+    def _memory(self, receiver: Receiver, kind: str, ticket: str) -> Memory | DeviceMemory:
+        """Returns the memory for a body on this kind of device. Raises SnapshotRefused if there is none for it."""
         if not kind:
             return self._pool
         if self._device is None or kind != self._device.kind or kind not in receiver.devices:
             raise SnapshotRefused(f"memory {kind!r}: this worker takes no body there by this transport", "memory", kind)
+        if not self._arrivals.may_land(ticket, self._peer.epoch):
+            raise NoRoom("no blocks are reserved: its KV waits in host memory")
         return self._device
 
     def _chunk(self, frame: Frame) -> None:

@@ -103,6 +103,10 @@ class Reservation:
         self._lock = threading.Lock()
 
     @property
+    def has_blocks(self) -> bool:
+        return bool(self.own_ids)
+
+    @property
     def block_ids(self) -> list[int]:
         """In the request's order; more than it needs."""
         return [*self.shared_ids, *self.own_ids]

@@ -5,6 +5,7 @@ The device is a CPU, so all of this runs without a GPU. ``test_transport`` has w
 
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.contract.workers import Worker, peer_of
 
 GLOO = (f"gloo{ON_DEVICE}",)
 LANDING_BYTES = 64 << 20
+plane_of = partial(a_plane, timeout_s=2 * WAIT_S)  # a pair joins in half of it, also on a busy machine
 
 
 def allocated(size_bytes: int) -> torch.Tensor:
@@ -52,7 +54,7 @@ def on_device(arrays: list[np.ndarray]) -> Any:
 
 def test_a_body_that_finds_no_room_on_the_target_goes_by_host_memory(tmp_path: Path) -> None:
     few = Landings("cpu", 5 << 20, allocated)
-    with a_plane(tmp_path, 1, GLOO) as source, a_plane(tmp_path, 2, GLOO, landings=few) as target:
+    with plane_of(tmp_path, 1, GLOO) as source, plane_of(tmp_path, 2, GLOO, landings=few) as target:
         for ticket, size, straight in (("a", 4 << 20, True), ("b", 6 << 20, False), ("c", 1 << 20, True)):
             target.plane.expect(ticket, 1, size)
             done = sent(source, target, ticket, made([size])).done.result(WAIT_S)
@@ -66,18 +68,18 @@ def test_a_body_that_finds_no_room_on_the_target_goes_by_host_memory(tmp_path: P
 @pytest.mark.parametrize("without", ["source", "target"])
 def test_host_memory_at_either_end_is_todays_path(tmp_path: Path, without: str) -> None:
     ways = [("gloo",) if without == end else GLOO for end in ("source", "target")]
-    with a_plane(tmp_path, 1, ways[0]) as source, a_plane(tmp_path, 2, ways[1]) as target:
+    with plane_of(tmp_path, 1, ways[0]) as source, plane_of(tmp_path, 2, ways[1]) as target:
         moved(source, target, "r", made([3 << 20, 5]))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_transport_of_host_memory_brings_what_lies_on_a_device(tmp_path: Path, transport: str) -> None:
-    with a_plane(tmp_path, 1, (f"{transport}{ON_DEVICE}",)) as source, a_plane(tmp_path, 2, (transport,)) as target:
+    with plane_of(tmp_path, 1, (f"{transport}{ON_DEVICE}",)) as source, plane_of(tmp_path, 2, (transport,)) as target:
         moved(source, target, "r", made([3 << 20, 5]))
 
 
 def test_another_host_gets_no_body_by_a_checksum_that_finds_no_forgery(tmp_path: Path) -> None:
-    with a_plane(tmp_path, 1, GLOO) as source, a_plane(tmp_path, 2, GLOO, host="elsewhere") as target:
+    with plane_of(tmp_path, 1, GLOO) as source, plane_of(tmp_path, 2, GLOO, host="elsewhere") as target:
         target.plane.expect("r", 1, 1 << 20)
         done = sent(source, target, "r", made([1 << 20])).done.result(WAIT_S)
         assert done.transport == "gloo" and not is_on_device([arrived(target, done.key)[1]])
@@ -91,7 +93,7 @@ class Exhausted(Whole):
 
 
 def test_a_copy_without_host_memory_fails_and_its_pair_goes_on(tmp_path: Path) -> None:
-    with a_plane(tmp_path, 1, (f"tcp{ON_DEVICE}",)) as source, a_plane(tmp_path, 2, ("tcp",)) as target:
+    with plane_of(tmp_path, 1, (f"tcp{ON_DEVICE}",)) as source, plane_of(tmp_path, 2, ("tcp",)) as target:
         target.plane.expect("r", 1, 100)
         parts = [OnDevice(Exhausted(allocated(100)), 0, (100,))]
         assert "pinned memory" in refusal(source.plane.send_parts(target.peer, "r", parts, b"head"))
@@ -124,14 +126,14 @@ class _Flipped(Whole):
 def test_a_changed_slice_is_found_by_the_digest(tmp_path: Path) -> None:
     size = 20 << 20  # three chunks
     bad = Flipping("cpu", LANDING_BYTES, allocated)
-    with a_plane(tmp_path, 1, GLOO) as source, a_plane(tmp_path, 2, GLOO, landings=bad) as target:
+    with plane_of(tmp_path, 1, GLOO) as source, plane_of(tmp_path, 2, GLOO, landings=bad) as target:
         target.plane.expect("r", 1, size)
         assert "checksum of chunk 2" in refusal(sent(source, target, "r", made([size])))
         assert target.plane.arriving(1) == []
 
 
 def _send_slowly(folder: str, peer: Peer, told: Connection) -> None:
-    with a_plane(Path(folder), 1, GLOO, bandwidth_bytes_per_s=8 << 20) as source:
+    with plane_of(Path(folder), 1, GLOO, bandwidth_bytes_per_s=8 << 20) as source:
         source.plane.send_parts(peer, "r", source.parts(made([64 << 20])), b"head")
         told.recv()
 
@@ -139,7 +141,7 @@ def _send_slowly(folder: str, peer: Peer, told: Connection) -> None:
 def test_a_source_that_is_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    with a_plane(tmp_path, 2, GLOO) as target:
+    with plane_of(tmp_path, 2, GLOO) as target:
         target.plane.expect("r", 1, 64 << 20)
         child = context.Process(target=_send_slowly, args=(str(tmp_path), target.peer, theirs), daemon=True)
         child.start()
@@ -183,7 +185,7 @@ def a_worker(end: End, model: Path) -> Worker:
 def test_a_request_moves_in_rounds_between_devices(tmp_path: Path, landing_bytes: int) -> None:
     model = make_tiny("dense", tmp_path / "model", seed=1)
     room = Landings("cpu", landing_bytes, allocated)
-    with a_plane(tmp_path, 1, GLOO) as one, a_plane(tmp_path, 2, GLOO, landings=room) as two:
+    with plane_of(tmp_path, 1, GLOO) as one, plane_of(tmp_path, 2, GLOO, landings=room) as two:
         source, target = a_worker(one, model), a_worker(two, model)
         started(source, [long_request()], 5)
         reserved(target, "r1")
@@ -195,6 +197,23 @@ def test_a_request_moves_in_rounds_between_devices(tmp_path: Path, landing_bytes
         assert target.finish("r1") == alone(model, long_request())
         assert target.engine.load().reprefilled_tokens == 0
         until(lambda: two.plane.held_bytes() == (0, 0))
+
+
+def test_a_request_that_must_wait_at_its_target_waits_in_host_memory(tmp_path: Path) -> None:
+    """All slots are taken, so no blocks are reserved: the device's memory for bodies is not held for long."""
+    model = make_tiny("dense", tmp_path / "model", seed=1)
+    with plane_of(tmp_path, 1, GLOO) as one, plane_of(tmp_path, 2, GLOO) as two:
+        target = a_worker(two, model)
+        for ticket, takes in (("a", True), ("b", False)):
+            reservation = target.engine.reserve(ticket, 64)
+            assert reservation.has_blocks is takes
+            two.plane.expect(ticket, 1, 1 << 20, reservation)
+            done = sent(one, two, ticket, made([4096])).done.result(WAIT_S)
+            assert is_on_device([arrived(two, done.key)[1]]) is takes and not done.fallbacks
+            if takes:
+                for index in range(4):
+                    target.engine.add(make_request(index + 1))
+                target.engine.step()
 
 
 class CpuAsDevice(Cpu):
@@ -229,7 +248,7 @@ def test_vllm_continues_bit_for_bit_after_a_move_between_devices(vllm_driver: Dr
     untouched = run(engine, [request])["r1"]
     before = engine.load().reprefilled_tokens
     for transport in (GLOO[0], "tcp"):
-        with a_plane(tmp_path, 1, (transport,)) as one, a_plane(tmp_path, 2, (transport,)) as two:
+        with plane_of(tmp_path, 1, (transport,)) as one, plane_of(tmp_path, 2, (transport,)) as two:
             for end in (one, two):
                 end.plane.use(engine.device_memory if transport in GLOO else None)
             driver.add(request)
@@ -268,7 +287,7 @@ def test_vllm_continues_bit_for_bit_after_a_move_between_devices(vllm_driver: Dr
 @pytest.mark.parametrize("ways", [("", ""), (ON_DEVICE, ON_DEVICE), (ON_DEVICE, ""), ("", ON_DEVICE)])
 def test_nixl_writes_only_where_memory_is_registered(tmp_path: Path, ways: tuple[str, str]) -> None:
     with nixl_stand_in.installed():
-        with a_plane(tmp_path, 1, (f"nixl{ways[0]}",)) as source, a_plane(tmp_path, 2, (f"nixl{ways[1]}",)) as target:
+        with plane_of(tmp_path, 1, (f"nixl{ways[0]}",)) as source, plane_of(tmp_path, 2, (f"nixl{ways[1]}",)) as target:
             for sizes in ([7], [(4 << 20) + 5, 3], [13 << 20]):
                 assert moved(source, target, "r", made(sizes)).fallbacks == ()
             until(lambda: target.plane.held_bytes()[1] == 0)
@@ -296,7 +315,7 @@ def test_nixl_names_a_gpus_memory_by_its_device() -> None:
 
 def test_the_way_between_devices_is_timed_beside_the_others(tmp_path: Path) -> None:
     names = (*GLOO, f"tcp{ON_DEVICE}")
-    with a_plane(tmp_path, 1, names) as source, a_plane(tmp_path, 2, names) as target:
+    with plane_of(tmp_path, 1, names) as source, plane_of(tmp_path, 2, names) as target:
         target.plane.expect("r", 1, 2 << 20)
         sent(source, target, "r", made([2 << 20])).done.result(WAIT_S)
         rates = source.plane.measured()["w2"]
