@@ -31,6 +31,7 @@ class TrajectoryState(StrEnum):
     RUNNING = "running"
     MOVING = "moving"
     PARKED = "parked"
+    IDLE = "idle"
     FINISHED = "finished"
     LEASED = "leased"
 

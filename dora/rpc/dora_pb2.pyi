@@ -898,7 +898,7 @@ class StorageFault(_message.Message):
     def __init__(self, place: _Optional[str] = ..., reason: _Optional[str] = ..., since: _Optional[float] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
-    __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting", "state", "reason")
+    __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting", "state", "reason", "sessions_idle")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_STEP_FIELD_NUMBER: _ClassVar[int]
     NEWEST_FIELD_NUMBER: _ClassVar[int]
@@ -909,6 +909,7 @@ class VersionStatus(_message.Message):
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_IDLE_FIELD_NUMBER: _ClassVar[int]
     version: int
     deadline_step: int
     newest: bool
@@ -919,7 +920,8 @@ class VersionStatus(_message.Message):
     requests_waiting: int
     state: str
     reason: str
-    def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    sessions_idle: int
+    def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., sessions_idle: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel")

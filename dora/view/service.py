@@ -172,6 +172,7 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column("finished", "open groups, complete and waiting for a step", lambda row: f"{row.groups_finished:,}", rank=1),
     Column("running", "its requests on a worker", lambda row: f"{row.requests_running:,}", rank=2),
     Column("waiting", "its requests on no worker", lambda row: f"{row.requests_waiting:,}", rank=3),
+    Column("idle", "its sessions between two turns", lambda row: f"{row.sessions_idle:,}", rank=4),
     Column(
         "state",
         "`published`; `suspect`: a worker refused its weights and none has loaded them yet; `rejected`: its trainer "

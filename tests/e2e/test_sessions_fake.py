@@ -15,6 +15,7 @@ from dora.rpc.errors import ServiceUnavailable
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train
+from tests.snippets import snippet
 
 GROUPS = 4
 GROUP_SIZE = 2
@@ -89,6 +90,28 @@ async def test_a_step_of_sessions_reaches_the_trainer(tiny_dense: Path) -> None:
         steps = await during(driving, train(handle, trainer, steps=4, groups=GROUPS))
         driving.cancel()
     check_sessions(steps)
+
+
+async def test_the_environment_of_the_documentation(tiny_dense: Path) -> None:
+    async def run_tool(token_ids: Any) -> list[int] | None:
+        return TOOL if len(token_ids) > 4 else None
+
+    names: dict[str, Any] = {"run_tool": run_tool, "solved": lambda session: session.turn.number > 0}
+    exec(snippet("docs/sessions.md", "async def solve"), names)
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await prompts.submit([{**each, "environment": "python-tool"} for each in prompts_of(2 * GROUPS)])
+        driving = asyncio.create_task(names["main"](handle.address, handle.token))
+        (step, *_) = await during(driving, train(handle, trainer, steps=1, groups=GROUPS))
+        driving.cancel()
+    for group in step:
+        for each in group.trajectories:
+            assert len(each.events) <= 8 and {event.name for event in each.events} <= {"python"}
+            assert each.reward_valid and each.reward == bool(each.events)
+            assert (each.loss_mask == 0).sum() == len(TOOL) * len(each.events)
 
 
 async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:

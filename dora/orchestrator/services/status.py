@@ -124,6 +124,7 @@ def _version(state: State, version: int) -> pb.VersionStatus:
         groups_finished=int(np.count_nonzero(of_version & finished)),
         requests_running=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.RUNNING))),
         requests_waiting=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.WAITING))),
+        sessions_idle=len(state.idle.get(version, ())),
         state=_version_state(state, version),
         reason=_reason(state, version),
     )
@@ -259,7 +260,7 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
     return pb.TrajectoriesReply(trajectories=found, total=total)
 
 
-STATES = ("waiting", "running", "moving", "parked", "finished", "leased")
+STATES = ("waiting", "running", "moving", "parked", "idle", "finished", "leased")
 
 
 def _request_state(state: State, row: int) -> str:
@@ -270,5 +271,7 @@ def _request_state(state: State, row: int) -> str:
         return "parked" if state.requests["pool"][row] else "waiting"
     if status is RequestStatus.RUNNING:
         return "running"
+    if status is RequestStatus.IDLE:
+        return "idle"
     leased = state.groups["status"][state.requests["group"][row]] == GroupStatus.LEASED
     return "leased" if leased else "finished"
