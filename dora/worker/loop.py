@@ -139,7 +139,7 @@ class EngineLoop(CommandLoop[Reporting]):
             why, allowed = "has other tokens", f"{order.first_token} outputs before the given tokens"
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
         self._engine.extend(order.request_id, given, order.max_tokens)
-        self._voice.begin(order.request_id, order.row)
+        self._voice.begin(order.request_id, order.row, arrives=True)
         if self._responses is not None:
             self._responses.extend(order.request_id, given)
 
