@@ -1,0 +1,153 @@
+"""The shell's side of sessions: who gets a session, whose history a process has, and what the buffer keeps of turns."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dora.config import RolloutConfig
+from dora.core.state import IDLE, RUNNING, State
+from dora.data.given_digest import given_digest
+from dora.data.token_spans import TokenSpan
+from dora.data.types import Prompt
+from dora.journal.content import Content
+from dora.journal.ledger import OPEN, LiveGroup
+from dora.journal.records import Tokens
+from dora.orchestrator.rollout.environments import ATTENDEES_MAX, Environments
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.rpc.errors import LimitExceeded
+from tests.refusals import refused
+from tests.unit.test_accepted import reported
+
+NAMES = [f"g0.{n}" for n in range(4)]
+PROMPT = Prompt("p0", "", (1,), group_size=4, environment="tool")
+
+
+class Shell:
+    """A buffer with four sessions in rows 0 to 3, all of which run, and their journal's records."""
+
+    def __init__(self) -> None:
+        self.buffer = ResponseBuffer(RolloutConfig())
+        self.buffer.admit("g0", PROMPT, 0, {name: row for row, name in enumerate(NAMES)}, 10.0)
+        self.status = np.full(8, RUNNING)
+        state = SimpleNamespace(request_id=dict(enumerate(NAMES)), requests={"status": self.status})
+        self.environments = Environments(self.buffer, cast(State, state))
+        self.records: list[Tokens] = []
+
+    def turn(self, *rows: int, first: int = 0) -> None:
+        """These sessions' turns of two tokens end."""
+        spans = [TokenSpan(row, first, (3, 4), (-1.0, -2.0), "stop") for row in rows]
+        self.status[list(rows)] = IDLE
+        accepted = self.buffer.accept("w0", 0, reported(*spans), 11.0)
+        record = accepted.record()
+        assert record is not None
+        self.records.append(record)
+        self.environments.reported(accepted)
+
+    def ask(self, row: int, *given: int) -> None:
+        self.status[row] = RUNNING
+        self.records.append(self.buffer.give(self.buffer.at(row), given, 9, "tool", 12.0))
+
+    def restored(self) -> ResponseBuffer:
+        """The buffer that the records restore."""
+        group = LiveGroup(0, "g0", PROMPT, 0, 0, 1, 10.0, (0, 1, 2, 3), 0, 0, OPEN, 0)
+        buffer = ResponseBuffer(RolloutConfig())
+        buffer.restore(group, 0, Content([group]).of(self.records, []))
+        return buffer
+
+
+async def test_sessions_are_shared_and_handed_on() -> None:
+    shell = Shell()
+    shell.turn(0)
+    with shell.environments.attending("tool") as first:
+        assert await first.next() == "g0.0", "what waited already"
+        with shell.environments.attending("tool") as second, shell.environments.attending("other") as other:
+            shell.turn(1, 2)
+            assert await second.next() == "g0.1"
+            assert list(first.mine) == ["g0.0", "g0.2"] and list(second.mine) == ["g0.1"] and not other.mine
+            shell.ask(1, 7)
+            shell.turn(1, first=3)
+            assert list(first.mine) == ["g0.0", "g0.2"], "the caller that asked has it"
+        assert "g0.1" in first.mine, "the other has left"
+        shell.environments.over("g0.1")
+        assert "g0.1" not in first.mine
+
+
+async def test_callers_are_bounded() -> None:
+    environments, entered = Shell().environments, []
+    for _ in range(ATTENDEES_MAX):
+        context = environments.attending("tool")
+        context.__enter__()
+        entered.append(context)
+    with refused(LimitExceeded, field="environment: calls of Attend"), environments.attending("tool"):
+        pass
+    for context in entered:
+        context.__exit__(None, None, None)
+
+
+async def test_a_reader_is_woken_by_tokens_and_by_the_end() -> None:
+    shell = Shell()
+    with shell.environments.reading("g0.0") as changed:
+        shell.turn(1)
+        assert not changed.is_set()
+        shell.turn(0)
+        assert changed.is_set()
+        changed.clear()
+        shell.environments.over("g0.0")
+        async with asyncio.timeout(5):
+            await changed.wait()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "runs", "goes_on"),
+    [
+        (4, [(2, 4)], True),  # it has the given tokens, and samples
+        (6, [(2, 4)], True),
+        (2, [], True),  # it does not know yet that the turn was asked
+        (3, [], False),
+        (4, [], False),  # it sampled on, without what was given
+        (4, [(2, 3)], False),
+        (6, [(2, 4), (5, 6)], False),  # a turn that this service does not know
+    ],
+)
+def test_a_process_continues_its_own_history_alone(tokens: int, runs: list[tuple[int, int]], goes_on: bool) -> None:
+    shell = Shell()
+    shell.turn(0)
+    shell.ask(0, 7, 8)
+    entry = shell.buffer.at(0)
+    theirs = [*entry.tokens.tolist(), 9, 9]
+    assert entry.continues(tokens, given_digest(theirs, runs)) is goes_on
+    assert not entry.continues(tokens, given_digest([1] * 9, runs)) or not runs
+
+
+def test_the_log_has_turns_ends_and_attempts() -> None:
+    shell = Shell()
+    shell.turn(0, 1, 2)
+    shell.ask(0, 7, 8)
+    shell.turn(0, first=4)
+    shell.ask(0, 5)
+    shell.records.append(shell.buffer.close(shell.buffer.at(1), 13.0))
+    shell.records.append(shell.buffer.substitute("g0.2", "g0.2~1", 14.0))
+    again = shell.restored()
+    for before in (*shell.buffer._groups["g0"],):
+        after = again[before.request_id]
+        assert replace(before, window_versions=0, finished_at=0.0) == replace(after, window_versions=0, finished_at=0.0)
+    assert again["g0.0"].loss_mask().tolist() == [1, 1, 0, 0, 1, 1, 0] and again["g0.1"].is_closed
+    spec: Any = again["g0.0"].spec()
+    assert (spec.given, spec.keeps, spec.sampling.max_tokens, spec.pending) == (((2, 4), (6, 7)), True, 9, 1)
+    assert not len(again["g0.2~1"]) and again["g0.2~1"].sampling.seed != shell.buffer["g0.3"].sampling.seed
+
+
+def test_records_in_another_order_and_twice_say_the_same() -> None:
+    """As after a compaction that was cut short."""
+    shell = Shell()
+    shell.turn(0, 2)
+    shell.ask(0, 7, 8)
+    shell.records.append(shell.buffer.substitute("g0.2", "g0.2~1", 14.0))
+    shell.turn(0, first=4)
+    expected = {each.request_id: each.tokens.tolist() for each in shell.restored()._groups["g0"]}
+    shell.records = [*reversed(shell.records), *shell.records]
+    assert {each.request_id: each.tokens.tolist() for each in shell.restored()._groups["g0"]} == expected
