@@ -12,7 +12,7 @@ from typing import Final
 from dora.core import commands as do
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
-from dora.errors import Conflict
+from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.rollout.prompt_ledger import memory_bytes
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
@@ -69,9 +69,14 @@ class Evaluations:
         self.running: dict[str, EvaluationStream] = {}
 
     def open(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
-        """Opens an evaluation before the core knows it. Raises Conflict, or LimitExceeded if memory has no room."""
+        """Opens an evaluation before the core knows it. Raises InvalidValue for a prompt with an environment, Conflict,
+        or LimitExceeded if memory has no room.
+        """
         by_id: dict[str, Prompt] = {}
         for prompt in prompts:
+            if prompt.environment:
+                field, allowed = f"prompt {prompt.prompt_id}: environment", "empty: evaluations sample single answers"
+                raise InvalidValue(field, prompt.environment, allowed)
             if prompt.prompt_id in by_id:
                 raise Conflict("prompt_id", prompt.prompt_id, "a different id for each prompt", why="is given twice")
             by_id[prompt.prompt_id] = prompt
