@@ -22,7 +22,7 @@ BLAKE3 guards against damage, not against forgery: a writer of snapshots may wri
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from struct import Struct
 from typing import Any, Final
 
@@ -30,16 +30,16 @@ import msgpack
 import numpy as np
 from blake3 import blake3
 
-from dora.data.types import RequestSpec, SamplingParams
+from dora.data.types import RequestSpec
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.device import OnDevice, Part
 from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
+from dora.kvtransfer.manifest import integer, opened, outputs_of, read_outputs, read_turns, turns_of
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 
 MAGIC: Final = b"DORA-KV\0"
 ROUNDS_MAX: Final = 4096
-_LISTS: Final = ("layers", "windows", "interiors", "stop", "stop_token_ids")
 _PREAMBLE: Final = Struct("<8sII")
 _HEAD_START: Final = _PREAMBLE.size + 32
 
@@ -67,8 +67,8 @@ def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Openi
         "sampling": asdict(request.sampling),
         "prefix": prefix,
         "keeps": request.keeps,
-        **_turns(request),
-        **_outputs(request, 0),
+        **turns_of(request),
+        **outputs_of(request, 0),
     }
     return Opening(_sealed(manifest), layout, request, prefix)
 
@@ -86,8 +86,8 @@ def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = (
         "rng_draws": snapshot.rng_draws,
         "rounds": tuple(rounds) or (count,),
         "max_tokens": snapshot.request.sampling.max_tokens,
-        **_turns(snapshot.request),
-        **_outputs(snapshot.request, len(opening.request.output_token_ids)),
+        **turns_of(snapshot.request),
+        **outputs_of(snapshot.request, len(opening.request.output_token_ids)),
     }
     return _sealed(manifest)
 
@@ -135,7 +135,7 @@ def opening_in(head: Buffer) -> Opening:
     view = memoryview(head).cast("B")
     manifest = _unsealed(view)
     try:
-        layout, request, prefix = _opened(msgpack.unpackb(manifest))
+        layout, request, prefix = opened(msgpack.unpackb(manifest))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}", "head") from error
     return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request, prefix)
@@ -197,107 +197,27 @@ def _unsealed(view: memoryview) -> memoryview:
     return manifest
 
 
-def _outputs(request: RequestSpec, first: int) -> dict[str, bytes]:
-    """Output tokens from index ``first``, and their logprobs."""
-    return {
-        "output_token_ids": np.asarray(request.output_token_ids[first:], "<i4").tobytes(),
-        "logprobs": np.asarray(request.logprobs[first:], "<f8").tobytes(),
-    }
-
-
-def _turns(request: RequestSpec) -> dict[str, Any]:
-    return {"given": np.asarray(request.given, "<i4").tobytes(), "kept": request.kept}
-
-
-def _read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    runs = np.frombuffer(manifest["given"], "<i4").reshape(-1, 2).tolist()
-    return {"given": tuple((first, end) for first, end in runs), "kept": _flag(manifest, "kept")}
-
-
-def _flag(manifest: Mapping[str, Any], name: str) -> bool:
-    value = manifest[name]
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r}")
-    return value
-
-
-def _count(manifest: Mapping[str, Any], name: str) -> int:
-    value = manifest[name]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r}")
-    return value
-
-
-def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    token_ids = np.frombuffer(manifest["output_token_ids"], "<i4").tolist()
-    return tuple(token_ids), tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist())
-
-
-def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
-    layout_fields = _fields_of(manifest, "layout", KvLayout)
-    layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
-    layout_fields["shards"] = int(layout_fields["shards"])
-    layout_fields["windows"] = tuple(int(window) for window in layout_fields["windows"])
-    layout_fields["interiors"] = tuple(
-        (int(times), tuple((int(outer), int(inner)) for outer, inner in strips))
-        for times, strips in layout_fields["interiors"]
-    )
-    layout = KvLayout(**layout_fields)
-    if len(layout.windows) not in (0, len(layout.layers)) or any(size < 0 or size == 1 for size in layout.windows):
-        raise ValueError(f"windows = {layout.windows[:8]} of {len(layout.layers)} layers")
-    if layout.block_tokens < 1 or min((size for _, size in layout.layers), default=0) < 1:
-        raise ValueError(f"block_tokens = {layout.block_tokens}, layers = {layout.layers[:8]}")
-    sampling_fields = _fields_of(manifest, "sampling", SamplingParams)
-    for name in ("stop", "stop_token_ids"):
-        sampling_fields[name] = tuple(sampling_fields[name])
-    _count(sampling_fields, "max_tokens")  # the closing's takes its place
-    output_token_ids, logprobs = _read_outputs(manifest)
-    request = RequestSpec(
-        request_id=str(manifest["request_id"]),
-        version=_count(manifest, "version"),
-        prompt_token_ids=tuple(np.frombuffer(manifest["prompt_token_ids"], "<i4").tolist()),
-        sampling=SamplingParams(**sampling_fields),
-        output_token_ids=output_token_ids,
-        logprobs=logprobs,
-        keeps=_flag(manifest, "keeps"),
-        **_read_turns(manifest),
-    )
-    prefix = _count(manifest, "prefix")
-    if prefix < 0:
-        raise ValueError(f"prefix = {prefix}")
-    return layout, request, prefix
-
-
-def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
-    """Returns all fields of ``kind``; none has a default. A string or a map is not accepted as a list."""
-    found = dict(manifest[name])
-    wrong = [each for each in _LISTS if each in found and not isinstance(found[each], list)]
-    if wrong or set(found) != {field.name for field in fields(kind)}:
-        raise ValueError(f"{name} fields {sorted(found)}, no lists: {wrong}")
-    return found
-
-
 def _snapshot(
     opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray | OnDevice], ahead_bytes: int
 ) -> KvSnapshot:
     if manifest["opening"] != _seal_of(opening.raw):
         raise SnapshotRefused("head: its closing belongs to another opening", "head.opening")
     layout, before = opening.layout, opening.request
-    output_token_ids, logprobs = _read_outputs(manifest)
+    output_token_ids, logprobs = read_outputs(manifest)
     request = replace(
         before,
         output_token_ids=before.output_token_ids + output_token_ids,
         logprobs=before.logprobs + logprobs,
-        sampling=replace(before.sampling, max_tokens=_count(manifest, "max_tokens")),
-        **_read_turns(manifest),
+        sampling=replace(before.sampling, max_tokens=integer(manifest, "max_tokens")),
+        **read_turns(manifest),
     )
     rounds = [int(count) for count in manifest["rounds"]]
-    kv_tokens = _count(manifest, "kv_tokens")
+    kv_tokens = integer(manifest, "kv_tokens")
     counts = _counts(layout, kv_tokens, rounds)
     ahead = _ahead(layout, counts, ahead_bytes)
     blocks = _pieces(layout, counts[ahead:], bodies)
     ahead_blocks = opening.prefix + sum(rounds[:ahead])
-    return KvSnapshot(layout, request, kv_tokens, _count(manifest, "rng_draws"), blocks, ahead_blocks)
+    return KvSnapshot(layout, request, kv_tokens, integer(manifest, "rng_draws"), blocks, ahead_blocks)
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
