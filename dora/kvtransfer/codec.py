@@ -35,7 +35,7 @@ from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.device import OnDevice, Part
 from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
-from dora.kvtransfer.manifest import integer, opened, outputs_of, read_outputs, read_turns, turns_of
+from dora.kvtransfer.manifest import CLOSING, OPENING, opened, outputs_of, read_outputs, read_turns, turns_of, unpacked
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 
 MAGIC: Final = b"DORA-KV\0"
@@ -134,10 +134,7 @@ def opening_in(head: Buffer) -> Opening:
     """Decodes the opening. Raises SnapshotRefused if it is truncated, damaged or of another schema."""
     view = memoryview(head).cast("B")
     manifest = _unsealed(view)
-    try:
-        layout, request, prefix = opened(msgpack.unpackb(manifest))
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise SnapshotRefused(f"head: {error!r}", "head") from error
+    layout, request, prefix = opened(unpacked(manifest, OPENING))
     return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request, prefix)
 
 
@@ -161,9 +158,9 @@ def snapshot_of(
         raise SnapshotRefused(f"head bytes = {view.nbytes}: its parts end before", "head bytes", view.nbytes)
     raw = [body if isinstance(body, np.ndarray | OnDevice) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
-        snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
+        snapshot = _snapshot(opening, unpacked(manifest, CLOSING), raw, ahead_bytes)
         check_consistent(snapshot)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}", "head") from error
     return snapshot
 
@@ -208,22 +205,22 @@ def _snapshot(
         before,
         output_token_ids=before.output_token_ids + output_token_ids,
         logprobs=before.logprobs + logprobs,
-        sampling=replace(before.sampling, max_tokens=integer(manifest, "max_tokens")),
+        sampling=replace(before.sampling, max_tokens=manifest["max_tokens"]),
         **read_turns(manifest),
     )
-    rounds = [int(count) for count in manifest["rounds"]]
-    kv_tokens = integer(manifest, "kv_tokens")
+    rounds = manifest["rounds"]
+    kv_tokens = manifest["kv_tokens"]
     counts = _counts(layout, kv_tokens, rounds)
     ahead = _ahead(layout, counts, ahead_bytes)
     blocks = _pieces(layout, counts[ahead:], bodies)
     ahead_blocks = opening.prefix + sum(rounds[:ahead])
-    return KvSnapshot(layout, request, kv_tokens, integer(manifest, "rng_draws"), blocks, ahead_blocks)
+    return KvSnapshot(layout, request, kv_tokens, manifest["rng_draws"], blocks, ahead_blocks)
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
     """The number of blocks of each layer in each round."""
     if not 0 < len(rounds) <= ROUNDS_MAX or min(rounds) < 1:
-        raise ValueError(f"rounds = {rounds[:8]}")
+        raise SnapshotRefused(f"rounds = {rounds[:8]}: it must have 1 to {ROUNDS_MAX}, each of a block", "head.rounds")
     return [
         block_counts(layout, kv_tokens, count, is_last=number == len(rounds)) for number, count in enumerate(rounds, 1)
     ]

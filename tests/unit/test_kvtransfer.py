@@ -1,8 +1,8 @@
 """The snapshot's wire format and its checks."""
 
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, replace
 
 import msgpack
 import numpy as np
@@ -15,6 +15,7 @@ from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.codec import MAGIC, closing_of, head_of, opening_in, opening_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
+from dora.kvtransfer.manifest import CLOSING, OPENING
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
 from tests.refusals import data_words, refused
 
@@ -152,7 +153,53 @@ def test_a_head_with_a_right_checksum_and_wrong_content_is_refused(key: str, val
         parts[1]["opening"] = sealed(parts[0])[16:48]
     with pytest.raises(SnapshotRefused) as caught:
         snapshot_of(sealed(parts[0]) + sealed(parts[1]), b"".join(round_of(snapshot)))
-    assert caught.value.field in ("head", key, f"request.{key}")
+    assert str(caught.value.field).startswith((f"head.{key}", key, f"request.{key}"))
+
+
+ODD: tuple[object, ...] = (None, True, 1, 0.5, "x", b"x", [], {})
+
+
+def forms(form: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """All fields of a manifest with their forms: maps, lists and what they hold."""
+    yield path, form
+    if isinstance(form, Mapping):
+        for name, each in form.items():
+            yield from forms(each, (*path, name))
+    elif isinstance(form, list | tuple):
+        for place, each in enumerate(form):
+            yield from forms(each, (*path, place))
+
+
+def fits(value: object, form: object) -> bool:
+    kind = form if isinstance(form, type) else dict if isinstance(form, Mapping) else list
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["opening", "closing"])
+def test_a_field_of_another_type_is_refused_by_its_name(part: int) -> None:
+    """A boolean is no integer, an integer no boolean, a text no list."""
+    layout = replace(LAYOUT, windows=(0, 8), interiors=((1, ((1, 24),)), (1, ((1, 10),))))
+    request = replace(make_snapshot().request, sampling=SamplingParams(stop=("x",), stop_token_ids=(4,)))
+    snapshot = replace(make_snapshot(), layout=layout, request=request)
+    opening, body = opening_of(layout, request), b"".join(round_of(snapshot))
+    raw = [opening.raw, closing_of(snapshot, opening)]
+    for path, form in list(forms((OPENING, CLOSING)[part]))[1:]:
+        for value in (*(each for each in ODD if not fits(each, form)), MISSING):
+            parts = [msgpack.unpackb(each[48:]) for each in raw]
+            place = parts[part]
+            for step in path[:-1]:
+                place = place[step]
+            if value is not MISSING:
+                place[path[-1]] = value
+            elif isinstance(place, list):
+                continue
+            else:
+                del place[path[-1]]
+            if part == 0:
+                parts[1]["opening"] = sealed(parts[0])[16:48]
+            field = ".".join(step for step in path if isinstance(step, str))
+            with refused(SnapshotRefused, field=f"head.{field}"):
+                snapshot_of(sealed(parts[0]) + sealed(parts[1]), body)
 
 
 def sealed(manifest: dict[str, object]) -> bytes:
