@@ -6,10 +6,7 @@ connector is a global of the process.
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,16 +14,13 @@ from dora.data.types import (
     Canary,
     EngineCapability,
     EngineLoad,
-    FinishReason,
     RequestSpec,
     TokenDelta,
-    pending_of,
 )
 from dora.engine_patches.patch import PatchFailed
-from dora.errors import Conflict, InvalidValue
+from dora.errors import InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.device import DeviceMemory
-from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.models.ends import end_token_ids
@@ -37,7 +31,8 @@ from dora.worker.base_engine import BaseEngine
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import Device, Dtype, EngineSettings, Kind
 from dora.worker.reservation import Reservation
-from dora.worker.stop_strings import StopStrings, StopWatch
+from dora.worker.stop_strings import StopStrings
+from dora.worker.vllm_views import KvViews, Live
 
 if TYPE_CHECKING:
     from dora.kvtier.tier import Tier
@@ -45,28 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("dora.worker")
 
 QUANTISATIONS: Final = ("", "int8")
-_FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
 
-@dataclass(slots=True)
-class _Live:
-    """One request in the engine. ``outputs`` and ``logprobs`` hold the whole response so far."""
-
-    request: RequestSpec
-    engine_id: str
-    watch: StopWatch | None
-    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
-    outputs: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def kv_tokens(self) -> int:
-        """The tokens before the last sampled one, whose KV is computed unless the request waits or is preempted."""
-        pending = pending_of(self.request.given, len(self.outputs))
-        return len(self.request.prompt_token_ids) + len(self.outputs) - 1 - pending
-
-
-class VllmEngine(BaseEngine[_Live]):
+class VllmEngine(BaseEngine[Live]):
     """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
 
     Re-prefilled tokens are those whose KV was computed before, here or elsewhere: prompt and outputs without the last
@@ -113,7 +89,7 @@ class VllmEngine(BaseEngine[_Live]):
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
         vllm_environment.prepare(self._device.environment, batch_invariant=batch_invariant)
-        from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_weights
+        from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_turns, vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
         settings = EngineSettings(
@@ -134,12 +110,9 @@ class VllmEngine(BaseEngine[_Live]):
         )
         self._scheduler.routing = self._ranks.routing
         self._store = self._scheduler.connector.store = self._ranks.store
-        self._why_unmovable = vllm_core.why_unmovable(self._core)
         self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
         self._takes_ahead = vllm_core.takes_ahead(self._core)
         layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
-        self._stops = end_token_ids(model)
-        self._stop_strings = StopStrings(model)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
             slots=slots,
@@ -153,8 +126,15 @@ class VllmEngine(BaseEngine[_Live]):
         )
         super().__init__(capability, layout, bound)
         self._is_reload_proven = False
-        self._by_engine_id: dict[str, _Live] = {}
-        self._serial = count(1)
+        self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
+        self._views = KvViews(
+            self._scheduler,
+            self._store,
+            self._layout,
+            self._groups,
+            vllm_core.why_unmovable(self._core),
+            self._takes_ahead,
+        )
         self._tier: Any = None
         if tier_endpoint:
             self._tier = self._open_tier(tier_endpoint)
@@ -214,67 +194,21 @@ class VllmEngine(BaseEngine[_Live]):
             self._scheduler.take_up(live.engine_id)
 
     def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
-        live = self._find(request_id)
-        if live.engine_id not in self._scheduler.held:
-            raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
-        draws = rng_draws(len(live.outputs), live.request.sampling.temperature)
-        waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
-        if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
-            shown = self._store.lend([self._scheduler.brought(live.engine_id)] * len(self._groups))
-            blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
-            return replace(waiting, request=self._so_far(live), rng_draws=draws, blocks=blocks, ahead=0)
-        state, kv_tokens = self._scheduler.requests[live.engine_id], live.kv_tokens
-        if self._why_unmovable or not live.outputs or state.num_computed_tokens != kv_tokens:
-            return None
-        ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
-        return KvSnapshot(
-            layout=self._layout,
-            request=self._so_far(live),
-            kv_tokens=kv_tokens,
-            rng_draws=draws,
-            blocks=self._store.lend([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
-            ahead=first,
-        )
+        return self._views.export(self._find(request_id), first)
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
-        live = self._find(request_id)
-        state, kv_tokens = self._scheduler.requests[live.engine_id], live.kv_tokens
-        why = ""
-        if self._why_unmovable:
-            why = f"has state that does not move: {self._why_unmovable}"
-        elif self._scheduler.connector.is_offered(live.engine_id):
-            why = "waits for a slot"
-        elif not live.outputs or state.num_computed_tokens != kv_tokens:
-            why = "is preempted" if state.num_preemptions else "waits for a slot, or is in prefill"
-        if why:
-            raise Conflict("request_id", request_id, "a request that decodes", why)
-        has_some = not all(group.window_tokens for group in self._groups)
-        return self._segment(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
+        return self._views.final_blocks(self._find(request_id))
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        segment, end = self.final_blocks(request_id)
-        end, live = max(first, end), self._find(request_id)
-        ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
-        final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
-        return FullBlocks(segment, end, self._store.lend(final))
+        return self._views.full_blocks(self._find(request_id), first)
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
-        if not self._takes_ahead:
-            return {}
-        ids_of = self._scheduler.kv_cache_manager.get_block_ids
-        own = ids_of(self._find(request_id).engine_id)[0][:blocks]
-        found = {}
-        for name, live in self._live.items():
-            alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, ids_of(live.engine_id)[0], strict=False))
-            shared = sum(1 for _ in alike)
-            if shared and name != request_id:
-                found[name] = self._segment(live), shared
-        return found
+        return self._views.siblings(self._find(request_id), self._live, blocks)
 
     def remove(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
         if live is not None:
-            del self._by_engine_id[live.engine_id]
+            self._turns.forget(live)
             self._core.abort_requests([live.engine_id])
 
     def load(self) -> EngineLoad:
@@ -323,46 +257,22 @@ class VllmEngine(BaseEngine[_Live]):
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         begun = None if reservation is None else reservation.begun_with(request)
         made = self._make_ahead(request) if begun is None else begun.made
-        made.restore_outputs(request.output_token_ids[request.turn_begin :])
-        live = _Live(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
-        live.logprobs.extend(request.logprobs)
-        self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
-        if snapshot is not None:
-            self._scheduler.connector.offer(live.engine_id, snapshot)
-        if snapshot is not None and reservation is not None:
-            self._scheduler.bring(live.engine_id, reservation, snapshot.ahead)
+        live = self._live[request.request_id] = self._turns.live_of(request, made)
         if self._tier is not None:
             self._tier.begin(live.engine_id, request.version)
-        if request.keeps:
-            self._scheduler.keeps.add(live.engine_id)
-        if request.given:
-            self._scheduler.begin_turn(live.engine_id, request.pending)
-        if request.kept:
-            self._scheduler.add_kept(made.core_request)
-        else:
-            self._core.add_request(made.core_request)
+        self._turns.start(request, made, snapshot, reservation)
 
     def _make_ahead(self, request: RequestSpec) -> Any:
-        turn, begin = request.turn(), request.turn_begin
-        core_request = self._requests.to_vllm(turn, self._next_engine_id(request.request_id), self._stops)
-        watch = self._stop_strings.watch(replace(turn, output_token_ids=(), logprobs=()))
-        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch, self._device, begin)
-        made.restore_outputs(turn.output_token_ids)
-        return made
+        return self._turns.make(request)
 
     def _is_frozen(self, request_id: str) -> bool:
         return self._live[request_id].engine_id in self._scheduler.held
 
-    def _extend(self, live: _Live, request: RequestSpec) -> None:
-        turn, begin = request.turn(), request.turn_begin
-        sampling = self._requests.sampling_of(turn, self._stops)
-        sampling.extra_args = self._device.resume_arguments((), array("i", turn.prompt_token_ids), begin)
-        live.watch = self._stop_strings.watch(turn)
-        live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
-        self._scheduler.extend(live.engine_id, request.output_token_ids[-request.pending :], sampling)
+    def _extend(self, live: Live, request: RequestSpec) -> None:
+        self._turns.extend(live, request)
 
-    def _so_far(self, live: _Live) -> RequestSpec:
-        return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
+    def _so_far(self, live: Live) -> RequestSpec:
+        return live.so_far
 
     def _open_tier(self, endpoint: str) -> Any:
         """Opens this engine's part of the shared tier; None if a request's state is more than one list of blocks."""
@@ -376,9 +286,6 @@ class VllmEngine(BaseEngine[_Live]):
         tier = Tier(endpoint, shape, TIER_BYTES)
         self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
         return self._scheduler.connector.tier
-
-    def _segment(self, live: _Live) -> SegmentId:
-        return live.entry, self._scheduler.requests[live.engine_id].num_preemptions
 
     def _slots_left(self) -> int:
         return self._capability.slots - self._scheduler.running_count() - self._scheduler.waiting_with_kv_count()
@@ -396,43 +303,16 @@ class VllmEngine(BaseEngine[_Live]):
     def _slots_changed(self) -> None:
         self._scheduler.reserve_slots(len(self._reserved))
 
-    def _next_engine_id(self, name: str) -> str:
-        """Returns a unique id: the runner may still know a request of this name that was removed a moment ago."""
-        return f"{next(self._serial)}-{name}"
-
     def _delta(self, output: Any) -> TokenDelta:
-        live = self._by_engine_id[output.request_id]
-        first_token = len(live.outputs)
-        logprobs = [float(row[0]) for row in output.new_logprobs.logprobs]
-        live.outputs.extend(output.new_token_ids)
-        live.logprobs.extend(logprobs)
-        self._generated_tokens += len(output.new_token_ids)
-        finish_reason = None if output.finish_reason is None else _FINISH[str(output.finish_reason)]
-        routed_experts = self._scheduler.routed_experts.get(live.engine_id, b"")
-        stop = ""
-        if live.watch is not None and finish_reason != "stop":
-            (token_id,) = output.new_token_ids  # one a step: what completes a stop is the last that was sampled
-            stop = live.watch.completed_by(token_id)
-        if stop:
-            finish_reason = "stop"
-        if finish_reason is not None and live.request.keeps:
-            live.request = replace(live.request, kept=True)
-            if stop:  # vLLM has ended the other turns itself
-                self._scheduler.keep(live.engine_id)
-        elif stop:
-            self.remove(live.request.request_id)
-        elif finish_reason is not None:
-            del self._live[live.request.request_id], self._by_engine_id[live.engine_id]
-        return TokenDelta(
-            request_id=live.request.request_id,
-            version=live.request.version,
-            first_token=first_token,
-            token_ids=tuple(output.new_token_ids),
-            logprobs=tuple(logprobs),
-            finish_reason=finish_reason,
-            stop=stop,
-            routed_experts=routed_experts,
-        )
+        live, delta = self._turns.delta(output)
+        self._generated_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None and not live.request.keeps:
+            if delta.stop:
+                self.remove(delta.request_id)
+            else:  # vLLM has removed it
+                del self._live[delta.request_id]
+                self._turns.forget(live)
+        return delta
 
     def _step(self) -> Any:
         """Runs a step of the core. All KV written so far is in place before its forward pass."""
@@ -445,7 +325,7 @@ class VllmEngine(BaseEngine[_Live]):
             raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
 
     def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        core_request = self._requests.scoring(tuple(token_ids), self._next_engine_id("canary"))
+        core_request = self._requests.scoring(tuple(token_ids), self._turns.next_engine_id("canary"))
         self._core.add_request(self._core.preprocess_add_request(core_request)[0])
         while self.has_work():
             outputs, _ = self._step()

@@ -15,7 +15,8 @@ from dora.worker.device.choice import device_named
 from dora.worker.device.cpu import Cpu
 from dora.worker.device.cuda import Cuda
 from dora.worker.device.port import KINDS, EngineSettings, Kind, check_installed
-from dora.worker.vllm_engine import VllmEngine, _Live
+from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm_views import KvViews, Live
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -95,20 +96,18 @@ def test_a_step_joins_the_copies_of_kv_before_it_runs() -> None:
 def test_a_request_in_mid_prefill_does_not_move(computed: int, moves: bool) -> None:
     """With chunked prefill a step may compute a part of a prompt, of one that was preempted too."""
     request = RequestSpec("r", 0, tuple(range(10)), SamplingParams(temperature=1.0, seed=1, max_tokens=9))
-    engine: Any = object.__new__(VllmEngine)
-    engine._live = {"r": _Live(request, "r-1", None, outputs=[5, 6], logprobs=[-1.0, -1.0])}
+    live = Live(request, "r-1", None, outputs=[5, 6], logprobs=[-1.0, -1.0])
     state = SimpleNamespace(num_computed_tokens=computed, num_preemptions=0)
     connector = SimpleNamespace(is_offered=lambda _: False, offered=lambda _: None)
     scheduler = SimpleNamespace(requests={"r-1": state}, connector=connector, held={"r-1"})
-    engine._core = SimpleNamespace(scheduler=scheduler)
-    engine._why_unmovable, engine._groups = "", ()
-    engine._layout = SimpleNamespace(block_tokens=4)
+    layout: Any = SimpleNamespace(block_tokens=4)
+    views = KvViews(scheduler, Any, layout, (), "", takes_ahead=False)
     if moves:
-        assert engine.final_blocks("r")[0]
+        assert views.final_blocks(live)[0]
         return
-    assert engine.export("r") is None
+    assert views.export(live, 0) is None
     with refused(Conflict, field="request_id", value="r"):
-        engine.final_blocks("r")
+        views.final_blocks(live)
 
 
 def test_nccl_is_used_only_if_it_is_named() -> None:
