@@ -1,72 +1,41 @@
 """An engine without a model: tokens, logprobs and KV are hashes, so any resume or migration can be checked.
 
 A wrong version, a corrupted block or a lost token changes everything after it, as in a real model, at a thousand times
-the speed. ``fake_model`` has the hashes. Imports no torch.
+the speed. ``fake_model`` has the hashes, ``fake_turns`` samples, ``fake_kv`` has the bytes of blocks. Imports no torch.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from blake3 import blake3
 
 from dora.data.types import (
     EngineCapability,
     EngineLoad,
-    FinishReason,
     RequestSpec,
     RoutingShape,
     TokenDelta,
-    pending_of,
 )
 from dora.errors import Conflict, InvalidValue
-from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
+from dora.kvtransfer.layout import blocks_for, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
 from dora.worker.engine_checks import CanaryBound
-from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeBlocks, FakeModel, Kv
+from dora.worker.fake_kv import Live, blocks_from, bring_kv, full_blocks_of, with_ahead
+from dora.worker.fake_model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
+from dora.worker.fake_turns import FakeTurns
 from dora.worker.reservation import Reservation
-from dora.worker.stop_strings import StopStrings, StopWatch
+from dora.worker.stop_strings import StopStrings
 
 ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # used without a model
 
 
-@dataclass(slots=True)
-class _Live:
-    """One request. ``kv`` has one array of bytes for each layer; empty until it has a slot."""
-
-    request: RequestSpec
-    length: int  # of the turn, if nothing ends it earlier
-    outputs: list[int]
-    logprobs: list[float]
-    watch: StopWatch | None
-    kv: Kv = field(default_factory=dict)
-    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
-    snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
-    reserved: Reservation | None = None  # has the blocks that arrived before the snapshot
-    preemptions: int = 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.request.prompt_token_ids, *self.outputs]
-
-    @property
-    def pending(self) -> int:
-        """The number of given tokens after which nothing was sampled yet."""
-        return pending_of(self.request.given, len(self.outputs))
-
-    @property
-    def kv_tokens(self) -> int:
-        return len(self.kv[LAYERS[0]]) // KV_BYTES if self.kv else 0
-
-
-class FakeEngine(BaseEngine[_Live]):
+class FakeEngine(BaseEngine[Live]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
     ``mean_tokens``: mean length of responses, which is geometric. ``model``: a Hugging Face folder that defines the
@@ -95,10 +64,10 @@ class FakeEngine(BaseEngine[_Live]):
         self._reference = None if model is None else read_reference(model)
         vocab_size = vocab_size if self._reference is None else self._reference.vocab_size
         self._model = FakeModel(vocab_size, mean_tokens, seed, window_tokens)
-        self._routing = None
+        routed = None
         if router_replay:
-            self._routing = ROUTING if model is None else routing(model)
-        identity = ("fake", vocab_size, seed, window_tokens, *([self._routing] if self._routing else []))
+            routed = ROUTING if model is None else routing(model)
+        identity = ("fake", vocab_size, seed, window_tokens, *([routed] if routed else []))
         fingerprint = blake3(repr(identity).encode()).hexdigest(32)
         capability = EngineCapability(
             fingerprint=fingerprint,
@@ -119,7 +88,7 @@ class FakeEngine(BaseEngine[_Live]):
             interiors=tuple((1, ((1, KV_BYTES),)) for _ in LAYERS),
         )
         super().__init__(capability, layout, CanaryBound(1e-3))
-        self._stop_strings = StopStrings(model)
+        self._turns = FakeTurns(self._model, StopStrings(model), max_model_len_tokens, routed)
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
         self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
@@ -163,15 +132,11 @@ class FakeEngine(BaseEngine[_Live]):
         request = self._so_far(live)
         draws = rng_draws(len(request.output_token_ids), request.sampling.temperature)
         if live.snapshot is not None:
-            blocks = _with_ahead(live.snapshot, live.reserved)
+            blocks = with_ahead(live.snapshot, live.reserved)
             return replace(live.snapshot, request=request, rng_draws=draws, blocks=blocks, ahead=0)
         if not live.kv:
             return None
-        blocks = {
-            name: [self._to_blocks(raw[self._first_block(name, live.kv_tokens, first) * self._block_bytes :])]
-            for name, raw in live.kv.items()
-        }
-        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks, first)
+        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks_from(self._layout, live, first), first)
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
@@ -183,13 +148,7 @@ class FakeEngine(BaseEngine[_Live]):
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
         segment, end = self.final_blocks(request_id)
         end = max(first, end)
-        blocks = {
-            name: []
-            if name in self._layout.windowed
-            else [self._to_blocks(raw[first * self._block_bytes : end * self._block_bytes])]
-            for name, raw in self._live[request_id].kv.items()
-        }
-        return FullBlocks(segment, end, blocks)
+        return FullBlocks(segment, end, full_blocks_of(self._layout, self._live[request_id], first, end))
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         """Returns nothing: requests share no KV."""
@@ -222,11 +181,7 @@ class FakeEngine(BaseEngine[_Live]):
     # Requests.
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
-        turn = request.turn()
-        length = self._model.length(turn)
-        watch = self._stop_strings.watch(turn)
-        live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), watch, snapshot=snapshot)
-        live.reserved = reservation
+        live = Live(request, *self._turns.begin(request), snapshot=snapshot, reserved=reservation)
         self._live[request.request_id] = live
         if request.kept and snapshot is not None:
             self._kept.add(request.request_id)
@@ -241,10 +196,9 @@ class FakeEngine(BaseEngine[_Live]):
     def _is_frozen(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def _extend(self, live: _Live, request: RequestSpec) -> None:
-        turn = request.turn()
-        live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
-        live.length, live.watch = self._model.length(turn), self._stop_strings.watch(turn)
+    def _extend(self, live: Live, request: RequestSpec) -> None:
+        live.request = request
+        live.length, live.outputs, live.logprobs, live.watch = self._turns.begin(request)
         self._kept.discard(request.request_id)
         self._waiting.insert(self._with_kv_waiting(), request.request_id)
 
@@ -267,8 +221,8 @@ class FakeEngine(BaseEngine[_Live]):
         count = 0 if self._layout.windows else count
         return Reservation(self._layout, range(count), FakeBlocks(self._layout, count), self._make)
 
-    def _so_far(self, live: _Live) -> RequestSpec:
-        return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
+    def _so_far(self, live: Live) -> RequestSpec:
+        return live.so_far
 
     def _make_ahead(self, request: RequestSpec) -> None:
         """Does nothing."""
@@ -304,22 +258,8 @@ class FakeEngine(BaseEngine[_Live]):
         self._waiting.append(victim.request.request_id)
         return True
 
-    def _bring_kv(self, live: _Live) -> None:
-        """Adds the KV of all tokens before the last sampled one: from the snapshot, or computed."""
-        if live.snapshot is not None:
-            kv_tokens, blocks = live.snapshot.kv_tokens, _with_ahead(live.snapshot, live.reserved)
-            for name, pieces in blocks.items():
-                before = bytes(self._first_block(name, kv_tokens) * self._block_bytes)
-                whole = before + b"".join(piece.tobytes() for piece in pieces)
-                live.kv[name] = bytearray(whole[: kv_tokens * KV_BYTES])
-            live.snapshot = live.reserved = None
-            return
-        live.kv = {name: bytearray() for name in LAYERS}
-        known = live.token_ids if not live.outputs else live.token_ids[: -1 - live.pending]
-        for token_id in known:
-            self._model.append_kv(live.kv, token_id)
-        if live.outputs:
-            self._reprefilled_tokens += len(known)
+    def _bring_kv(self, live: Live) -> None:
+        self._reprefilled_tokens += bring_kv(self._layout, self._model, live)
 
     def _make_room(self, request_id: str) -> bool:
         """Makes room for one more token's KV, if needed by preempting the latest request. False: this one was
@@ -337,41 +277,16 @@ class FakeEngine(BaseEngine[_Live]):
                 return False
         return True
 
-    def _decode(self, live: _Live) -> TokenDelta:
-        first = live.kv_tokens if live.outputs else 0
-        for token_id in live.token_ids[live.kv_tokens :]:  # the last sampled token has no KV yet, nor have given ones
-            self._model.append_kv(live.kv, token_id)
-        index, sampling = len(live.outputs), live.request.sampling
-        in_turn = index + 1 - live.request.turn_begin
-        ends = in_turn >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
-        forbidden = sampling.stop_token_ids if in_turn < sampling.min_tokens else ()
-        token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends, forbidden)
-        live.outputs.append(token_id)
-        live.logprobs.append(logprob)
+    def _decode(self, live: Live) -> TokenDelta:
+        delta = self._turns.sample(live)
         self._generated_tokens += 1
-        reason = self._finish_reason(live)
-        stop = live.watch.completed_by(token_id) if live.watch is not None and reason != "stop" else ""
-        reason = "stop" if stop else reason
-        routed = b""
-        if self._routing is not None:  # the first token reports the whole prompt's
-            routed = self._model.routed(live.kv, range(first, live.kv_tokens), self._routing)
-        if reason is not None and live.request.keeps:
-            self._running.remove(live.request.request_id)
-            self._kept.add(live.request.request_id)
+        if delta.finish_reason is not None and live.request.keeps:
+            self._running.remove(delta.request_id)
+            self._kept.add(delta.request_id)
             live.request = replace(live.request, kept=True)
-        elif reason is not None:
-            self.remove(live.request.request_id)
-        request = live.request
-        return TokenDelta(request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed)
-
-    def _finish_reason(self, live: _Live) -> FinishReason | None:
-        sampling, last = live.request.sampling, live.outputs[-1]
-        if (last == STOP_TOKEN_ID and not sampling.ignore_eos) or last in sampling.stop_token_ids:
-            return "stop"
-        sampled = len(live.outputs) - live.request.turn_begin
-        if sampled >= sampling.max_tokens or len(live.token_ids) >= self._capability.max_model_len_tokens:
-            return "length"
-        return None
+        elif delta.finish_reason is not None:
+            self.remove(delta.request_id)
+        return delta
 
     # Blocks.
 
@@ -385,26 +300,3 @@ class FakeEngine(BaseEngine[_Live]):
         kept = [*self._reserved.values(), *(live.reserved for live in self._live.values() if live.reserved)]
         blocks = sum(len(reservation.block_ids) for reservation in kept)
         return blocks + sum(self._blocks_for(live.kv_tokens) for live in self._live.values())
-
-    @property
-    def _block_bytes(self) -> int:
-        return self._capability.block_tokens * KV_BYTES
-
-    def _first_block(self, layer: str, kv_tokens: int, first: int = 0) -> int:
-        """Returns the first block that a layer with a window still has; ``first`` for a layer without one."""
-        window_tokens = self._layout.windowed.get(layer)
-        return first_block(kv_tokens, self._capability.block_tokens, window_tokens) if window_tokens else first
-
-    def _to_blocks(self, raw: bytearray) -> np.ndarray:
-        blocks = np.zeros((blocks_for(len(raw), self._block_bytes), self._block_bytes), np.uint8)
-        blocks.reshape(-1)[: len(raw)] = np.frombuffer(raw, np.uint8)
-        return blocks
-
-
-def _with_ahead(snapshot: KvSnapshot, reserved: Reservation | None) -> dict[str, list[np.ndarray]]:
-    """Returns all blocks of a snapshot, with those that arrived before it."""
-    blocks = {name: [np.asarray(piece) for piece in pieces] for name, pieces in snapshot.blocks.items()}
-    if reserved is None:
-        return blocks
-    shown = reserved.show(snapshot.ahead)
-    return {name: [*shown[name], *pieces] for name, pieces in blocks.items()}
