@@ -113,19 +113,20 @@ class BaseEngine(Generic[Live], ABC):
 
     @property
     def reserved(self) -> int:
-        return len(self._reserved)
+        return sum(reservation.takes_slot for reservation in self._reserved.values())
 
-    def reserve(self, request_id: str, kv_tokens: int) -> Reservation:
+    def reserve(self, request_id: str, kv_tokens: int, *, kept: bool = False) -> Reservation:
         if request_id in self._reserved:
             raise Conflict("request_id", request_id, "an id that is not reserved here", why="is reserved")
         count = 0
-        if self._slots_left() > len(self._reserved):
+        if kept or self._slots_left() > self.reserved:
             needed = blocks_for(kv_tokens, self._layout.block_tokens)
             free = self._free_blocks()
             if needed >= free:
                 raise Conflict("kv blocks", needed, f"below the {free} that are free here", why="is too much")
             count = min(needed + MARGIN_BLOCKS, free)
         reservation = self._reserved[request_id] = self._reserve(count)
+        reservation.takes_slot = not kept
         self._slots_changed()
         return reservation
 

@@ -122,13 +122,14 @@ class RolloutEngine(Protocol):
     def reserved(self) -> int:
         """The number of reserved slots."""
 
-    def reserve(self, request_id: str, kv_tokens: int) -> Reservation:
-        """Reserves a slot for an arriving request; waiting requests do not get it.
+    def reserve(self, request_id: str, kv_tokens: int, *, kept: bool = False) -> Reservation:
+        """Reserves a slot for an arriving request; waiting requests do not get it. A ``kept`` one gets blocks alone.
 
         If a slot is free, blocks for ``kv_tokens`` tokens and a margin come with it, and count as used. The request's
         KV is written there before the request is taken in. A request that has to wait for a slot gets no blocks. The
-        reservation prepares the request in the thread that writes to it. Raises Conflict if a slot is free but those
-        blocks are not, or if the id is already reserved.
+        reservation prepares the request in the thread that writes to it. A request that was kept when its reservation
+        began and arrives in its next turn waits for a slot with its KV. Raises Conflict if a slot is free or not needed
+        but those blocks are not free, or if the id is already reserved.
         """
 
     def release(self, request_id: str) -> None:

@@ -233,7 +233,7 @@ class FakeEngine(BaseEngine[Live]):
     def _fill_slots(self) -> None:
         while self._waiting:
             live = self._live[self._waiting[0]]
-            taken = len(self._running) + sum(self._held.values()) + len(self._reserved)
+            taken = len(self._running) + sum(self._held.values()) + self.reserved
             if taken >= self._capability.slots:
                 return
             kept = 0 if live.reserved is None else len(live.reserved.block_ids)

@@ -1,4 +1,4 @@
-"""An engine's reservation for an arriving request: a slot, and blocks of its KV-cache."""
+"""An engine's reservation for an arriving request: a slot unless it is kept, and blocks of its KV-cache."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +91,7 @@ class Reservation:
         self.shared_ids: tuple[int, ...] = ()  # the request's first blocks, if it shares them with another one
         self.prefix = NO_PREFIX  # which was claimed for them
         self.offered = ""  # key of the first round, where others may share what it has brought
+        self.takes_slot = True  # set by the engine
         self.written = 0  # blocks, from the first one on; with those that are shared
         self._prefixes = prefixes
         self._key = ""  # of the first round

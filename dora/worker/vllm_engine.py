@@ -301,7 +301,7 @@ class VllmEngine(BaseEngine[Live]):
         self._scheduler.give_back(reservation)
 
     def _slots_changed(self) -> None:
-        self._scheduler.reserve_slots(len(self._reserved))
+        self._scheduler.reserve_slots(self.reserved)
 
     def _delta(self, output: Any) -> TokenDelta:
         live, delta = self._turns.delta(output)

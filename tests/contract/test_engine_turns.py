@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.kvtransfer.arena import STEP_BYTES
+from dora.kvtransfer.layout import blocks_for
 from dora.worker.engine import RolloutEngine
 from tests.contract.conftest import KINDS
 from tests.contract.driver import (
@@ -130,7 +132,8 @@ def in_rounds(driver: TurnDriver, session: Session) -> None:
     if not engine.full_blocks(name, 0).end:
         moved(driver, session)
         return
-    reservation = engine.reserve(name, MAX_MODEL_LEN_TOKENS // 2)
+    reservation = engine.reserve(name, MAX_MODEL_LEN_TOKENS // 2, kept=True)
+    assert reservation.block_ids and not engine.reserved
     engine.take_in(driver.take_out_in_rounds(name, 0, 1, reservation))
     kept(driver, session)
 
@@ -214,26 +217,39 @@ def test_a_dropped_session_continues_and_is_counted(
     assert turns.engine.load().reprefilled_tokens > before
 
 
+@pytest.mark.parametrize("spills", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("given", [GIVEN[1:3]], ids=str)
-def test_a_parked_session_equals_the_session_left_alone(
-    turns: TurnDriver, tmp_path: Path, given: tuple[int, ...]
+def test_parked_sessions_equal_the_sessions_left_alone(
+    turns: TurnDriver, tmp_path: Path, given: tuple[int, ...], spills: bool
 ) -> None:
-    """It waits in a pool while its tools run."""
+    """They wait in a pool while their tools run; on disk all but the last."""
     alone, engine = play(turns, sessions(given), kept), turns.engine
     before = engine.load().reprefilled_tokens
+    longest_bytes = blocks_for(MAX_MODEL_LEN_TOKENS, engine.layout.block_tokens) * engine.layout.block_bytes
+    one_bytes = -(-longest_bytes // STEP_BYTES) * STEP_BYTES
+    played = sessions(given)
+    arena_bytes = one_bytes * (1 if spills else len(played))
     with (
         a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as end,
-        a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp")) as pool,
+        a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp"), arena_bytes, tmp_path / "spill") as pool,
     ):
-
-        def parked(driver: TurnDriver, session: Session) -> None:
-            name = session.request.request_id
-            park(engine, end, pool, name)
-            end.plane.expect(name, POOL_EPOCH, MOST_BYTES)
-            engine.take_in(end.plane.take(sent_on(pool, peer_of(end), name)))
-            kept(driver, session)
-
-        assert play(turns, sessions(given), parked) == alone
+        for session in played:
+            turns.add(session.request)
+        turns.finish()
+        while not played[0].is_over:
+            for session in played:
+                park(engine, end, pool, session.request.request_id, one_bytes)
+            pool.turn()
+            assert engine.load().kv_used_tokens == 0 and not engine.has_work()
+            assert pool.report.spilled == ((len(played) - 1) * (played[0].turn + 1) if spills else 0)
+            for session in reversed(played):
+                name = session.request.request_id
+                end.plane.expect(name, POOL_EPOCH, MOST_BYTES)
+                engine.take_in(end.plane.take(sent_on(pool, peer_of(end), name)))
+                kept(turns, session)
+            turns.finish()
+    found = {name: (response.token_ids, response.logprobs) for name, response in turns.responses.items()}
+    assert found == alone
     assert engine.load().reprefilled_tokens == before
 
 
@@ -275,6 +291,34 @@ def test_a_kept_request_has_its_kv_and_nothing_else(turns: TurnDriver) -> None:
     assert engine.load().kv_used_tokens == 0
     with refused(NotFound, field="request_id", value="greedy0"):
         engine.extend("greedy0", (5,), 4)
+
+
+@pytest.mark.parametrize("is_extended", [False, True], ids=["kept", "extended"])
+def test_a_reservation_for_a_kept_request_takes_blocks_and_no_slot(turns: TurnDriver, is_extended: bool) -> None:
+    """All slots are taken. A request whose next turn began during its copy waits with its KV."""
+    (session,) = sessions((7,))[1:2]
+    name, engine = session.request.request_id, turns.engine
+    session.request = replace(session.request, prompt_token_ids=(5,) * 2 * BLOCK)
+    alone = play(turns, [replace(session)], kept)
+    turns.add(session.request)
+    turns.finish()
+    for index in range(SLOTS):
+        turns.add(make_request(index, GREEDY, 5, max_tokens=4))
+    turns.step()
+    assert engine.load().running == SLOTS
+    reservation = engine.reserve(name, 3 * BLOCK, kept=True)
+    assert reservation.block_ids and engine.reserved == 0
+    if is_extended:
+        kept(turns, session)
+    engine.take_in(turns.take_out_in_rounds(name, 0, 1, reservation))
+    load = engine.load()
+    assert (load.running, load.waiting) == (SLOTS, int(is_extended))
+    if not is_extended:
+        kept(turns, session)
+    before = load.reprefilled_tokens
+    response = turns.finish()[name]
+    assert (response.token_ids, response.logprobs) == alone[name]
+    assert engine.load().reprefilled_tokens == before
 
 
 def test_a_request_that_keeps_nothing_ends_with_its_turn(turns: TurnDriver) -> None:
