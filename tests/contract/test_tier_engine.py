@@ -124,6 +124,42 @@ def test_a_request_whose_worker_died_computes_its_last_tokens_only(
     assert engine.load().reprefilled_tokens - computed_before == kv_tokens - 128 == 26
 
 
+def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int, Path]) -> None:
+    """Its worker dies while its tools run. Then another session of the same tokens finds the given ones, too."""
+    begun = replace(request("a", 80, sampling=replace(SAMPLED, max_tokens=6)), keeps=True)
+    given = tuple(range(3, 43))
+    driver = Driver(engine)
+    driver.add(begun)
+    driver.finish()
+    ended = engine.request("a")
+    engine.remove("a")
+    settle(engine, weights)
+    found_before, computed_before = found(engine), engine.load().reprefilled_tokens
+    driver.add(replace(ended.extended(given, 6), request_id="b"))
+    driver.finish()
+    assert found(engine) - found_before == 3 * CHUNK_TOKENS
+    assert engine.load().reprefilled_tokens - computed_before == PROMPT_TOKENS + 5 - 3 * CHUNK_TOKENS
+    engine.remove("b")
+    settle(engine, weights)
+    found_before, computed_before = found(engine), engine.load().reprefilled_tokens
+    driver.add(replace(ended.extended(given, 6), request_id="c"))
+    responses = driver.finish()
+    assert found(engine) - found_before == 4 * CHUNK_TOKENS
+    assert engine.load().reprefilled_tokens == computed_before
+    engine.remove("c")
+    settle(engine, weights)
+    driver.add(replace(begun, request_id="d"))
+    driver.finish()
+    engine.extend("d", given, 6)
+    alone = responses.pop("d")
+    alone.token_ids, alone.logprobs = [*alone.token_ids, *given], [*alone.logprobs, *[0.0] * len(given)]
+    alone.finish_reason, driver.responses["d"] = None, alone
+    driver.finish()
+    engine.remove("d")
+    for name in ("b", "c"):
+        assert farthest({"": driver.responses[name]}, {"": alone}) <= ROUNDING
+
+
 def test_without_the_tier_it_computes_all(engine: VllmEngine, weights: dict[int, Path]) -> None:
     """The same worker's death, measured where the tier has nothing of the request: another version's."""
     engine.load_weights(2, weights[2], None)

@@ -1,7 +1,7 @@
 """Tests that need a real model: agreement with another implementation, and that each patch is needed and proven."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from dora.engine_patches.patch import PatchFailed, nothing
 from dora.errors import CanaryMismatch
 from dora.weights.canary import compute_canary
 from dora.worker.vllm_engine import VllmEngine
-from tests.contract.driver import GREEDY, VersionFolder, make_request, mixed_requests, run
+from tests.contract.driver import GREEDY, SAMPLED, Driver, VersionFolder, make_request, mixed_requests, run
 from tests.refusals import refused
 
 AGREEMENT = 1e-3  # 5e-5 was measured on larger models
+PLAIN = [replace(sampling, max_tokens=6) for sampling in (GREEDY, SAMPLED)]  # neither alters logprobs
 
 
 @pytest.fixture(scope="module", params=["vllm-dense", "vllm-moe"])
@@ -65,11 +66,43 @@ def test_logprobs_after_a_load_in_place_are_those_of_transformers(
     responses = run(engine, requests)
     for request in requests:
         response = responses[request.request_id]
-        tokens = torch.tensor([[*request.prompt_token_ids, *response.token_ids]])
-        with torch.no_grad():
-            logprobs = reference(tokens).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        expected = logprobs[len(request.prompt_token_ids) - 1 :]
+        expected = expected_of(reference, request.prompt_token_ids, response.token_ids)
         assert float((torch.tensor(response.logprobs) - expected).abs().max()) < AGREEMENT
+
+
+def expected_of(reference: torch.nn.Module, prompt: Sequence[int], outputs: Sequence[int]) -> torch.Tensor:
+    """The logprobs of the outputs in transformers."""
+    tokens = torch.tensor([[*prompt, *outputs]])
+    with torch.no_grad():
+        logprobs = reference(tokens).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return logprobs[len(prompt) - 1 :]
+
+
+def test_logprobs_of_a_session_are_those_of_transformers(
+    engine: VllmEngine, version_folder: VersionFolder, reference: torch.nn.Module
+) -> None:
+    """Of four turns, beside another session."""
+    engine.load_weights(2, version_folder(2), None)
+    driver = Driver(engine)
+    requests = [replace(make_request(index, sampling), version=2, keeps=True) for index, sampling in enumerate(PLAIN)]
+    for request in requests:
+        driver.add(request)
+    driver.finish()
+    for count in (1, 32, 45):
+        for request in requests:
+            response, given = driver.responses[request.request_id], tuple(range(3, 3 + count))
+            engine.extend(request.request_id, given, 6)
+            response.token_ids, response.finish_reason = [*response.token_ids, *given], None
+            response.logprobs += [0.0] * count
+        driver.finish()
+    for request in requests:
+        session = engine.request(request.request_id)
+        expected = expected_of(reference, session.prompt_token_ids, session.output_token_ids)
+        for first, end in session.given:
+            expected[first:end] = 0.0  # nobody sampled them
+        assert len(session.given) == 3
+        assert float((torch.tensor(session.logprobs) - expected).abs().max()) < AGREEMENT
+        engine.remove(request.request_id)
 
 
 def test_sharded_weights_are_the_same_weights(
