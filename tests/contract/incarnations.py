@@ -33,6 +33,9 @@ class Unhurried:
     def __init__(self) -> None:
         self.sent: list[Transfer] = []
 
+    def use(self, _device: object) -> None:
+        """Its bodies are in host memory."""
+
     def send_parts(self, _peer: object, *transfer: Any, **options: Any) -> Transfer:
         self.sent.append(Transfer(*transfer, **options))
         return self.sent[-1]
