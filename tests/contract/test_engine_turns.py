@@ -133,7 +133,7 @@ def in_rounds(driver: TurnDriver, session: Session) -> None:
         moved(driver, session)
         return
     reservation = engine.reserve(name, MAX_MODEL_LEN_TOKENS // 2, kept=True)
-    assert reservation.block_ids and not engine.reserved
+    assert not engine.reserved
     engine.take_in(driver.take_out_in_rounds(name, 0, 1, reservation))
     kept(driver, session)
 
