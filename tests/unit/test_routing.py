@@ -205,7 +205,7 @@ class _Wide(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(slots=8, kv_tokens=32768, max_model_len_tokens=2048, router_replay=True)
-        self._routing = RoutingShape(layers=64, top_k=8, experts=16)
+        self._turns._routed = RoutingShape(layers=64, top_k=8, experts=16)
 
 
 def test_reports_are_cut_before_they_are_too_large(tiny_dense: Path) -> None:
