@@ -1,6 +1,6 @@
 """Sessions of many turns on real engines: tokens that are prefilled twice, cached share, and what a turn costs.
 
-    python perf/sessions.py --model tiny --turns 100 --json
+    python perf/sessions.py --model tiny --turns 50 --json
 
 Two workers, window 3. Sessions of version 0 run beside single answers, which the trainer takes: two versions come
 meanwhile, and workers are given to them. Half-way one worker is killed while every session waits for its tool. Its
