@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dora.core import Machine
@@ -294,3 +295,20 @@ def test_a_reattached_worker_keeps_a_session_only_at_the_same_token(held: int, k
     check_state(again.state)
     assert bool(again.state.workers["w0"].kept) is kept
     assert any(isinstance(each, do.RemoveRequest) for each in commands) is not kept
+
+
+def test_a_session_whose_turn_waits_at_one_reattached_worker_is_not_adopted_by_another() -> None:
+    """The second began the turn, by a handoff of which the first still had its copy (fault seed 364 of one_step)."""
+    bench = SessionBench()
+    bench.turn(7)
+    bench.ask(3)
+    durable = restoring.durable(bench.state)
+    asked = replace(durable.requests, given=np.array([3], np.int32))
+    again = Machine(bench.state.config)
+    first = on.WorkerJoined("w0", 7, 8, 100_000, version=0, requests={S: 7})
+    second = on.WorkerJoined("w1", 8, 8, 100_000, version=0, requests={S: 12})
+    commands = again.handle(replace(durable, requests=asked, workers=(first, second)), 1.0)
+    check_state(again.state)
+    row = again.state.request_row[S]
+    assert row in again.state.workers["w0"].rows and not again.state.workers["w1"].rows
+    assert [each.worker_id for each in commands if isinstance(each, do.RemoveRequest)] == ["w1"]

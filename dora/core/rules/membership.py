@@ -53,14 +53,16 @@ def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
 
 def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
     """The rows of those requests that a reattached worker, which hosts ``version``, may continue: they wait, are of
-    that version, and the worker has all tokens that the service has. ``requests``: its tokens of each.
+    that version, on no other worker, and this one has all tokens that the service has. ``requests``: its tokens of
+    each.
     """
     known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
     if not known:
         return []
     rows, held = np.array(known, np.int64).T
-    status, of_version, tokens, pool, moving = state.requests.columns("status", "version", "tokens", "pool", "moving")
-    free = (status[rows] == WAITING) & (pool[rows] == 0) & ~moving[rows]
+    columns = state.requests.columns("status", "version", "tokens", "pool", "worker", "moving")
+    status, of_version, tokens, pool, worker, moving = columns
+    free = (status[rows] == WAITING) & (pool[rows] == 0) & (worker[rows] == 0) & ~moving[rows]
     found: list[int] = rows[free & (of_version[rows] == version) & (held >= tokens[rows])].tolist()
     return found
 
