@@ -169,10 +169,8 @@ def _done(state: State, event: on.CommandDone) -> None:
         membership.load_done(state, pending, event)
         if not event.ok:
             evaluation.not_loaded(state, pending.command.version, event.error)
-    elif isinstance(pending.command, do.StartRequest):
-        _start_done(state, pending.command, event)
-    elif isinstance(pending.command, do.ExtendRequest):
-        _extend_done(state, pending.command, event)
+    elif isinstance(pending.command, do.StartRequest | do.ExtendRequest):
+        _turn_begun(state, pending.command, event)
 
 
 def _copy_began(state: State, event: on.CopyBegan) -> None:
@@ -182,9 +180,11 @@ def _copy_began(state: State, event: on.CopyBegan) -> None:
     handoff.copy_began(state, pending)
 
 
-def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
-    """Cancels a request that no engine can take, with the reason; a worker that disagrees is replaced."""
-    if command.request_id in state.evaluations.requests:
+def _turn_begun(state: State, command: do.StartRequest | do.ExtendRequest, event: on.CommandDone) -> None:
+    """Cancels a request that no engine can take, with the reason; a worker that disagrees is replaced. A session that
+    its worker no longer has is re-prefilled.
+    """
+    if command.request_id in state.evaluations.requests and isinstance(command, do.StartRequest):
         evaluation.started(state, command, event)
         return
     row = state.request_row.get(command.request_id)
@@ -193,22 +193,7 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
         return  # it has moved elsewhere
     if event.ok:
         state.requests["starting"][row] = 0
-    elif event.error_kind == "invalid":
-        group_id = state.group_id[int(state.requests["group"][row])]
-        lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
-    else:
-        membership.evict(state, worker, f"{command.request_id} could not start: {event.error}")
-
-
-def _extend_done(state: State, command: do.ExtendRequest, event: on.CommandDone) -> None:
-    """Re-prefills a session whose worker no longer has it; otherwise as for a start."""
-    row = state.request_row.get(command.request_id)
-    worker = state.workers[command.worker_id]
-    if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
-        return
-    if event.ok:
-        state.requests["starting"][row] = 0
-    elif event.error_kind == "unknown_request":
+    elif event.error_kind == "unknown_request" and isinstance(command, do.ExtendRequest):
         handoff.signal_row(state, row, Signal.UNDO)
         state.move_off(row)
         placement.queue_again(state, row)
@@ -216,7 +201,8 @@ def _extend_done(state: State, command: do.ExtendRequest, event: on.CommandDone)
         group_id = state.group_id[int(state.requests["group"][row])]
         lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
     else:
-        membership.evict(state, worker, f"{command.request_id} could not be extended: {event.error}")
+        verb = "start" if isinstance(command, do.StartRequest) else "be extended"
+        membership.evict(state, worker, f"{command.request_id} could not {verb}: {event.error}")
 
 
 # a handler returns False for an event of an ended epoch

@@ -419,6 +419,16 @@ class State:
         worker.asked[row] = None
         self.asked_at.add(worker.index)
 
+    def asks_no_more(self, row: int, worker: Worker) -> None:
+        worker.asked.pop(row, None)
+        if not worker.asked:
+            self.asked_at.discard(worker.index)
+
+    def rename(self, row: int, request_id: str) -> None:
+        """Gives a request another id."""
+        del self.request_row[self.request_id[row]]
+        self.request_id[row], self.request_row[request_id] = request_id, row
+
     def kv_of(self, row: int) -> int:
         """KV tokens of a request where it lies: without the given tokens that no worker has yet."""
         requests = self.requests
@@ -453,10 +463,7 @@ class State:
         assert worker is not None, f"request {self.request_id[row]} is on no worker"
         worker.rows.discard(row)
         worker.kept.discard(row)
-        if row in worker.asked:
-            del worker.asked[row]
-            if not worker.asked:
-                self.asked_at.discard(worker.index)
+        self.asks_no_more(row, worker)
         worker.kv_claimed -= int(self.requests["claim"][row])
         self.requests["worker"][row] = 0
         self.requests["claim"][row] = self.requests["starting"][row] = 0

@@ -7,7 +7,7 @@ from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
 from dora.core.handoff.table import LIVE, Action, Handoff, Kind, Phase, Signal
-from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, start
+from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, remove, start
 from dora.core.state import IDLE, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
 
@@ -57,8 +57,7 @@ def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Wo
 
 def send_back(state: State, row: int) -> None:
     """Takes a request off its worker without its KV; it waits and is re-prefilled."""
-    source = state.move_off(row)
-    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
+    remove(state, row)
     queue_again(state, row)
 
 

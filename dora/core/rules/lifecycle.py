@@ -12,7 +12,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
 from dora.core.handoff.table import Signal
-from dora.core.rules import arrival, evaluation, handoff, lease, membership, parking, rejection, stalls
+from dora.core.rules import arrival, evaluation, handoff, lease, membership, parking, placement, rejection, stalls
 from dora.core.state import FINISHED, GROUP_FINISHED, IDLE, LEASED, SCORED, WAITING, State
 from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -335,13 +335,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
         raise Conflict("group_id", event.group_id, "a group that no step has taken", why="is taken by a step")
     version, deadline = int(state.groups["version"][group]), int(state.groups["deadline"][group])
     for row in state.members[group]:
-        handoff.signal_row(state, row, Signal.UNDO)
-        status = state.requests["status"][row]
-        if status == WAITING:
-            state.waiting[version].remove(row)
-        elif status == IDLE:
-            state.idles_no_more(row)
-        drop_kv(state, row)
+        withdraw(state, row)
     if state.groups["status"][group] == GROUP_FINISHED:
         _no_longer_finished(state, group, deadline)
         state.freshness.cancelled()
@@ -351,11 +345,22 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     deliver(state)
 
 
+def withdraw(state: State, row: int) -> None:
+    """Takes a request from its queue, worker, pool and handoff, and frees its KV."""
+    handoff.signal_row(state, row, Signal.UNDO)
+    status = state.requests["status"][row]
+    if status == WAITING:
+        state.waiting[int(state.requests["version"][row])].remove(row)
+    elif status == IDLE:
+        state.idles_no_more(row)
+    drop_kv(state, row)
+    state.worklist.wake()
+
+
 def drop_kv(state: State, row: int) -> None:
     """Frees what a worker or pool has of a request."""
     if state.owner(row) is not None:
-        worker = state.move_off(row)
-        state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row]))
+        placement.remove(state, row)
     elif state.requests["pool"][row]:
         parking.forget(state, row)
 

@@ -62,13 +62,17 @@ def queue_again(state: State, row: int) -> None:
         state.asks(row, worker)
 
 
+def remove(state: State, row: int) -> None:
+    """Takes a request off its worker, which frees its KV."""
+    worker = state.move_off(row)
+    state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row]))
+
+
 def leave_queue(state: State, row: int) -> None:
     """Takes a waiting request from its queue. The KV of a session stays where it is."""
     state.waiting[int(state.requests["version"][row])].remove(row)
     if (worker := state.owner(row)) is not None:
-        worker.asked.pop(row, None)
-        if not worker.asked:
-            state.asked_at.discard(worker.index)
+        state.asks_no_more(row, worker)
 
 
 def orphan(state: State, row: int) -> None:

@@ -7,7 +7,7 @@ would admit all that the window allows at once.
 """
 
 from collections import deque
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def _enter_all(state: State, event: on.Restored) -> Column:
 
 
 def _enter_sessions(state: State, rows: Column, given: on.RestoredRequests) -> None:
-    """Fills the cells of sessions. Their time limits begin anew."""
+    """Fills the cells of sessions. Their time limits start again."""
     requests = state.requests
     requests["began_s"][rows] = np.where(given.tokens > 0, state.now_s, 0.0)
     if len(given.given):
@@ -156,10 +156,7 @@ def _enter_sessions(state: State, rows: Column, given: on.RestoredRequests) -> N
     for row, attempt in zip(rows.tolist(), given.attempts.tolist(), strict=False):
         if attempt:
             requests["attempt"][row] = attempt
-            old_id = state.request_id[row]
-            state.request_id[row] = new_id = attempt_id(old_id, attempt)
-            del state.request_row[old_id]
-            state.request_row[new_id] = row
+            state.rename(row, attempt_id(state.request_id[row], attempt))
 
 
 def _line_up(state: State, rows: Column) -> None:
@@ -218,8 +215,8 @@ def _group(state: State, group: int) -> on.RestoredGroup:
         traits.key,
         traits.features,
         traits.known_tokens,
+        sessions=bool(state.requests["session"][state.members[group][0]]),
     )
-    prompt = replace(prompt, sessions=bool(state.requests["session"][state.members[group][0]]))
     version, deadline = int(groups["version"][group]), int(groups["deadline"][group])
     age_s = state.now_s - float(groups["admitted_s"][group])
     return on.RestoredGroup(state.group_id[group], prompt, version, deadline, age_s)

@@ -22,7 +22,6 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.choice import Choice, cheapest
-from dora.core.handoff.table import Signal
 from dora.core.rules import handoff, lifecycle, placement
 from dora.core.rules.admission import admissible, attempt_id
 from dora.core.state import FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
@@ -125,7 +124,7 @@ def _can_run(state: State, row: int, worker: Worker) -> bool:
 
 
 def _finish(state: State, row: int, broken_off: str) -> None:
-    _withdraw(state, row)
+    lifecycle.withdraw(state, row)
     lifecycle.complete(state, row, broken_off)
 
 
@@ -146,29 +145,16 @@ def _replace(state: State, row: int, reason: str) -> None:
             group_id = state.group_id[int(requests["group"][row])]
             lifecycle.cancel(state, on.GroupCancelled(group_id, f"{state.request_id[row]}: {reason}"))
         return
-    _withdraw(state, row)
+    lifecycle.withdraw(state, row)
     old_id, attempt = state.request_id[row], int(requests["attempt"][row]) + 1
     new_id = attempt_id(old_id, attempt)
     requests["attempt"][row] = attempt
     for name in ("tokens", "given", "paused_s", "moves", "began_s", "rests_until_s"):
         requests[name][row] = 0
-    del state.request_row[old_id]
-    state.request_id[row], state.request_row[new_id] = new_id, row
+    state.rename(row, new_id)
     state.counters.sessions_replaced += 1
     state.out.append(do.ReplaceRequest(old_id, new_id, reason))
     state.wait_first(row)
-
-
-def _withdraw(state: State, row: int) -> None:
-    """Takes an unfinished session from where it is, and frees its KV."""
-    handoff.signal_row(state, row, Signal.UNDO)
-    status = state.requests["status"][row]
-    if status == WAITING:
-        state.waiting[int(state.requests["version"][row])].remove(row)
-    elif status == IDLE:
-        state.idles_no_more(row)
-    lifecycle.drop_kv(state, row)
-    state.worklist.wake()
 
 
 # ----------------------------------------------------------------------------------------------------------------- KV
@@ -202,7 +188,7 @@ def rest(state: State) -> None:
     for row in of_resident[np.argsort(state.requests["idle_s"][of_resident], kind="stable")].tolist():
         worker = state.owner(row)
         assert worker is not None
-        presses = _free(state, worker) + _leaving(state, worker) < 0
+        presses = _lacks(state, worker, 0)
         idle_s = state.now_s - float(state.requests["idle_s"][row])
         if presses or (state.pools and idle_s > state.pauses.ttl_s(_task(state, row))):
             _set_aside(state, row, worker, drops=presses)
@@ -216,8 +202,7 @@ def make_room(state: State) -> None:
         return
     for version, need in _needs(state):
         for worker in state.workers_of(version):
-            is_short = worker.held < worker.slots and _free(state, worker) + _leaving(state, worker) < need
-            if is_short and _longest_pause(state, worker):
+            if worker.held < worker.slots and _lacks(state, worker, need) and _longest_pause(state, worker):
                 break
 
 
@@ -233,10 +218,13 @@ def _needs(state: State) -> Iterator[tuple[int, int]]:
         yield newest, first.prompt.prompt_tokens + 1
 
 
-def _leaving(state: State, worker: Worker) -> int:
-    """KV of sessions that are on their way off this worker."""
+def _lacks(state: State, worker: Worker, need: int) -> bool:
+    """Returns whether a worker will have less than ``need`` free KV once the sessions that leave it are gone."""
+    free = _free(state, worker)
+    if free >= need:
+        return False
     moving = state.requests["moving"]
-    return sum(state.kv_of(row) for row in worker.kept if moving[row])
+    return free + sum(state.kv_of(row) for row in worker.kept if moving[row]) < need
 
 
 def _longest_pause(state: State, worker: Worker) -> bool:
