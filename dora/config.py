@@ -423,6 +423,13 @@ class SessionsConfig(Section):
         le=100,
         description="times that a session may be replaced; then it ends with what it has, and no reward",
     )
+    forks: int = Field(64, ge=0, le=4096, description="times that a session may fork: each adds a branch at most")
+    open_max: int = Field(
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="sessions that clients may have opened in groups that no step has trained on yet",
+    )
 
 
 class SelectionConfig(Section):

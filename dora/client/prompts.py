@@ -64,7 +64,7 @@ class Prompts(Client):
         """
         if isinstance(prompts, str | Mapping):
             raise InvalidValue("prompts", prompts, "a list of prompts, even for a single one")
-        request = pb.SubmitRequest(prompts=[_to_wire(prompt) for prompt in prompts])
+        request = pb.SubmitRequest(prompts=[prompt_message(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
 
@@ -93,7 +93,7 @@ class Prompts(Client):
         if type(share) not in (int, float):
             raise InvalidValue("share", share, "a number from 0 to 0.5")
         check_text(name, "name")
-        wired = [_to_wire(prompt) for prompt in prompts]
+        wired = [prompt_message(prompt) for prompt in prompts]
         request = pb.EvaluateRequest(prompts=wired, version=version, share=share, name=name)
         return Evaluation(self._connection, request)
 
@@ -138,7 +138,8 @@ class Prompts(Client):
         return [Cancelled(outcome.id, outcome.state, outcome.group_id) for outcome in reply.outcomes]
 
 
-def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
+def prompt_message(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
+    """Returns the message of a prompt in any of its forms. Raises InvalidValue for values of other types."""
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
     if isinstance(prompt, Mapping):

@@ -4,15 +4,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from dora.client.connection import Client, Connection, check_count
+from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
-from dora.data.types import FinishReason
+from dora.data.types import FinishReason, Prompt
 from dora.errors import Conflict, NotFound, described
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import SessionsStub
@@ -26,18 +27,21 @@ REASON_MAX: Final = 200  # characters
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy has sampled in one turn."""
+    """The tokens that the policy has sampled in one turn."""
 
     number: int  # from 0
     token_ids: Int32Array
     logprobs: Float32Array
     finish_reason: FinishReason | None  # None: more tokens follow
     stop: str = ""  # the stop string that ended it
+    earlier: Int32Array | None = None  # a fork's: the response tokens before these
 
 
 @dataclass(slots=True)
 class Session:
-    """One session of a prompt with an environment. ``response`` has its tokens so far, given ones included."""
+    """One session of a prompt with an environment. ``response`` has the tokens of its present branch, given ones
+    included.
+    """
 
     session_id: str
     group_id: str
@@ -47,32 +51,72 @@ class Session:
     prompt_token_ids: Int32Array
     prompt_text: str
     verifier_json: str
-    turn: Turn  # the last one, which has ended
+    turn: Turn  # the last one, which has ended; of a session without a prompt first one without tokens
     response: list[int]
     _connection: Connection = field(repr=False)
 
-    async def ask(self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+    async def ask(
+        self,
+        given_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        name: str = "",
+        after_turn: int | None = None,
+        first_token: int | None = None,
+    ) -> Turn:
         """Gives tokens, and returns the next turn once it has ended. A call that was interrupted may be repeated.
 
         ``max_tokens``: sampled tokens, at most; 0: as the prompt's sampling says. ``name``: of what gave the tokens.
-        Raises InvalidValue for tokens outside the vocabulary or the context, Conflict for a session that has ended,
-        NotFound for one that was cancelled or replaced.
+        ``after_turn`` and ``first_token`` fork the session: the tokens follow the first ``first_token`` response tokens
+        of that turn (None: all) instead of the last turn.
+
+        Raises InvalidValue for tokens outside the vocabulary or the context or an unknown place, Conflict for a session
+        that has ended, LimitExceeded for too many forks, NotFound for a session that was cancelled or replaced.
         """
-        turn = Turn(self.turn.number, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
-        async with aclosing(self.stream(given_token_ids, max_tokens=max_tokens, name=name)) as pieces:
+        pieces = self.stream(
+            given_token_ids, max_tokens=max_tokens, name=name, after_turn=after_turn, first_token=first_token
+        )
+        return await self._whole(given_token_ids, pieces)
+
+    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+        """Gives a prompt, and returns the turn after it: the first of a session without a prompt, or a fork that begins
+        a context of its own. Raises as :meth:`ask`.
+        """
+        turn = await self._whole(
+            prompt_token_ids, self.stream(prompt_token_ids, max_tokens=max_tokens, name=name, is_prompt=True)
+        )
+        self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
+        return turn
+
+    async def _whole(self, given_token_ids: Sequence[int], pieces: AsyncGenerator[Turn]) -> Turn:
+        """Collects a turn, which becomes the session's last one."""
+        parts: list[Turn] = []
+        async with aclosing(pieces):
             async for piece in pieces:
-                token_ids, logprobs = (turn.token_ids, piece.token_ids), (turn.logprobs, piece.logprobs)
-                turn = Turn(
-                    piece.number, np.concatenate(token_ids), np.concatenate(logprobs), piece.finish_reason, piece.stop
-                )
-        self.response += [*map(int, given_token_ids), *turn.token_ids.tolist()]
-        self.turn = turn
+                parts.append(piece)
+        turn = replace(
+            parts[-1],
+            token_ids=np.concatenate([each.token_ids for each in parts]),
+            logprobs=np.concatenate([each.logprobs for each in parts]),
+            earlier=parts[0].earlier,
+        )
+        before = [*self.response, *map(int, given_token_ids)] if turn.earlier is None else turn.earlier.tolist()
+        self.response, self.turn = [*before, *turn.token_ids.tolist()], turn
         return turn
 
     async def stream(
-        self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = ""
+        self,
+        given_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        name: str = "",
+        after_turn: int | None = None,
+        first_token: int | None = None,
+        is_prompt: bool = False,
     ) -> AsyncGenerator[Turn]:
-        """Like :meth:`ask`, and yields the turn in pieces as its tokens come. The session notes nothing of it."""
+        """Like :meth:`ask`, or :meth:`begin` with ``is_prompt``, and yields the turn in pieces as its tokens come. The
+        session notes nothing of it.
+        """
         check_count("max_tokens", max_tokens)
         check_text(name, "name")
         number = self.turn.number + 1
@@ -82,6 +126,9 @@ class Session:
             given_token_ids=np.asarray(given_token_ids, "<i4").tobytes(),
             max_tokens=max_tokens,
             name=name,
+            after_turn=after_turn,
+            first_token=first_token,
+            fork=pb.TurnRequest.PROMPT if is_prompt else pb.TurnRequest.PLACE,
         )
         replies: Any = self._connection.stub(SessionsStub).Turn(request)
         try:
@@ -118,6 +165,32 @@ class Sessions(Client):
         """
         check_text(environment, "environment")
         replies: Any = self._connection.stub(SessionsStub).Attend(pb.AttendRequest(environment=environment))
+        async with aclosing(self._sessions(replies)) as sessions:
+            async for session in sessions:
+                yield session
+
+    async def open(self, prompt: Prompt | str | Mapping[str, Any], size: int = 1) -> list[Session]:
+        """Opens a group of ``size`` sessions that this client drives, and returns them once the window has admitted it.
+
+        ``prompt`` is given as in :meth:`dora.Prompts.submit`. It may be empty, as ``Prompt("id", "", ())``: then the
+        first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
+        as their first turns have ended. A call that was interrupted may be repeated with the same prompt id.
+
+        Raises InvalidValue for a refused prompt, Conflict for an id in use, LimitExceeded for too many sessions.
+        """
+        check_count("size", size)
+        message = prompt_message(prompt)
+        message.group_size = size
+        replies: Any = self._connection.stub(SessionsStub).Open(pb.OpenRequest(prompt=message))
+        found: dict[str, Session] = {}
+        async with aclosing(self._sessions(replies)) as sessions:
+            async for session in sessions:
+                found[session.session_id] = session
+                if len(found) == size:
+                    return [found[name] for name in sorted(found, key=_sample_index)]
+        raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
+
+    async def _sessions(self, replies: Any) -> AsyncGenerator[Session]:
         try:
             while (message := await self._connection.read(replies)) is not None:
                 yield _session(message, self._connection)
@@ -160,10 +233,15 @@ class Sessions(Client):
                 task.cancel()
 
 
+def _sample_index(session_id: str) -> int:
+    return int(session_id.partition("~")[0].rpartition(".")[2])
+
+
 def _turn(number: int, tokens: pb.TurnTokens) -> Turn:
     reason: Any = tokens.finish_reason or None
     token_ids, logprobs = np.frombuffer(tokens.token_ids, "<i4"), np.frombuffer(tokens.logprobs, "<f4")
-    return Turn(number, token_ids, logprobs, reason, tokens.stop)
+    earlier = np.frombuffer(tokens.earlier_token_ids, "<i4") if tokens.earlier_token_ids else None
+    return Turn(number, token_ids, logprobs, reason, tokens.stop, earlier)
 
 
 def _session(message: pb.SessionTurn, connection: Connection) -> Session:

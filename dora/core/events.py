@@ -41,6 +41,11 @@ class OfferedPrompt:
     priority: int = 0
     sessions: bool = False  # its responses are sessions: each may have several turns, and its environment ends it
 
+    @property
+    def begins_idle(self) -> bool:
+        """Whether the first turn of each session waits for its environment, which gives the prompt."""
+        return self.sessions and not self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PromptsOffered:
@@ -71,10 +76,16 @@ class RequestScored:
 
 @dataclass(frozen=True, slots=True)
 class TurnAsked:
-    """An environment continues an idle session with ``tokens`` given tokens."""
+    """An environment continues an idle session with ``tokens`` given tokens.
+
+    A fork: ``after_tokens`` is their place within the response of some branch, or ``is_prompt``: they are the prompt of
+    a branch of their own, which an idle session without a prompt needs first.
+    """
 
     request_id: str
     tokens: int
+    after_tokens: int | None = None
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +388,8 @@ class RestoredRequests:
     stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored. 3: idle
     attempts: Uint8Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # replacements before it; (0,): none
     given: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))  # State.requests["given"]; (0,): none
+    # of prompts that environments have given; 0: it has that of its group. (0,): all have
+    own_prompts: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __eq__(self, other: object) -> bool:
         mine, theirs = (each._values() if isinstance(each, RestoredRequests) else None for each in (self, other))
@@ -386,8 +399,8 @@ class RestoredRequests:
         return hash(self._values())
 
     def _values(self) -> tuple[tuple[int, ...], ...]:
-        attempts, given = (column if column.any() else column[:0] for column in (self.attempts, self.given))
-        return tuple(tuple(column.tolist()) for column in (self.rows, self.tokens, self.stages, attempts, given))
+        optional = (column if column.any() else column[:0] for column in (self.attempts, self.given, self.own_prompts))
+        return tuple(tuple(column.tolist()) for column in (self.rows, self.tokens, self.stages, *optional))
 
 
 @dataclass(frozen=True, slots=True)

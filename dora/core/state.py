@@ -107,6 +107,7 @@ class Counters:
     parked_lost: int = 0  # lost or dropped by a pool, or impossible to resume: re-prefilled
     turns_ended: int = 0  # of sessions
     turns_resumed: int = 0  # next turns that began where the KV was, or after its move
+    turns_forked: int = 0  # turns that left the branch of their session
     turns_reprefilled: int = 0  # next turns that began without KV
     sessions_replaced: int = 0
     sessions_broken_off: int = 0  # ended by a time limit or after too many failures

@@ -55,6 +55,25 @@ ESTIMATORS: Final[Mapping[Estimator, Callable[[_Float64Array, _BoolArray], _Floa
 }
 
 
+def over_sessions(
+    estimate: Callable[[_Float64Array, _BoolArray], _Float32Array],
+    rewards: _Float64Array,
+    valid: _BoolArray,
+    sessions: npt.NDArray[np.int64],
+) -> _Float32Array:
+    """The advantages of branches, which are those of their sessions: a session with many branches counts once.
+
+    ``sessions``: (group,), the session of each branch. Its reward is the mean of its branches' rewards.
+    """
+    names, of_branch, branches = np.unique(sessions, return_inverse=True, return_counts=True)
+    if len(names) == len(sessions):
+        return estimate(rewards, valid)
+    known = np.where(valid, rewards, 0.0)
+    of_sessions = estimate(np.bincount(of_branch, known) / branches, np.bincount(of_branch, ~valid) == 0)
+    found: _Float32Array = of_sessions[of_branch]
+    return found
+
+
 def soft_overlong_punishment(
     lengths: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], buffer: float
 ) -> _Float64Array:

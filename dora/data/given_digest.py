@@ -1,4 +1,4 @@
-"""A digest of what environments have given to a session, which tells histories apart."""
+"""A digest of a session's history without its sampled tokens, which tells histories apart."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,27 @@ import numpy as np
 
 DIGEST_BYTES: Final = 16
 
+Tokens = Sequence[int] | np.ndarray
 
-def given_digest(token_ids: Sequence[int] | np.ndarray, runs: Iterable[tuple[int, int]]) -> bytes:
-    """Returns a digest of the given runs of a response; empty without any. ``runs``: (first, one after the last).
+
+def beginning_digest(prompt_token_ids: Tokens, seed: int | None) -> bytes:
+    """Returns a digest of the context that a branch of a session begins with, and of its seed."""
+    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=DIGEST_BYTES)
+    digest.update(np.asarray(prompt_token_ids, "<i4").tobytes())
+    return digest.digest()
+
+
+def given_digest(beginning: bytes, token_ids: Tokens, runs: Iterable[tuple[int, int]]) -> bytes:
+    """Returns a digest of a session's present branch: its ``beginning_digest``, and the given runs of its response;
+    empty if ``beginning`` is. ``runs``: (first, one after the last).
 
     Two histories of one session whose digests are equal have the same tokens as far as both go: sampled tokens follow
     from those before.
     """
-    digest, any_run = hashlib.blake2b(digest_size=DIGEST_BYTES), False
+    if not beginning:
+        return b""
+    digest = hashlib.blake2b(beginning, digest_size=DIGEST_BYTES)
     for first, end in runs:
-        any_run = True
         digest.update(np.asarray((first, end), "<i8").tobytes())
         digest.update(np.asarray(token_ids[first:end], "<i4").tobytes())
-    return digest.digest() if any_run else b""
+    return digest.digest()

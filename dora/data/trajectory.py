@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dora.data.advantages import centred, normalized
+from dora.data.advantages import centred, normalized, over_sessions
 from dora.data.trajectory_fields import (
     ARRAYS,
     JSON,
@@ -132,6 +132,16 @@ class Trajectory:
         "off",
         Declared(LEFT_OUT, TOKENS, Kind.EXPERTS, is_later=True),
     ] = None
+    branch_index: Annotated[
+        int,
+        "of its session: 0, or more for one that forked. All branches of a session have its reward and sample_index",
+        Declared(LEFT_OUT, NOWHERE, is_later=True),
+    ] = 0
+    shared_prefix_tokens: Annotated[
+        int,
+        "response tokens that an earlier branch of its session has too; their loss_mask is 0",
+        Declared(LEFT_OUT, NOWHERE, is_later=True),
+    ] = 0
     decoder: Decoder | None = field(default=None)  # set by the client that received it: no part of the record
 
     def __post_init__(self) -> None:
@@ -268,6 +278,11 @@ class TrajectoryGroup:
         return declared & np.isfinite(self.rewards)
 
     @property
+    def sessions(self) -> Int64Array:
+        """(group,): sample indexes. Branches of one session have the same."""
+        return np.array([trajectory.sample_index for trajectory in self.trajectories], np.int64)
+
+    @property
     def versions(self) -> Int64Array:
         """(group,): behaviour versions."""
         return np.array([trajectory.behaviour_version for trajectory in self.trajectories], np.int64)
@@ -290,7 +305,8 @@ class TrajectoryGroup:
         Mean and population standard deviation are over the *valid* rewards; ``normalize=False`` omits the division.
         :mod:`dora.data.advantages` has both, other estimators, and the values for invalid rewards.
         """
-        return (normalized if normalize else centred)(self.rewards, self.rewards_valid)
+        estimate = normalized if normalize else centred
+        return over_sessions(estimate, self.rewards, self.rewards_valid, self.sessions)
 
     def tokens(self, pad: int = 0) -> Int32Array:
         """(group, longest): response token ids, padded on the right with ``pad``."""

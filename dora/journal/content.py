@@ -28,7 +28,9 @@ class Requests:
     segment_starts: dict[int, list[tuple[str, int, str]]]  # worker, first token, arrival
     routed: dict[int, bytes]
     verdicts: dict[int, Verdict]
-    turns: dict[int, list[tuple[Any, ...]]]  # of sessions: first given token, their count, then as in Tokens, time
+    turns: dict[
+        int, list[tuple[Any, ...]]
+    ]  # of sessions: index of the first given token, their count, time, then as in Tokens
     attempts: Column  # of sessions: replacements before
     damaged: list[int]  # groups, by their place, of which something is lost that came before what is there
 
@@ -173,7 +175,7 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         for index, *of_turn in each.turns:
             if position[index] >= 0:
                 at = float(each.ats[index]) if len(each.ats) else each.at
-                turn = (int(each.first_tokens[index]), int(counts[index]), *of_turn, at)
+                turn = (int(each.first_tokens[index]), int(counts[index]), at, *of_turn)
                 requests.turns.setdefault(int(position[index]), []).append(turn)
         if len(each.routed_bytes):
             reached = np.cumsum(each.routed_bytes.astype(np.int64)).tolist()

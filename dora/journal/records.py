@@ -100,7 +100,8 @@ class Tokens:
     span) if all came at ``at``.
 
     ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
-    reason and stop string of the turn before].
+    reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first
+    position there. ``first_tokens`` count all tokens of a session, those of other branches included.
     ``attempts``: of sessions, the number of replacements before; only spans of the latest count. Empty if all are 0.
     """
 

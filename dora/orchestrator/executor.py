@@ -76,7 +76,8 @@ class HostVersions(PublishedVersions, Protocol):
 class Executor:
     """Runs commands. ``post`` hands an event to the core; ``spawn`` runs a coroutine in the background.
 
-    ``session_over`` receives a session that has ended, was replaced or is forgotten.
+    ``session_over`` receives a session that has ended, was replaced or is forgotten, ``session_idles`` one that begins
+    without a prompt.
     ``handoff_of``: the handoff that a command id belongs to. ``row_of``: the core's rows of requests. ``trainer_name``:
     the trainer that is attached; empty: there is none. ``now``: seconds since the Unix epoch.
     """
@@ -105,6 +106,7 @@ class Executor:
         reference_version: int = 0,
         trainer_name: Callable[[], str] = lambda: "",
         session_over: Callable[[str], None] = lambda request_id: None,
+        session_idles: Callable[[str], None] = lambda request_id: None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._buffer = buffer
@@ -124,7 +126,7 @@ class Executor:
         self._versions = versions
         self._reference_version = reference_version
         self._trainer_name = trainer_name
-        self._session_over = session_over
+        self._session_over, self._session_idles = session_over, session_idles
         self._now = now
         self._post = post
         self._spawn = spawn
@@ -174,6 +176,9 @@ class Executor:
         rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
         entries = self._buffer.admit(command.group_id, prompt, command.version, rows, self._now())
         self._prompts.admit(entries, command.version + self._buffer.window_versions - 1)
+        if not prompt.token_ids:
+            for entry in entries:
+                self._session_idles(entry.request_id)
 
     def _drop_prompt(self, command: do.DropPrompt) -> None:
         self._prompts.drop(command.prompt_id)
@@ -198,6 +203,7 @@ class Executor:
         record = self._buffer.substitute(command.request_id, command.replacement_id, self._now())
         self._journal.note(record)
         self._session_over(command.request_id)
+        self._session_idles(command.replacement_id)
 
     def _score_evaluated(self, command: do.ScoreEvaluated) -> None:
         self._spawn(self._score_one_evaluated(self._buffer[command.request_id]))

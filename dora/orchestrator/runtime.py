@@ -128,6 +128,7 @@ class Runtime:
             reference_version=config.rollout.reference_version,
             trainer_name=self.trainer_shown,
             session_over=self.environments.over,
+            session_idles=self.environments.idles,
             post=self.post,
             spawn=self.spawn,
         )

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -198,7 +199,7 @@ class StopReason(_message.Message):
     def __init__(self, stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "branch_index", "shared_prefix_tokens")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +236,8 @@ class Trajectory(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     group_id: str
     prompt_id: str
@@ -264,7 +267,9 @@ class Trajectory(_message.Message):
     stop_token_id: int
     window_versions: int
     routed_experts: RoutedExperts
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+    branch_index: int
+    shared_prefix_tokens: int
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("layers", "top_k", "id_bytes", "expert_ids")
@@ -483,6 +488,12 @@ class AttendRequest(_message.Message):
     environment: str
     def __init__(self, environment: _Optional[str] = ...) -> None: ...
 
+class OpenRequest(_message.Message):
+    __slots__ = ("prompt",)
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+
 class SessionTurn(_message.Message):
     __slots__ = ("session_id", "turn", "tokens", "begin")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -516,32 +527,46 @@ class SessionBegin(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork")
+    class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PLACE: _ClassVar[TurnRequest.Fork]
+        PROMPT: _ClassVar[TurnRequest.Fork]
+    PLACE: TurnRequest.Fork
+    PROMPT: TurnRequest.Fork
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
     max_tokens: int
     name: str
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    after_turn: int
+    first_token: int
+    fork: TurnRequest.Fork
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
-    __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop")
+    __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     first_token: int
     token_ids: bytes
     logprobs: bytes
     finish_reason: str
     stop: str
-    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ...) -> None: ...
+    earlier_token_ids: bytes
+    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session_id", "reward", "components", "log")

@@ -704,6 +704,11 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.AttendRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
                 _registered_method=True)
+        self.Open = channel.unary_stream(
+                '/dora.v1.Sessions/Open',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+                _registered_method=True)
         self.Turn = channel.unary_stream(
                 '/dora.v1.Sessions/Turn',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.TurnRequest.SerializeToString,
@@ -739,6 +744,16 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Open(self, request, context):
+        """Opens a group whose sessions the caller drives, and streams them as Attend does, once the window admits the group. The
+        prompt names no environment. Without tokens, text or messages its sessions begin without a prompt, and the first turn
+        of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that wait.
+        RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Turn(self, request, context):
         """Asks the next turn, and streams its tokens, the last with its end. May be repeated: the same turn with the same given
         tokens is sampled once. FAILED_PRECONDITION: its session has ended, or its turn before has not.
@@ -768,6 +783,11 @@ def add_SessionsServicer_to_server(servicer, server):
             'Attend': grpc.unary_stream_rpc_method_handler(
                     servicer.Attend,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.AttendRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
+            ),
+            'Open': grpc.unary_stream_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
             ),
             'Turn': grpc.unary_stream_rpc_method_handler(
@@ -818,6 +838,33 @@ class Sessions:
             target,
             '/dora.v1.Sessions/Attend',
             dora_dot_rpc_dot_dora__pb2.AttendRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/Open',
+            dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
             options,
             channel_credentials,

@@ -91,6 +91,10 @@ class PackedGroup(TrajectoryGroup):
         return np.array(self.message.rewards_valid, np.bool_) & np.isfinite(self.rewards)
 
     @property
+    def sessions(self) -> Int64Array:
+        return np.array(self.message.sample_indexes, np.int64)
+
+    @property
     def versions(self) -> Int64Array:
         return np.full(len(self), self.message.behaviour_version, np.int64)
 

@@ -63,12 +63,14 @@ def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
 
 
 def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
-    """Equal for responses that can share one reading of their prompt: those of a group with the same experts.
+    """Equal for responses that can share one reading of their prompt: those of a group with the same prompt, which
+    environments may have given, and the same experts.
 
     Samples of a group may have read their prompt on different workers.
     """
     rows = trajectory.routed_experts
-    return trajectory.group_id, b"" if rows is None else rows[: len(trajectory.prompt_token_ids)].tobytes()
+    prompt = trajectory.prompt_token_ids
+    return trajectory.group_id, prompt.tobytes() + (b"" if rows is None else rows[: len(prompt)].tobytes())
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] | None:

@@ -48,8 +48,37 @@ def _groups(trajectories: Sequence[Trajectory]) -> Iterator[str]:
             values = sorted({getattr(each, name) for each in group})
             if len(values) > 1:
                 yield f"group {group_id} has several values of {name}: {values}."
-        if any(each.prompt_token_ids.tolist() != group[0].prompt_token_ids.tolist() for each in group):
+        shared = [each for each in group if not _has_own_prompt(each)]
+        if any(each.prompt_token_ids.tolist() != shared[0].prompt_token_ids.tolist() for each in shared):
             yield f"group {group_id} has several prompts."
+        yield from _branches(group)
+
+
+def _has_own_prompt(trajectory: Trajectory) -> bool:
+    """Returns whether the environment of a session gave its prompt."""
+    return any(each.kind == GIVEN and not each.position_token for each in trajectory.events)
+
+
+def _branches(group: Sequence[Trajectory]) -> Iterator[str]:
+    """The branches of a session: each once, with one reward, and no sampled token in two loss masks."""
+    sessions: dict[int, list[Trajectory]] = defaultdict(list)
+    for each in group:
+        sessions[each.sample_index].append(each)
+    for branches in sessions.values():
+        branches.sort(key=lambda each: each.branch_index)
+        name = branches[0].trajectory_id
+        if [each.branch_index for each in branches] != list(range(len(branches))):
+            yield f"session {name} has the branches {[each.branch_index for each in branches]}."
+        if len({(each.reward_valid, each.reward if each.reward_valid else 0.0) for each in branches}) > 1:
+            yield f"session {name} has branches with different rewards."
+        for index, each in enumerate(branches):
+            shared = each.shared_prefix_tokens
+            if each.loss_mask[:shared].any():
+                yield f"trajectory {each.trajectory_id} counts tokens for the loss that an earlier branch has."
+            whole = [*each.prompt_token_ids.tolist(), *each.response_token_ids[:shared].tolist()]
+            earlier = ([*one.prompt_token_ids.tolist(), *one.response_token_ids.tolist()] for one in branches[:index])
+            if shared and not any(one[: len(whole)] == whole for one in earlier):
+                yield f"trajectory {each.trajectory_id} shares {shared} tokens with no earlier branch."
 
 
 def _versions(trajectory: Trajectory) -> Iterator[str]:
@@ -103,15 +132,16 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
     wrong = [value for value in trajectory.logprobs.tolist() if not (math.isfinite(value) and value <= _LOGPROB_MAX)]
     if wrong:
         yield f"{name} has logprobs that are none: {wrong[:3]}."
+    prefix = trajectory.shared_prefix_tokens  # the loss mask of earlier tokens is another branch's
     if not set(trajectory.loss_mask.tolist()) <= {0, 1}:
         yield f"{name} has a loss mask of other values than 0 and 1."
-    if trajectory.logprobs[trajectory.loss_mask == 0].any():
+    if trajectory.logprobs[prefix:][trajectory.loss_mask[prefix:] == 0].any():
         yield f"{name} has logprobs of tokens that the policy has not sampled."
     begins = np.flatnonzero(np.diff(trajectory.loss_mask.astype(np.int8)) > 0) + 1
-    turns = [each.position_token for each in trajectory.events if each.kind == GIVEN]
+    turns = [each.position_token for each in trajectory.events if each.kind == GIVEN and each.position_token > prefix]
     if turns and turns[-1] == trajectory.length_tokens:  # it was broken off before anything of the turn was sampled
         turns.pop()
-    if turns != begins.tolist():
+    if turns != [begin for begin in begins.tolist() if begin > prefix]:
         yield f"{name} has turns that begin at {turns}, and its loss mask at {begins.tolist()}."
     if trajectory.finished_at < trajectory.started_at:
         yield f"{name} finished before it started."

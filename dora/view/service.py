@@ -74,6 +74,7 @@ COUNTERS: Final = {
     "sessions_broken_off": "sessions ended by a time limit, or after too many failures: their rewards are not valid",
     "sessions_replaced": "sessions replaced by another one of their group, as their environment failed or was silent",
     "turns_ended": "turns of sessions that have ended",
+    "turns_forked": "turns of sessions that followed an earlier place, or began a context of their own",
     "turns_reprefilled": "next turns of sessions that began by computing their KV again",
     "turns_resumed": "next turns of sessions that began with their KV",
     "storage_faults": "failures to write to a folder: no group is admitted until it can be written",

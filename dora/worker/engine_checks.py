@@ -92,8 +92,10 @@ def _apart(ours: float, theirs: float) -> float:
 
 
 def _check_given(request: RequestSpec) -> None:
-    """Raises InvalidValue unless given runs alternate with sampled tokens, as every turn samples at least one."""
-    end = 0
+    """Raises InvalidValue unless given runs alternate with sampled tokens, as every turn samples at least one. A fork's
+    may be the first tokens.
+    """
+    end = -1
     for first, after in request.given:
         if not end < first < after <= len(request.output_token_ids):
             allowed = f"runs with sampled tokens before each, within {len(request.output_token_ids)} output tokens"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.data.given_digest import given_digest
+from dora.data.given_digest import beginning_digest, given_digest
 from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.rpc import dora_pb2 as pb
 
@@ -26,6 +26,7 @@ class _Response:
     logprobs: "array[float]"
     first_sampled: int  # tokens that it had when it came here
     given: list[tuple[int, int]]  # runs that its environment gave
+    beginning: bytes  # of a session: its beginning_digest
     routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
     finish_reason: FinishReason | None = None
     stop: str = ""
@@ -85,6 +86,7 @@ class Responses:
             array("f", request.logprobs),
             len(request.output_token_ids),
             list(request.given),
+            beginning_digest(request.prompt_token_ids, request.sampling.seed) if request.keeps else b"",
         )
 
     def extend(self, request_id: str, given_token_ids: Sequence[int]) -> None:
@@ -130,7 +132,7 @@ class Responses:
                 request_id=request_id,
                 tokens=len(each.token_ids),
                 first_token=each.first_token,
-                given_digest=given_digest(each.token_ids, each.given),
+                given_digest=given_digest(each.beginning, each.token_ids, each.given),
             )
             for request_id, each in self._kept.items()
         ]

@@ -11,7 +11,8 @@ from dora.client.sessions import Session
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.errors import LimitExceeded, ServiceUnavailable
+from dora.verify.invariants import violations
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train
@@ -222,3 +223,53 @@ async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: P
     finally:
         await service.stop()
     check_sessions(steps)
+
+
+async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
+    """Its branches reach the trainer with those of its group; a single call is a session of one turn."""
+    told: dict[str, list[list[int]]] = {}
+
+    async def alone(session: Session) -> None:
+        first = await session.begin([3, 4, 5], name="user")
+        answer = await session.ask(TOOL, name="tool")
+        assert answer.number == 2
+        await session.ask([9, 9], first_token=len(first.token_ids), after_turn=1)
+        left = [*first.token_ids, *TOOL, *answer.token_ids]
+        kept = session.response
+        assert kept[: len(first.token_ids)] == first.token_ids.tolist()
+        assert kept[len(first.token_ids) : len(first.token_ids) + 2] == [9, 9]
+        await session.begin([7], name="summary")
+        told[session.session_id] = [list(map(int, left)), kept, session.response]
+        await session.end(1.0)
+
+    async def opened(handle: Any) -> None:
+        async with dora.Sessions(handle.address, handle.token) as sessions:
+            for number in range(4):
+                group = await sessions.open(dora.Prompt(f"mine{number}", "task", ()), size=2)
+                assert [each.session_id.rpartition(".")[2] for each in group] == ["0", "1"]
+                again = await sessions.open(dora.Prompt(f"mine{number}", "task", ()), size=2)
+                assert [each.session_id for each in again] == [each.session_id for each in group], "it is opened once"
+                with refused(Conflict, field="fork", value="none"):
+                    await group[0].ask(TOOL)
+                await asyncio.gather(*map(alone, group))
+            with refused(LimitExceeded, field="group_size: opened sessions", value=9):
+                await sessions.open({"text": "ab", "prompt_id": "many"}, size=9)
+            (single,) = await sessions.open({"text": "ab", "prompt_id": "single", "sampling": {"max_tokens": 3}})
+            assert single.turn.finish_reason and 0 < len(single.turn.token_ids) <= 3
+            await single.end(0.0)
+            await asyncio.Event().wait()  # until the step has come
+
+    async with (
+        running(config_of(tiny_dense, sessions__open_max=9)) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        driving = asyncio.create_task(opened(handle))
+        (step,) = await during(driving, train(handle, trainer, steps=1, groups=4))
+        driving.cancel()
+    for group in step:
+        for trajectory in group.trajectories:
+            path = told[trajectory.trajectory_id.partition("/")[0]][trajectory.branch_index]
+            assert trajectory.response_token_ids.tolist() == path
+            assert trajectory.prompt_token_ids.tolist() == ([7] if trajectory.branch_index == 2 else [3, 4, 5])
+        assert [each.branch_index for each in group.trajectories] == [0, 1, 2] * 2
+    assert not list(violations([each for group in step for each in group.trajectories], 2))

@@ -10,7 +10,7 @@ import pytest
 
 from dora.config import RolloutConfig
 from dora.core.state import IDLE, RUNNING, State
-from dora.data.given_digest import given_digest
+from dora.data.given_digest import beginning_digest, given_digest
 from dora.data.token_spans import TokenSpan
 from dora.data.types import Prompt
 from dora.journal.content import Content
@@ -119,8 +119,23 @@ def test_a_process_continues_its_own_history_alone(tokens: int, runs: list[tuple
     shell.ask(0, 7, 8)
     entry = shell.buffer.at(0)
     theirs = [*entry.tokens.tolist(), 9, 9]
-    assert entry.continues(tokens, given_digest(theirs, runs)) is goes_on
-    assert not entry.continues(tokens, given_digest([1] * 9, runs)) or not runs
+    beginning = beginning_digest(PROMPT.token_ids, entry.sampling.seed)
+    assert entry.continues(tokens, given_digest(beginning, theirs, runs)) is goes_on
+    assert not entry.continues(tokens, given_digest(beginning, [1] * 9, runs)) or not runs
+    assert not entry.continues(tokens, given_digest(beginning_digest((2,), entry.sampling.seed), theirs, runs))
+
+
+def test_a_process_of_another_branch_does_not_continue() -> None:
+    shell = Shell()
+    shell.turn(0)
+    entry = shell.buffer.at(0)
+    left = beginning_digest(PROMPT.token_ids, entry.sampling.seed)
+    assert entry.continues(2, given_digest(left, entry.tokens, []))
+    shell.records.append(shell.buffer.give(entry, (7, 8), 9, "tool", 12.0, (0, 1)))
+    for tokens, runs in ((1, []), (2, []), (3, [(1, 3)]), (9, [(1, 3)])):
+        assert not entry.continues(tokens, given_digest(left, [3, 7, 8, *range(9)], runs)), "its seed is another"
+    own = beginning_digest(PROMPT.token_ids, entry.branch_sampling().seed)
+    assert entry.continues(3, given_digest(own, entry.tokens, [(1, 3)]))
 
 
 def test_the_log_has_turns_ends_and_attempts() -> None:
@@ -135,7 +150,7 @@ def test_the_log_has_turns_ends_and_attempts() -> None:
     for before in (*shell.buffer._groups["g0"],):
         after = again[before.request_id]
         assert replace(before, window_versions=0, finished_at=0.0) == replace(after, window_versions=0, finished_at=0.0)
-    assert again["g0.0"].loss_mask().tolist() == [1, 1, 0, 0, 1, 1, 0] and again["g0.1"].is_closed
+    assert again["g0.0"].given_bounds() == [(2, 4), (6, 7)] and again["g0.1"].is_closed
     spec: Any = again["g0.0"].spec()
     assert (spec.given, spec.keeps, spec.sampling.max_tokens, spec.pending) == (((2, 4), (6, 7)), True, 9, 1)
     assert not len(again["g0.2~1"]) and again["g0.2~1"].sampling.seed != shell.buffer["g0.3"].sampling.seed

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from dora.data.advantages import ESTIMATORS, leave_one_out, soft_overlong_punishment
+from dora.data.advantages import (
+    ESTIMATORS,
+    centred,
+    leave_one_out,
+    normalized,
+    over_sessions,
+    soft_overlong_punishment,
+)
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from dora.trainers.objectives.batch import Row, TokenBatch
@@ -336,3 +343,13 @@ def test_settings_that_make_no_objective_are_refused(
         objective("dapo", **settings)
     with refused(InvalidValue, field="objective", value="grop"):
         objective("grop")
+
+
+def test_a_session_with_branches_counts_once_in_its_group() -> None:
+    rewards, valid = np.array([1.0, 0.0, 0.0, 0.0, 0.5]), np.ones(5, bool)
+    found = over_sessions(centred, rewards, valid, np.array([0, 1, 1, 1, 2]))
+    assert found.tolist() == [0.5, -0.5, -0.5, -0.5, 0.0]
+    alone = over_sessions(normalized, rewards, valid, np.arange(5))
+    assert (alone == normalized(rewards, valid)).all()
+    broken = over_sessions(centred, rewards, np.array([1, 0, 0, 0, 1], bool), np.array([0, 1, 1, 1, 2]))
+    assert broken.tolist() == [0.25, 0.0, 0.0, 0.0, -0.25]

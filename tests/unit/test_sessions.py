@@ -312,3 +312,94 @@ def test_a_session_whose_turn_waits_at_one_reattached_worker_is_not_adopted_by_a
     row = again.state.request_row[S]
     assert row in again.state.workers["w0"].rows and not again.state.workers["w1"].rows
     assert [each.worker_id for each in commands if isinstance(each, do.RemoveRequest)] == ["w1"]
+
+
+# --------------------------------------------------------------------------------------------------- prompts and forks
+
+
+class EmptyBench(SessionBench):
+    """One session whose environment gives the prompt."""
+
+    def open(self, count: int, group_size: int = 1) -> None:
+        prompts = tuple(on.OfferedPrompt(f"s{n}", "task", 0, group_size, 60, sessions=True) for n in range(count))
+        self.prompts += count
+        self.post(on.PromptsOffered(prompts))
+
+
+def test_a_session_without_a_prompt_is_idle_until_its_first_turn_brings_it() -> None:
+    bench = EmptyBench()
+    assert bench.status == IDLE and not bench.given(do.StartRequest)
+    with refused(Conflict, field="session", value=S):
+        bench.ask(3)
+    (start,) = bench.post(on.TurnAsked(S, 6, is_prompt=True))
+    assert isinstance(start, do.StartRequest) and start.arrival == "new"
+    columns = bench.state.requests
+    assert (columns["prompt_tokens"][bench.row], columns["tokens"][bench.row], bench.status) == (6, 0, RUNNING)
+    bench.answer(start)
+    bench.turn(4)
+    assert isinstance(bench.ask(2)[0], do.ExtendRequest) and bench.machine.counters.turns_forked == 0
+    check_state(bench.state)
+
+
+def test_a_session_whose_environment_gives_no_prompt_is_replaced_by_one_that_waits_for_it() -> None:
+    bench = EmptyBench(sessions={"idle_timeout_s": 10.0, "replacements": 1})
+    (replaced,) = [each for each in bench.later(11.0) if isinstance(each, do.ReplaceRequest)]
+    assert replaced.replacement_id == f"{S}~1"
+    assert bench.state.requests["status"][bench.state.request_row[f"{S}~1"]] == IDLE
+    (dropped,) = [each for each in bench.later(11.0) if isinstance(each, do.DropGroup)]
+    assert "no turn was asked" in dropped.reason
+    check_empty(bench.state)
+
+
+@pytest.mark.parametrize("event", [on.TurnAsked(S, 2, after_tokens=4), on.TurnAsked(S, 9, is_prompt=True)])
+def test_a_fork_frees_the_kv_of_the_branch_that_it_leaves(event: on.TurnAsked) -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    bench.turn(7)
+    sent = bench.post(event)
+    assert [type(each) for each in sent] == [do.RemoveRequest, do.StartRequest] and sent[0].worker_id == home
+    columns = bench.state.requests
+    found = (int(columns["prompt_tokens"][bench.row]), int(columns["tokens"][bench.row]))
+    assert found == ((9, 0) if event.is_prompt else (5, 6))
+    assert sent[1].arrival == ("new" if event.is_prompt else "re-prefilled")
+    assert bench.machine.counters.turns_forked == 1
+    check_state(bench.state)
+
+
+def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    bench.turn(7)
+    other = "w1" if home == "w0" else "w0"
+    bench.post(on.MigrateAsked(S, other))
+    bench.obey(do.ReserveSlot)
+    sent = bench.post(on.TurnAsked(S, 2, after_tokens=3))
+    assert bench.row not in bench.state.handoffs and isinstance(sent[-1], do.StartRequest)
+    check_state(bench.state)
+
+
+@pytest.mark.parametrize(
+    "event", [on.TurnAsked(S, 2, after_tokens=-1), on.TurnAsked(S, 2, after_tokens=1, is_prompt=True)]
+)
+def test_a_fork_from_nowhere_is_refused(event: on.TurnAsked) -> None:
+    bench = SessionBench()
+    bench.turn(7)
+    with refused(InvalidValue, field="after_tokens"):
+        bench.post(event)
+    assert bench.status == IDLE
+    check_state(bench.state)
+
+
+def test_a_restart_restores_sessions_without_a_prompt_and_prompts_of_their_own() -> None:
+    bench = EmptyBench()
+    waiting = restoring.durable(bench.state)
+    again = Machine(bench.state.config)
+    again.handle(waiting, 1.0)
+    assert again.state.requests["status"][again.state.request_row[S]] == IDLE
+    bench.post(on.TurnAsked(S, 6, is_prompt=True))
+    bench.obey(do.StartRequest)
+    bench.turn(4)
+    begun = Machine(bench.state.config)
+    begun.handle(restoring.durable(bench.state), 1.0)
+    row = begun.state.request_row[S]
+    assert begun.state.requests["prompt_tokens"][row] == 6 and begun.state.requests["tokens"][row] == 4

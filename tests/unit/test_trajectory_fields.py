@@ -18,6 +18,7 @@ from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.recovery.resume import restore_buffer
 from dora.orchestrator.recovery.state_folder import state_folder_of
+from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import readers
@@ -140,7 +141,7 @@ def test_packed_columns_hold_what_the_service_reads_of_responses(tmp_path: Path,
     group, _ = book.deliver("g0", 5)
     assert isinstance(group, packed.PackedGroup)
     entries = [book["g0.0"], book["g0.1"]]
-    expected = [values_of(each.trajectory(5, config.rollout.reference_version)) for each in entries]
+    expected = [values_of(*trajectories(each, 5, config.rollout.reference_version)) for each in entries]
     found = list(map(values_of, group.trajectories))
     for name in (name for name, declared in DECLARED.items() if declared.packing is packing):
         assert [each[name] for each in found] == [each[name] for each in expected], name

@@ -113,15 +113,16 @@ class BasePolicy(ABC):
                 self._place(dispatcher, row, heap, most)
 
     def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
-        """Whether a request of this version waits. Admits a group if none does."""
-        if dispatcher.waiting_requests(version):
-            return True
-        if not dispatcher.backlog or dispatcher.admissible(version) < 1:
-            return False
-        entry = self.choose(dispatcher, version)
-        if entry is None:
-            return False
-        dispatcher.admit(entry, version, self.rank)
+        """Whether a request of this version waits. Admits groups if none does: those without a prompt wait for their
+        environment instead.
+        """
+        while not dispatcher.waiting_requests(version):
+            if not dispatcher.backlog or dispatcher.admissible(version) < 1:
+                return False
+            entry = self.choose(dispatcher, version)
+            if entry is None:
+                return False
+            dispatcher.admit(entry, version, self.rank)
         return True
 
     def _place(self, dispatcher: Dispatcher, row: int, heap: list[tuple[float, int, Worker]], most: float) -> None:

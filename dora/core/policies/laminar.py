@@ -120,6 +120,7 @@ class LaminarPolicy(BasePolicy):
                 if entry is None:
                     break
                 dispatcher.admit(entry, version, self.rank)
+                continue  # a session without a prompt does not wait
             dispatcher.place(dispatcher.waiting_requests(version).peek(), worker)
             heapreplace(heap, (free + 1, index, worker))
         if admits:

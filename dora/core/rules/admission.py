@@ -136,9 +136,13 @@ def admit(
     state.groups_named += 1
     expected = enter(state, [group_id], [prompt], [version], [state.window.deadline(version)], rows)
     state.freshness.admitted()
-    waiting_requests = state.waiting.setdefault(version, WaitingRequests())
-    for row, tokens in zip(rows, expected, strict=True):
-        waiting_requests.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
+    if prompt.begins_idle:
+        for row in rows:
+            state.idles(row)
+    else:
+        waiting_requests = state.waiting.setdefault(version, WaitingRequests())
+        for row, tokens in zip(rows, expected, strict=True):
+            waiting_requests.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
     state.counters.groups_admitted += 1
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, tuple(request_ids(group_id, len(rows)))))
 

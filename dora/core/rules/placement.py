@@ -8,7 +8,8 @@ from dora.core.state import IDLE, State
 def start(state: State, row: int, worker: Worker) -> None:
     """Sends a request without an owner to a worker: new, or resumed by re-prefilling its delivered tokens."""
     state.give(row, worker)
-    resumed = bool(state.requests["tokens"][row])
+    given = int(state.requests["given"][row])
+    resumed = int(state.requests["tokens"][row]) > given
     command = do.StartRequest(
         worker.worker_id,
         worker.epoch,
@@ -20,7 +21,7 @@ def start(state: State, row: int, worker: Worker) -> None:
     state.requests["starting"][row] = command.command_id
     state.send(command)
     state.counters.migrations_reprefill += resumed
-    state.counters.turns_reprefilled += bool(state.requests["given"][row])
+    state.counters.turns_reprefilled += bool(given)
     state.requests["given"][row] = 0
 
 

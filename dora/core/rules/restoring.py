@@ -68,9 +68,10 @@ def _checked(state: State, event: on.Restored) -> Window:
     if len(set(names)) < len(names):
         raise InvalidValue("workers, pools", sorted(names), "each once")
     requests, count = event.requests, sum(group.prompt.group_size for group in event.groups)
-    for name in ("rows", "tokens", "stages", "attempts", "given"):
+    optional = ("attempts", "given", "own_prompts")
+    for name in ("rows", "tokens", "stages", *optional):
         column = getattr(requests, name)
-        if len(column) != count and (len(column) or name not in ("attempts", "given")):
+        if len(column) != count and (len(column) or name not in optional):
             raise InvalidValue(f"requests.{name}", len(column), f"{count}, as many as the groups have responses")
     if len(np.unique(requests.rows)) < count or (count and int(requests.rows.min()) < 0):
         raise InvalidValue("requests.rows", "a row twice, or below 0", "a row of its own for each request")
@@ -151,6 +152,8 @@ def _enter_sessions(state: State, rows: Column, given: on.RestoredRequests) -> N
     requests["began_s"][rows] = np.where(given.tokens > 0, state.now_s, 0.0)
     if len(given.given):
         requests["given"][rows] = given.given
+    own = np.flatnonzero(given.own_prompts)
+    requests["prompt_tokens"][rows[own]] = given.own_prompts[own]
     for row in rows[requests["status"][rows] == IDLE].tolist():
         state.idles(row)
     for row, attempt in zip(rows.tolist(), given.attempts.tolist(), strict=False):
@@ -174,6 +177,7 @@ def durable(state: State) -> on.Restored:
     requests, window = state.requests, state.window
     ordered = sorted(state.group_id, key=lambda group: int(state.group_id[group].removeprefix("g")))
     rows = np.array([row for group in ordered for row in state.members[group]], np.int64)
+    of_groups = np.array([state.traits[group].prompt_tokens for group in ordered for _ in state.members[group]])
     stages = np.select([requests["status"][rows] == each for each in STAGES], range(len(STAGES)), 0)
     names = state.group_id
     return on.Restored(
@@ -193,6 +197,7 @@ def durable(state: State) -> on.Restored:
             stages.astype(np.uint8),
             requests["attempt"][rows].astype(np.uint8),
             requests["given"][rows].astype(np.int32),
+            np.where(requests["prompt_tokens"][rows] != of_groups, requests["prompt_tokens"][rows], 0).astype(np.int32),
         ),
         leased=tuple(names[group] for group in state.leased),
         finished=tuple(names[group] for _, waiting in sorted(state.finished.items()) for group in waiting),

@@ -4,6 +4,11 @@
                              │ └──ended──▶ FINISHED
                              └──timed out, failed──▶ FINISHED without reward, or replaced
 
+A session whose prompt has no tokens is idle from its admission on. Its first turn brings the prompt.
+
+A turn continues the session's tokens, or *forks*: its tokens follow an earlier place, or are a context of their own. A
+fork is prefilled whole. The shell has the other branches; here a session has the tokens of its present one.
+
 An idle session holds no slot. Its KV is *resident* on its worker or *parked* in a pool, or the session is *cold*: it
 has none, and its next turn is prefilled whole. It stays under its version and is demand for it like a waiting request.
 
@@ -22,6 +27,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.choice import Choice, cheapest
+from dora.core.handoff.table import Signal
 from dora.core.rules import handoff, lifecycle, placement
 from dora.core.rules.admission import admissible, attempt_id
 from dora.core.state import FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
@@ -38,14 +44,24 @@ def asked(state: State, event: on.TurnAsked) -> None:
     Raises NotFound, InvalidValue, or Conflict for a session that is not idle.
     """
     row = check_idle(state, event.request_id)
+    requests = state.requests
+    after = int(requests["tokens"][row]) if event.after_tokens is None else event.after_tokens
     if event.tokens < 1:
         raise InvalidValue("tokens", event.tokens, "at least 1 given token")
-    requests = state.requests
-    pause_s = state.now_s - float(requests["idle_s"][row])
-    state.pauses.observe(_task(state, row), pause_s)
-    requests["given"][row] = event.tokens
-    requests["tokens"][row] += event.tokens
-    requests["paused_s"][row] += pause_s
+    if after < 0 or (event.is_prompt and event.after_tokens is not None):
+        raise InvalidValue("after_tokens", event.after_tokens, "0 or more, and none with a prompt")
+    if not (event.is_prompt or requests["prompt_tokens"][row]):
+        raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
+    if event.is_prompt or event.after_tokens is not None:
+        _fork(state, row)
+    if requests["began_s"][row]:
+        pause_s = state.now_s - float(requests["idle_s"][row])
+        state.pauses.observe(_task(state, row), pause_s)
+        requests["paused_s"][row] += pause_s
+    if event.is_prompt:
+        requests["prompt_tokens"][row], requests["tokens"][row] = event.tokens, 0
+    else:
+        requests["given"][row], requests["tokens"][row] = event.tokens, after + event.tokens
     state.idles_no_more(row)
     requests["status"][row] = RequestStatus.WAITING
     if requests["moving"][row]:
@@ -55,6 +71,13 @@ def asked(state: State, event: on.TurnAsked) -> None:
         placement.extend(state, row, worker)
     else:
         placement.queue_again(state, row)
+
+
+def _fork(state: State, row: int) -> None:
+    """Frees the KV of a session that leaves its branch, if it has begun."""
+    handoff.signal_row(state, row, Signal.UNDO)
+    lifecycle.drop_kv(state, row)
+    state.counters.turns_forked += bool(state.requests["began_s"][row])
 
 
 def check_idle(state: State, request_id: str) -> int:
@@ -154,7 +177,12 @@ def _replace(state: State, row: int, reason: str) -> None:
     state.rename(row, new_id)
     state.counters.sessions_replaced += 1
     state.out.append(do.ReplaceRequest(old_id, new_id, reason))
-    state.wait_first(row)
+    prompt_tokens = state.traits[int(requests["group"][row])].prompt_tokens
+    requests["prompt_tokens"][row] = prompt_tokens
+    if prompt_tokens:
+        state.wait_first(row)
+    else:
+        state.idles(row)
 
 
 # ----------------------------------------------------------------------------------------------------------------- KV

@@ -15,6 +15,7 @@ from dora.data.types import Prompt
 from dora.journal.content import Requests
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
 from dora.journal.records import CLOSED
+from dora.orchestrator.rollout.session_paths import prompt_of, runs_of, shift_of
 
 COMMANDS_A_LIFE: Final = 1 << 32  # command ids of one incarnation
 GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more than a window holds
@@ -67,13 +68,21 @@ def restored(
     taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
     stands = standing(values, len(taken), window)
     stages = np.where(requests.ends > 0, FINISHED, UNFINISHED).astype(np.uint8)
-    given = np.zeros(len(requests), np.int32)
-    of_session = np.repeat([bool(group.prompt.environment) for group in groups], [len(group.rows) for group in groups])
+    sizes = [len(group.rows) for group in groups]
+    of_session = np.repeat([bool(group.prompt.environment) for group in groups], sizes)
+    tokens = requests.counts.astype(np.int32)
+    given, own_prompts = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
     if of_session.any():
-        stages[of_session & (requests.ends > 0) & (requests.ends < CLOSED)] = IDLE
+        is_idle = (requests.ends > 0) & (requests.ends < CLOSED)
+        has_prompt = np.repeat([bool(group.prompt.token_ids) for group in groups], sizes)
+        stages[of_session & (is_idle | (~has_prompt & (requests.counts == 0)))] = IDLE
         for position, turns in requests.turns.items():
-            first, tokens, *_ = turns[-1]
-            given[position] = tokens if first + tokens == requests.counts[position] else 0
+            runs = runs_of(turns)
+            tokens[position] -= shift_of(runs)
+            if (prompt := prompt_of(runs, len(runs))) is not None:
+                own_prompts[position] = prompt.tokens
+            waits = runs[-1].held_end == requests.counts[position] and not runs[-1].is_prompt
+            given[position] = runs[-1].tokens if waits else 0
     stages[list(requests.verdicts)] = SCORED
     return on.Restored(
         newest=values["newest"],
@@ -93,10 +102,11 @@ def restored(
         ),
         requests=on.RestoredRequests(
             np.array([row for group in groups for row in group.rows], np.int32),
-            requests.counts.astype(np.int32),
+            tokens,
             stages,
             requests.attempts,
             given,
+            own_prompts,
         ),
         leased=tuple(group.group_id for group in taken),
         finished=_finished(groups, requests),

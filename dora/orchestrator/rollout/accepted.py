@@ -42,6 +42,7 @@ class Accepted:
     segments: tuple[BegunSegment, ...] = ()
     ended: tuple[str, ...] = ()  # ids of the requests that ended, or whose turn did
     attempts: Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # of sessions: replacements before
+    shifts: Column = field(default_factory=lambda: np.zeros(0, np.int64))  # of sessions: tokens held on no path
     is_mixed: bool = False
 
     @property
@@ -81,7 +82,7 @@ class Accepted:
         tokens = records.Tokens(
             self.at,
             self.numbers,
-            self.before,
+            self.before + self.shifts,
             counts,
             columns.ends if columns.ends.any() else columns.ends[:0],
             token_ids,

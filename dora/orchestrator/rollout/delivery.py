@@ -1,8 +1,10 @@
 """Turns finished responses into a trainer's messages. Tokens stay in the response buffer's own memory."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from dora.data.trajectory import TrajectoryGroup
+from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.response_state import ResponseState, readers
 from dora.rpc.packed import PackedGroup
 from dora.rpc.packed_columns import packed_message
@@ -12,6 +14,7 @@ def delivered(entries: Sequence[ResponseState], step: int, reference_version: in
     """Returns the finished responses of one prompt as the trainer of ``step`` gets them."""
     first = entries[0]
     if first.routing is not None or first.is_session:  # rows of experts and given tokens are not packed in columns
-        return TrajectoryGroup(first.group_id, tuple(entry.trajectory(step, reference_version) for entry in entries))
+        each = (trajectories(entry, step, reference_version) for entry in entries)
+        return TrajectoryGroup(first.group_id, tuple(chain.from_iterable(each)))
     read = readers(step, reference_version).__getitem__
     return PackedGroup(packed_message(entries, read), [entry.delivered for entry in entries])

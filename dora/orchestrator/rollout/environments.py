@@ -12,6 +12,7 @@ from typing import Final
 
 from dora.core.state import IDLE, State
 from dora.orchestrator.rollout.accepted import Accepted
+from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc.errors import LimitExceeded
@@ -54,6 +55,7 @@ class Environments:
         self._state = state
         self._attending: dict[str, list[Attendee]] = {}
         self._readers: dict[str, set[asyncio.Event]] = {}
+        self._opened: dict[str, int] = {}  # sessions of each prompt that a client has opened; some may be DONE
 
     def is_idle(self, entry: ResponseState) -> bool:
         """Returns whether a session waits for its next turn."""
@@ -66,12 +68,16 @@ class Environments:
     def reported(self, accepted: Accepted) -> None:
         """Offers sessions whose turn has ended, and wakes the readers of sessions that have new tokens."""
         for request_id in accepted.ended:
-            entry = self._buffer.get(request_id)
-            if entry is not None and entry.is_session and self.is_idle(entry):
-                self._offer(entry)
+            self.idles(request_id)
         if self._readers:
             for row in accepted.columns.rows.tolist():
                 self._wake(self._buffer.at(row).request_id)
+
+    def idles(self, request_id: str) -> None:
+        """Offers a session that waits for its environment."""
+        entry = self._buffer.get(request_id)
+        if entry is not None and entry.is_session and self.is_idle(entry):
+            self._offer(entry)
 
     def over(self, request_id: str) -> None:
         """A session has ended, was replaced or is forgotten."""
@@ -112,6 +118,18 @@ class Environments:
                     self._offer(entry)
             if not attendees:
                 self._attending.pop(environment, None)
+
+    def check_room(self, prompt_id: str, sessions: int, ledger: PromptLedger, most: int) -> None:
+        """Counts the sessions of a prompt that a client opens. Raises LimitExceeded for more than ``most`` in all."""
+        if sum(self._opened.values()) + sessions > most:
+            self._opened = {
+                name: size for name, size in self._opened.items() if ledger.state(name) is not PromptState.DONE
+            }
+        opened = sum(self._opened.values())
+        if opened + sessions > most:
+            allowed = f"at most {most - opened} now (sessions.open_max = {most})"
+            raise LimitExceeded("group_size: opened sessions", sessions, allowed)
+        self._opened[prompt_id] = sessions
 
     def _offer_all(self, environment: str) -> None:
         for _, entries in self._buffer.groups():

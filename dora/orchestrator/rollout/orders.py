@@ -58,7 +58,8 @@ def worker_message(
             entry = buffer[request_id]
             run = entry.given[-1]
             extend = pb.ExtendRequest(request_id=request_id, max_tokens=run.max_tokens, row=entry.row)
-            extend.given_token_ids, extend.first_token = entry.tokens[run.first_token :].tobytes(), run.first_token
+            extend.given_token_ids = entry.held()["token_id"][run.held_at : run.held_end].tobytes()
+            extend.first_token = run.first_token
             message.extend_request.CopyFrom(extend)
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id

@@ -90,7 +90,7 @@ class PromptCheck:
         check_sampling(sampling, f"{position}: sampling", self._vocab_size)
         if not whatever_length:  # before each of its ids is checked
             self._check_length(prompt.token_ids, sampling, position)
-        token_ids = self._checked_ids(prompt.token_ids, position)
+        token_ids = () if prompt.environment and not prompt.token_ids else self._checked_ids(prompt.token_ids, position)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
 
     def _check_environment(self, environment: object, field: str) -> None:
@@ -120,8 +120,12 @@ class PromptCheck:
                 )
             return message.text, token_ids_from_wire(message.token_ids, f"{position}: token_ids")
         if not message.text and not message.messages_json:
+            if message.environment:
+                return "", ()
             raise InvalidValue(
-                f"{position}: token_ids", MISSING, "at least one token, or text or messages_json instead"
+                f"{position}: token_ids",
+                MISSING,
+                "at least one token, or text, messages_json or an environment that gives the prompt",
             )
         if self._tokenizer is None:
             raise InvalidValue(f"{position}: token_ids", MISSING, "at least one token: this service has no tokenizer")

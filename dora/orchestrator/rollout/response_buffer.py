@@ -6,7 +6,7 @@ for a worker's report: it appends each span's bytes behind those that its respon
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import count
 from typing import Any, Final, cast
 
@@ -24,7 +24,8 @@ from dora.journal.ledger import LiveGroup
 from dora.orchestrator.rollout.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.delivery import delivered
 from dora.orchestrator.rollout.response_columns import ResponseColumns
-from dora.orchestrator.rollout.response_state import TOKEN, GivenRun, ResponseState, SegmentStart
+from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart, reseeded
+from dora.orchestrator.rollout.session_paths import GivenRun, runs_of, shift_of
 from dora.orchestrator.rollout.span_checks import check_spans
 
 _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
@@ -78,19 +79,32 @@ class ResponseBuffer:
         return entries
 
     def give(
-        self, entry: ResponseState, token_ids: Sequence[int], max_tokens: int, name: str, at: float
+        self,
+        entry: ResponseState,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        name: str,
+        at: float,
+        fork: tuple[int, int] | None = None,
     ) -> records.Tokens:
-        """Begins the next turn of a session with given tokens. Returns the journal's record."""
-        first, count = len(entry), len(token_ids)
+        """Begins the next turn of a session with given tokens. Returns the journal's record.
+
+        ``fork``: the turn whose path they continue and their first position there (``GivenRun``); None: after all
+        tokens of the turn before.
+        """
+        held_at, count = entry.held_tokens, len(token_ids)
         tokens = np.zeros(count, TOKEN)
         tokens["token_id"] = token_ids
         entry.delivered += tokens.tobytes()
         assert entry.finish_reason is not None, "a turn follows one that has ended"
         before, stop = entry.finish_reason, entry.stop
-        entry.given.append(GivenRun(first, count, max_tokens, name, before, stop, at))
+        after_turn, first_token = fork or (len(entry.given), held_at - shift_of(entry.given))
+        is_fork = fork is not None
+        run = GivenRun(held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork)
+        entry.given.append(run)
         entry.finish_reason, entry.stop = None, ""
-        self._columns.give(entry.row, count, max_tokens)
-        return _record(entry, at, first, tokens, turns=[[0, max_tokens, name, before, stop]])
+        self._columns.give(entry.row, run, at)
+        return _record(entry, at, held_at, tokens, turns=[[0, max_tokens, name, before, stop, *(fork or ())]])
 
     def close(self, entry: ResponseState, at: float) -> records.Tokens:
         """Ends a session with what it has. Returns the journal's record."""
@@ -98,13 +112,13 @@ class ResponseBuffer:
         if entry.finish_reason is None:
             entry.finish_reason, entry.finished_at = "length", at
         end = records.CLOSED | FINISH_REASONS.index(entry.finish_reason)
-        return _record(entry, at, len(entry), np.zeros(0, TOKEN), end)
+        return _record(entry, at, entry.held_tokens, np.zeros(0, TOKEN), end)
 
     def substitute(self, request_id: str, replacement_id: str, at: float) -> records.Tokens:
         """Forgets a session, and adds the one in its place, in its row. Returns the journal's record."""
         before, row = self._entries[request_id], self._entries[request_id].row
         self.end((before,))
-        attempt, sampling = before.attempt + 1, reseeded(before.sampling, before.attempt + 1)
+        attempt, sampling = before.attempt + 1, reseeded(before.sampling, f"~{before.attempt + 1}")
         entry = ResponseState(
             row, replacement_id, before.group_id, before.prompt, before.sample_index, before.version, sampling,
             before.started_at, before.routing, window_versions=before.window_versions, number=before.number,
@@ -136,7 +150,7 @@ class ResponseBuffer:
         for position, entry in enumerate(entries, start=first):
             if attempts[position - first]:
                 entry.attempt = attempts[position - first]
-                entry.sampling = reseeded(entry.sampling, entry.attempt)
+                entry.sampling = reseeded(entry.sampling, f"~{entry.attempt}")
                 self._columns.number(entry.row, entry.number, entry.attempt)
             entry.window_versions = group.window_versions
             begin, count = int(found.begins[position]), int(found.counts[position])
@@ -146,7 +160,8 @@ class ResponseBuffer:
             entry.segment_starts += [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
             end = int(found.ends[position])
             entry.finish_reason, entry.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
-            entry.given += [GivenRun(*turn) for turn in found.turns.get(position, ())]
+            entry.given += runs_of(found.turns.get(position, ()))
+            entry.begin_idle()
             entry.finished_at = float(found.heard_at[position]) if entry.finish_reason is not None else 0.0
             entry.stop = found.stops.get(position, "")
             verdict = found.verdicts.get(position)
@@ -157,7 +172,8 @@ class ResponseBuffer:
         self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
         for entry in entries:
             if entry.given:
-                self._columns.give(entry.row, 0, entry.given[-1].end - len(entry) + entry.given[-1].max_tokens)
+                last_s = float(self._columns.heard_at[entry.row])
+                self._columns.give(entry.row, entry.given[-1], last_s, len(entry))
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
@@ -175,6 +191,7 @@ class ResponseBuffer:
         self._entries.update((entry.request_id, entry) for entry in entries)
         for entry in entries:
             self._by_row[entry.row], self._delivered_by_row[entry.row] = entry, entry.delivered
+            entry.begin_idle()
         first, rows = entries[0], np.array([entry.row for entry in entries])
         self._columns.begin(rows, first.version, first.sampling.max_tokens, len(first.prompt.token_ids), at)
 
@@ -254,7 +271,8 @@ class ResponseBuffer:
         self._columns.extend(rows[is_new], after[is_new], at)
         ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
         numbers, attempts = self._columns.numbers[rows], self._columns.attempts[rows]
-        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended, attempts)
+        shifts = self._columns.shifts[rows]
+        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended, attempts, shifts)
 
     def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
         """Enters the end that the span at ``index`` reports. Returns the request's id."""
@@ -274,8 +292,9 @@ class ResponseBuffer:
             if arrival is not None or not entry.segment_starts:
                 has_waited = arrival is not None and entry.delivered
                 without_s = at - float(self._columns.heard_at[row]) if has_waited else None
-                begun.append(BegunSegment(index, len(entry), arrival or "new", without_s))
-                entry.segment_starts.append(SegmentStart(worker_id, len(entry), arrival or "new"))
+                first_token = entry.held_tokens
+                begun.append(BegunSegment(index, first_token, arrival or "new", without_s))
+                entry.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new"))
             self._columns.expect(row, bool(entry.arrivals))
         return tuple(begun)
 
@@ -327,12 +346,6 @@ class ResponseBuffer:
                 digest = hashlib.blake2b(f"{origin}/{index}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big") >> 2
             yield SamplingParams(*before, seed, *behind)  # type: ignore[call-arg]  # replace() takes five times as long
-
-
-def reseeded(sampling: SamplingParams, attempt: int) -> SamplingParams:
-    """The sampling parameters of a session in place of another one with these: with another seed."""
-    digest = hashlib.blake2b(f"{sampling.seed}~{attempt}".encode(), digest_size=8).digest()
-    return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
 
 
 def _record(

@@ -3,6 +3,7 @@
 import numpy as np
 
 from dora.data.token_spans import Column
+from dora.orchestrator.rollout.session_paths import GivenRun
 
 ROWS_MIN = 1024
 
@@ -19,6 +20,7 @@ class ResponseColumns:
         self.arrives: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens may begin a segment
         self.numbers: Column = np.zeros(ROWS_MIN, np.int64)  # in the journal; -1: of an evaluation
         self.attempts: Column = np.zeros(ROWS_MIN, np.uint8)  # sessions: replacements before
+        self.shifts: Column = np.zeros(ROWS_MIN, np.int64)  # sessions: tokens held that are not on the present path
 
     def begin(self, rows: Column, version: int, max_tokens: int, prompt_tokens: int, at: float) -> None:
         """Adds responses without tokens."""
@@ -30,7 +32,7 @@ class ResponseColumns:
         self.heard_at[rows] = at
         self.arrives[rows] = True
         self.numbers[rows] = -1
-        self.attempts[rows] = 0
+        self.attempts[rows] = self.shifts[rows] = 0
 
     def extend(self, rows: Column, held: Column, at: Column | float) -> None:
         """``held``: tokens of each response now. ``at``: when the last ones came."""
@@ -44,10 +46,14 @@ class ResponseColumns:
     def number(self, row: int, number: int, attempt: int = 0) -> None:
         self.numbers[row], self.attempts[row] = number, attempt
 
-    def give(self, row: int, tokens: int, max_tokens: int) -> None:
-        """Adds given tokens, after which at most ``max_tokens`` are sampled."""
-        self.held[row] += tokens
-        self.max_tokens[row] = self.held[row] + max_tokens
+    def give(self, row: int, run: GivenRun, at: float, held: int = -1) -> None:
+        """Begins a turn of a session. ``held``: response tokens on its path; -1: those up to the given ones."""
+        self.held[row] = run.end if held < 0 else held
+        self.max_tokens[row] = run.end + run.max_tokens
+        self.shifts[row] = run.held_at - run.first_token
+        self.heard_at[row] = at
+        if run.is_prompt:
+            self.prompt_tokens[row] = run.tokens
 
     def _reach(self, rows: int) -> None:
         lacking = rows - len(self.held)

@@ -1,5 +1,6 @@
 """One response while it is generated: its tokens, byte for byte as they were reported."""
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,13 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.data.given_digest import given_digest
-from dora.data.trajectory import Float32Array, Int32Array, Trajectory, Uint8Array
+from dora.data.given_digest import beginning_digest, given_digest
+from dora.data.token_spans import Column
+from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.trajectory_fields import ExpertArray, expert_rows
 from dora.data.types import (
-    GIVEN,
     Arrival,
-    EnvironmentEvent,
     FinishReason,
     Prompt,
     RequestSpec,
@@ -23,6 +23,15 @@ from dora.data.types import (
     Segment,
 )
 from dora.errors import InvalidValue
+from dora.orchestrator.rollout.session_paths import (
+    GivenRun,
+    bounds,
+    fork_of,
+    places,
+    prompt_of,
+    runs_on,
+    shift_of,
+)
 from dora.rpc import packed
 
 TOKEN: Final = packed.TOKEN  # the buffer's layout of a token
@@ -41,24 +50,6 @@ class SegmentStart:
     worker_id: str
     first_token: int
     arrival: Arrival
-
-
-@dataclass(frozen=True, slots=True)
-class GivenRun:
-    """Tokens of a session that its environment gave. They begin a turn of at most ``max_tokens`` sampled tokens."""
-
-    first_token: int
-    tokens: int
-    max_tokens: int
-    name: str  # of what gave them
-    before: FinishReason  # how the turn before ended
-    stop_before: str  # the stop string that ended it
-    at: float
-
-    @property
-    def end(self) -> int:
-        """The index of the turn's first sampled token."""
-        return self.first_token + self.tokens
 
 
 @dataclass(slots=True)
@@ -85,75 +76,110 @@ class ResponseState:
     window_versions: int = 0  # size of the window at admission
     number: int = -1  # in the journal; -1: of an evaluation
     attempt: int = 0  # sessions: replacements before it
-    given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but the first
+    given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but number 0
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
+
+    def begin_idle(self) -> None:
+        """Ends turn 0 of a session without a prompt: it has no tokens, and turn 1 brings the prompt."""
+        if not self.prompt.token_ids and not self.given:
+            self.finish_reason = "stop"
 
     @property
     def is_session(self) -> bool:
         return bool(self.prompt.environment)
 
     def turn_begin(self, turn: int) -> int:
-        """The index of a turn's first sampled token. ``turn``: from 0 to ``len(given)``."""
-        return self.given[turn - 1].end if turn else 0
+        """The index of a turn's first sampled token among all tokens. ``turn``: from 0 to ``len(given)``."""
+        return self.given[turn - 1].held_end if turn else 0
 
     def turn_end(self, turn: int) -> int:
-        """One after a turn's last sampled token so far."""
-        return self.given[turn].first_token if turn < len(self.given) else len(self)
+        """One after the index of a turn's last sampled token so far."""
+        return self.given[turn].held_at if turn < len(self.given) else self.held_tokens
+
+    def path_tokens(self, turn: int) -> int:
+        """The number of response tokens on the path of a turn so far."""
+        return self.turn_end(turn) - shift_of(self.given, turn)
+
+    def end_of(self, turn: int) -> tuple[FinishReason | None, str]:
+        """How a turn has ended, with the stop string that ended it."""
+        if turn < len(self.given):
+            return self.given[turn].before, self.given[turn].stop_before
+        return self.finish_reason, self.stop
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of delivered tokens, those of all branches of a session."""
+        return len(self.delivered) // TOKEN.itemsize
 
     def __len__(self) -> int:
-        """The number of delivered tokens."""
-        return len(self.delivered) // TOKEN.itemsize
+        """The number of response tokens; of a session with branches, those of the present one."""
+        return self.held_tokens - shift_of(self.given)
+
+    def held(self) -> Column:
+        """The delivered tokens, TOKENs: a view, in which nothing may be kept."""
+        return np.frombuffer(self.delivered, TOKEN)
+
+    def _present(self) -> Column:
+        """The tokens on the present path."""
+        if not shift_of(self.given):
+            return self.held()
+        return self.held()[places(self.given, len(self.given), self.held_tokens)]
 
     @property
     def tokens(self) -> Int32Array:
-        """The ids of the delivered tokens, a copy."""
-        return np.frombuffer(self.delivered, TOKEN)["token_id"].copy()
+        """The ids of the response tokens, a copy."""
+        return self._present()["token_id"].copy()
 
     @property
     def logprobs(self) -> Float32Array:
-        """The logprobs of the delivered tokens, a copy."""
-        return np.frombuffer(self.delivered, TOKEN)["logprob"].copy()
+        """The logprobs of the response tokens, a copy."""
+        return self._present()["logprob"].copy()
+
+    def prompt_ids(self, turn: int = -1) -> tuple[int, ...]:
+        """The prompt of a turn's path (-1: of the present one): the group's, or the one that the environment gave."""
+        run = prompt_of(self.given, len(self.given) if turn < 0 else turn)
+        if run is None:
+            return self.prompt.token_ids
+        return tuple(self.held()["token_id"][run.held_at : run.held_end].tolist())
+
+    def branch_sampling(self, turn: int = -1) -> SamplingParams:
+        """The sampling parameters of a turn's branch (-1: of the present one): each has a seed of its own."""
+        fork = fork_of(self.given, len(self.given) if turn < 0 else turn)
+        return reseeded(self.sampling, f"/{fork}") if fork else self.sampling
 
     def spec(self) -> RequestSpec:
         """The engine's input to begin the request, or to continue after the delivered tokens."""
-        sampling = self.sampling
+        sampling = self.branch_sampling()
         if self.given:
             sampling = replace(sampling, max_tokens=self.given[-1].max_tokens)
         return RequestSpec(
             self.request_id,
             self.version,
-            self.prompt.token_ids,
+            self.prompt_ids(),
             sampling,
             tuple(self.tokens.tolist()),
             tuple(self.logprobs.tolist()),
             self.is_session,
-            tuple((run.first_token, run.end) for run in self.given),
+            tuple(self.given_bounds()),
         )
 
+    def given_bounds(self) -> list[tuple[int, int]]:
+        """The given runs of the present path: (first, one after the last)."""
+        return bounds(runs_on(self.given, len(self.given)))
+
     def continues(self, tokens: int, digest: bytes) -> bool:
-        """Returns whether a process with so many of this session's tokens, and this digest of the given ones, has all
-        of this history, but for the given tokens of a turn that was just asked.
+        """Returns whether a process with so many tokens of this session, and this digest of the given ones, has all of
+        the present branch, but for the given tokens of a turn that was just asked.
         """
-        runs = [(run.first_token, run.end) for run in self.given]
-        has = len(self)
-        if runs and tokens == runs[-1][0]:  # the next turn was asked, and it does not know yet
+        runs, has = self.given_bounds(), len(self)
+        if runs and tokens == runs[-1][0] and not self.given[-1].is_fork:  # it does not know of the next turn yet
             has = runs.pop()[0]
-        return tokens >= has and digest == given_digest(self.tokens, runs)
-
-    def loss_mask(self) -> Uint8Array:
-        """1 for each sampled token, 0 for each given one."""
-        mask = np.ones(len(self), np.uint8)
-        for run in self.given:
-            mask[run.first_token : run.end] = 0
-        return mask
-
-    def events(self) -> tuple[EnvironmentEvent, ...]:
-        """The environment's turns."""
-        return tuple(EnvironmentEvent(run.end, GIVEN, run.name, "", run.at) for run in self.given)
+        beginning = beginning_digest(self.prompt_ids(), self.branch_sampling().seed)
+        return tokens >= has and digest == given_digest(beginning, self.tokens, runs)
 
     def worker_history(self) -> tuple[Segment, ...]:
-        """The segments of the response: which worker sampled which tokens."""
-        segments, end = [], len(self)
+        """The segments among all tokens: which worker sampled which."""
+        segments, end = [], self.held_tokens
         for segment_start in reversed(self.segment_starts):
             segments.append(
                 Segment(
@@ -163,22 +189,19 @@ class ResponseState:
             end = segment_start.first_token
         return tuple(reversed(segments))
 
-    def trajectory(self, step: int, reference_version: int) -> Trajectory:
-        """The finished response as the trainer of ``step`` gets it."""
-        return Trajectory(**{name: read(self) for name, read in readers(step, reference_version).items()})
-
     def verdict(self) -> Reward:
         """The reward of a finished response."""
         assert self.reward is not None and self.finish_reason is not None, f"{self.request_id} is not finished"
         return self.reward
 
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token id that ended it; None for an end-of-sequence token or a length limit."""
-        if self.finish_reason != "stop":
+    def stop_reason(self, turn: int = 0) -> str | int | None:
+        """The stop string or stop token id that ended a turn; None for an end-of-sequence token or a length limit."""
+        finish_reason, stop = self.end_of(turn)
+        if finish_reason != "stop":
             return None
-        if self.stop or not self.sampling.stop_token_ids:
-            return self.stop or None
-        last = int(np.frombuffer(self.delivered, TOKEN)["token_id"][-1])
+        if stop or not self.sampling.stop_token_ids:
+            return stop or None
+        last = int(self.held()["token_id"][self.turn_end(turn) - 1])
         return last if last in self.sampling.stop_token_ids else None
 
     def routed_experts(self) -> ExpertArray | None:
@@ -198,7 +221,7 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "prompt_token_ids": lambda entry: entry.prompt.token_ids,
     "response_token_ids": lambda entry: entry.tokens,
     "logprobs": lambda entry: entry.logprobs,
-    "loss_mask": ResponseState.loss_mask,
+    "loss_mask": lambda entry: np.ones(len(entry), np.uint8),
     "sampling": lambda entry: entry.sampling,
     "reward": lambda entry: reward.value if (reward := entry.verdict()).valid else math.nan,
     "reward_valid": lambda entry: entry.verdict().valid,
@@ -209,11 +232,19 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "finished_at": lambda entry: entry.finished_at,
     "worker_history": ResponseState.worker_history,
     "length_tokens": len,
-    "events": ResponseState.events,
+    "events": lambda entry: (),
     "stop_reason": ResponseState.stop_reason,
     "window_versions": lambda entry: entry.window_versions,
     "routed_experts": ResponseState.routed_experts,
+    "branch_index": lambda entry: 0,
+    "shared_prefix_tokens": lambda entry: 0,
 }
+
+
+def reseeded(sampling: SamplingParams, mark: str) -> SamplingParams:
+    """These sampling parameters with another seed, which follows from theirs and ``mark``."""
+    digest = hashlib.blake2b(f"{sampling.seed}{mark}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
 
 
 def readers(step: int, reference_version: int) -> Mapping[str, Callable[[ResponseState], Any]]:

@@ -1,23 +1,30 @@
 """The gRPC service for environments: ended turns out, next turns, ends and failures in."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from dora.core import events as on
 from dora.data.types import Reward
-from dora.errors import MISSING, Conflict, InvalidValue, NotFound
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.orchestrator.rollout.prompt_ledger import PromptState
 from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.session_paths import places, shift_of
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services import turn_request
+from dora.orchestrator.services.turn_request import check_line
 from dora.prompts.check import check_name
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 
+OPENED: Final = "open:"  # begins the environment of a group that a client has opened
 NAME_MAX: Final = 128  # characters, of what gave tokens
 REASON_MAX: Final = 200
 LOG_MAX: Final = 4096
@@ -32,8 +39,39 @@ class SessionService(stubs.SessionsServicer):
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")
+        async for turn in self._attend(request.environment):
+            yield turn
+
+    async def Open(self, request: pb.OpenRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
+        environment = await self._open(request.prompt)
+        await self._runtime.journal.settled()
+        async for turn in self._attend(environment):
+            yield turn
+
+    async def _open(self, prompt: pb.Prompt) -> str:
+        """Queues the prompt of a group whose sessions this caller drives, unless it was. Returns its environment."""
+        runtime = self._runtime
+        if prompt.environment:
+            raise InvalidValue("environment", prompt.environment, "none: the caller is the environment")
+        environment = f"{OPENED}{prompt.prompt_id}"
+        check_name(environment, "prompt_id")
+        ledger = runtime.feed.ledger
+        if ledger.state(prompt.prompt_id) is not PromptState.DONE:
+            if ledger.environment_of(prompt.prompt_id) != environment:
+                raise Conflict("prompt_id", prompt.prompt_id, "an id that is not in use", why="is in use")
+            return environment
+        message = pb.Prompt()
+        message.CopyFrom(prompt)
+        message.environment = environment
+        checked = await asyncio.to_thread(runtime.feed.check.from_wire, message)
+        ledger.check_free(prompt.prompt_id)
+        runtime.environments.check_room(prompt.prompt_id, checked.group_size, ledger, runtime.config.sessions.open_max)
+        runtime.feed.queue([checked])
+        return environment
+
+    async def _attend(self, environment: str) -> AsyncIterator[pb.SessionTurn]:
         environments, buffer = self._runtime.environments, self._runtime.buffer
-        with environments.attending(request.environment) as attendee:
+        with environments.attending(environment) as attendee:
             while True:
                 request_id = await attendee.next()
                 entry = buffer.get(request_id)
@@ -49,13 +87,16 @@ class SessionService(stubs.SessionsServicer):
         if request.turn > turns:
             self._ask(entry, request)
         elif request.turn:
-            self._check_repeated(entry, request)
+            turn_request.check_repeated(entry, request)
         sent, turn = entry.turn_begin(request.turn), request.turn
+        earlier = _earlier(entry, turn) if turn and entry.given[turn - 1].is_fork else b""
         with self._runtime.environments.reading(entry.request_id) as changed:
             while True:
                 changed.clear()
                 has_ended = turn < len(entry.given) or entry.finish_reason is not None
                 piece = _tokens(entry, turn, sent)
+                if has_ended or len(piece.token_ids):
+                    piece.earlier_token_ids, earlier = earlier, b""
                 if has_ended:
                     await self._runtime.journal.settled()
                     yield piece
@@ -86,7 +127,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
         runtime, entry = self._runtime, self._session(request.session_id)
-        _check_line("reason", request.reason, REASON_MAX, least=1)
+        check_line("reason", request.reason, REASON_MAX, least=1)
         runtime.post(on.SessionFailed(entry.request_id, request.reason))
         await runtime.journal.settled()
         in_place = [
@@ -110,57 +151,36 @@ class SessionService(stubs.SessionsServicer):
         if request.turn > len(entry.given) + 1:
             raise InvalidValue("turn", request.turn, f"at most {len(entry.given) + 1}, the next")
         runtime.machine.check_turn(entry.request_id)
-        _check_line("name", request.name, NAME_MAX)
-        given, max_tokens = self._given(entry, request)
-        at = time.time()
-        record = runtime.buffer.give(entry, given, max_tokens, request.name, at)
-        runtime.post(on.TurnAsked(entry.request_id, len(given)), record_of=lambda: record)
-
-    def _given(self, entry: ResponseState, request: pb.TurnRequest) -> tuple[tuple[int, ...], int]:
-        """The given tokens and the limit of the sampled ones, checked against context and vocabulary."""
-        limit = self._runtime.config.workers.context_tokens
-        room = limit - len(entry.prompt.token_ids) - len(entry) - 1  # one is sampled at least
-        count = len(request.given_token_ids) // convert.TOKEN_ID_BYTES
-        if not 1 <= count <= room:  # before anything is decoded
-            allowed = f"1 to {room} tokens: the session has {limit - 1 - room} of workers.max_model_len_tokens {limit}"
-            raise InvalidValue("given_token_ids", f"{count} tokens" if count else MISSING, allowed)
-        given = convert.token_ids_from_wire(request.given_token_ids, "given_token_ids")
-        vocab_size = self._runtime.store.reference.vocab_size
-        if vocab_size and not 0 <= min(given) <= max(given) < vocab_size:
-            raise InvalidValue("given_token_ids", [min(given), max(given)], f"ids from 0 to {vocab_size - 1}")
-        most = room - count + 1
-        max_tokens = request.max_tokens or min(most, entry.sampling.max_tokens)
-        if max_tokens > most:
-            raise InvalidValue("max_tokens", max_tokens, f"at most {most}, which the context has room for")
-        tokens = len(entry) + count + max_tokens
-        most_bytes = convert.trajectory_bytes_most(len(entry.prompt.token_ids), tokens, None)
-        limit_bytes = self._runtime.config.service.max_message_bytes
-        if most_bytes > limit_bytes:  # it could be generated but not delivered
-            allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}"
-            raise InvalidValue("given_token_ids", f"{count} tokens, {most_bytes} bytes in all", allowed)
-        return given, max_tokens
-
-    def _check_repeated(self, entry: ResponseState, request: pb.TurnRequest) -> None:
-        """Raises Conflict if a turn is asked again with other tokens."""
-        run = entry.given[request.turn - 1]
-        if entry.tokens[run.first_token : run.end].tobytes() != request.given_token_ids:
-            raise Conflict("given_token_ids", f"{run.tokens} tokens", "those of its first call", why="differ")
+        check_line("name", request.name, NAME_MAX)
+        place = turn_request.place_of(entry, request, runtime.config.sessions.forks)
+        vocab_size = runtime.store.reference.vocab_size
+        given, max_tokens = turn_request.given_of(entry, request, place, runtime.config, vocab_size)
+        fork, event = None, on.TurnAsked(entry.request_id, len(given))
+        if place is not None and place.is_prompt:
+            fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
+        elif place is not None:
+            fork, event = (place.after_turn, place.first_token), replace(event, after_tokens=place.first_token)
+        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork)
+        runtime.post(event, record_of=lambda: record)
 
 
 def _tokens(entry: ResponseState, turn: int, first: int | None = None) -> pb.TurnTokens:
-    """The sampled tokens of a turn, from the index ``first`` on (None: all), with its end if it has ended."""
+    """The sampled tokens of a turn, from this index among all tokens on (None: all), with its end if it has ended."""
     begin, end = entry.turn_begin(turn) if first is None else first, entry.turn_end(turn)
-    is_last = turn == len(entry.given)
-    reason, stop = entry.finish_reason, entry.stop
-    if not is_last:
-        reason, stop = entry.given[turn].before, entry.given[turn].stop_before
+    held = entry.held()[begin:end]
+    reason, stop = entry.end_of(turn)
     return pb.TurnTokens(
-        first_token=begin,
-        token_ids=entry.tokens[begin:end].tobytes(),
-        logprobs=entry.logprobs[begin:end].astype(np.float32).tobytes(),
+        first_token=max(0, begin - shift_of(entry.given, turn)),
+        token_ids=held["token_id"].tobytes(),
+        logprobs=held["logprob"].astype(np.float32).tobytes(),
         finish_reason=reason or "",
         stop=stop,
     )
+
+
+def _earlier(entry: ResponseState, turn: int) -> bytes:
+    """The response tokens on the path of a turn before its sampled ones."""
+    return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
 
 
 def _begin(entry: ResponseState) -> pb.SessionBegin:
@@ -169,16 +189,16 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         prompt_id=entry.prompt.prompt_id,
         task_id=entry.prompt.task_id,
         version=entry.version,
-        prompt_token_ids=np.asarray(entry.prompt.token_ids, "<i4").tobytes(),
+        prompt_token_ids=np.asarray(entry.prompt_ids(), "<i4").tobytes(),
         prompt_text=entry.prompt.text,
         verifier_json=entry.prompt.verifier_json,
-        earlier_token_ids=entry.tokens[: entry.turn_begin(len(entry.given))].tobytes(),
+        earlier_token_ids=_earlier(entry, len(entry.given)),
     )
 
 
 def _reward(request: pb.EndSessionRequest) -> Reward | None:
     """The environment's verdict; None if the reward function is to give it. Raises InvalidValue."""
-    _check_line("log", request.log, LOG_MAX, lines=True)
+    check_line("log", request.log, LOG_MAX, lines=True)
     if not request.HasField("reward"):
         if request.components:
             raise InvalidValue("components", dict(request.components), "none without a reward")
@@ -190,8 +210,3 @@ def _reward(request: pb.EndSessionRequest) -> Reward | None:
         if not math.isfinite(value):
             raise InvalidValue(name if name == "reward" else f"components.{name}", value, "a finite number")
     return Reward(request.reward, components, request.log, True)
-
-
-def _check_line(field: str, text: str, most: int, *, least: int = 0, lines: bool = False) -> None:
-    if not least <= len(text) <= most or not (lines or text.isprintable()):
-        raise InvalidValue(field, text[:80], f"{least} to {most} printable characters")

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dora.data.advantages import ESTIMATORS, Estimator, soft_overlong_punishment
+from dora.data.advantages import ESTIMATORS, Estimator, over_sessions, soft_overlong_punishment
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.trainers.objectives.batch import Row, TokenBatch, TokenTerms
@@ -76,7 +76,7 @@ class PolicyGradient:
             rewards = rewards + self.overlong_penalty * soft_overlong_punishment(
                 group.lengths, limits, self.overlong_buffer
             )
-        advantages = ESTIMATORS[self.advantage](rewards, valid)
+        advantages = over_sessions(ESTIMATORS[self.advantage], rewards, valid, group.sessions)
         if not advantages.any():
             return []
         return [

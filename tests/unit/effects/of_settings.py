@@ -2,7 +2,16 @@
 
 from typing import Final
 
-from tests.unit.effects import of_core, of_engines, of_evaluation, of_limits, of_planes, of_prompts, of_service
+from tests.unit.effects import (
+    of_core,
+    of_engines,
+    of_evaluation,
+    of_limits,
+    of_planes,
+    of_prompts,
+    of_service,
+    of_sessions,
+)
 from tests.unit.effects.rows import Row
 
 ROWS: Final[dict[str, Row]] = {
@@ -12,5 +21,6 @@ ROWS: Final[dict[str, Row]] = {
     **of_limits.ROWS,
     **of_planes.ROWS,
     **of_prompts.ROWS,
+    **of_sessions.ROWS,
     **of_service.ROWS,
 }

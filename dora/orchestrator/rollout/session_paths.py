@@ -1,0 +1,134 @@
+"""The paths through the tokens of a session.
+
+A session keeps its tokens in the order in which they came. Each turn continues a *path*: the tokens up to a place of an
+earlier turn, or none. A session without forks has one path, all its tokens. Positions on a path count from its first
+response token, so those of a prompt that the environment gave are below 0.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dora.data.token_spans import Column
+from dora.data.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRun:
+    """Tokens that an environment gave. They begin a turn of at most ``max_tokens`` sampled tokens."""
+
+    held_at: int  # index of the first among all tokens of the session
+    tokens: int
+    at: float  # when they came
+    max_tokens: int
+    name: str  # of what gave them
+    before: FinishReason  # how the turn asked before ended
+    stop_before: str  # the stop string that ended it
+    after_turn: int  # the turn whose path they continue
+    first_token: int  # position of the first on the path; minus ``tokens``: they are the prompt of a path of its own
+    is_fork: bool  # it does not continue the turn asked before, or is a prompt
+
+    @property
+    def end(self) -> int:
+        """The position of the turn's first sampled token."""
+        return self.first_token + self.tokens
+
+    @property
+    def held_end(self) -> int:
+        """The index of the turn's first sampled token among all tokens."""
+        return self.held_at + self.tokens
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.first_token < 0
+
+
+def runs_of(turns: Iterable[Sequence[Any]]) -> list[GivenRun]:
+    """Returns the given runs of one session from the log's: as in ``journal.content.Requests``, in order."""
+    runs: list[GivenRun] = []
+    for held_at, tokens, at, *named in turns:
+        is_fork = len(named) > 4
+        place = named[4:] if is_fork else (len(runs), held_at - shift_of(runs))
+        max_tokens, name, before, stop_before = named[:4]
+        after_turn, first_token = place
+        runs.append(
+            GivenRun(held_at, tokens, at, max_tokens, name, before, stop_before, after_turn, first_token, is_fork)
+        )
+    return runs
+
+
+def shift_of(given: Sequence[GivenRun], turn: int = -1) -> int:
+    """Returns what the index of a token has over its position on the path of a turn (-1: the last)."""
+    run = given[turn - 1 if turn >= 0 else -1] if given and turn else None
+    return run.held_at - run.first_token if run else 0
+
+
+def pieces(given: Sequence[GivenRun], turn: int, end: int) -> list[tuple[int, int]]:
+    """Returns the path of a turn as ranges among all tokens, in order. ``end``: one after the turn's last token."""
+    if not shift_of(given, turn):
+        return [(0, end)]
+    found: list[tuple[int, int]] = []
+    limit = end - shift_of(given, turn)  # positions from there on are those of a later turn
+    while True:
+        run = given[turn - 1] if turn else None
+        first = max(0, run.first_token) if run else 0
+        if first < limit:
+            shift = shift_of(given, turn)
+            found.append((first + shift, limit + shift))
+            limit = first
+        if run is None or run.is_prompt:
+            return found[::-1]
+        turn = run.after_turn
+
+
+def places(given: Sequence[GivenRun], turn: int, end: int) -> Column:
+    """Returns the path of a turn as indexes among all tokens. ``end`` as in ``pieces``."""
+    parts = [np.arange(*piece) for piece in pieces(given, turn, end)]
+    found: Column = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return found
+
+
+def prompt_of(given: Sequence[GivenRun], turn: int) -> GivenRun | None:
+    """Returns the given run that is the prompt of a turn's path; None: it has the prompt of its group."""
+    while turn:
+        run = given[turn - 1]
+        if run.is_prompt:
+            return run
+        turn = run.after_turn
+    return None
+
+
+def fork_of(given: Sequence[GivenRun], turn: int) -> int:
+    """Returns the last turn on the path of a turn with which a branch began; 0: there is none."""
+    while turn and not given[turn - 1].is_fork:
+        turn = given[turn - 1].after_turn
+    return turn
+
+
+def runs_on(given: Sequence[GivenRun], turn: int) -> list[GivenRun]:
+    """Returns the given runs on the path of a turn, in order, with its prompt if they have it."""
+    found: list[GivenRun] = []
+    while turn:
+        run = given[turn - 1]
+        if not found or run.first_token < found[-1].first_token:  # otherwise a later turn has replaced it
+            found.append(run)
+        turn = 0 if run.is_prompt else run.after_turn
+    return found[::-1]
+
+
+def bounds(runs: Sequence[GivenRun]) -> list[tuple[int, int]]:
+    """Returns the given runs of a path as (first, one after the last), without its prompt. A run ends where the next
+    one has replaced its rest; adjacent runs are one.
+    """
+    found: list[tuple[int, int]] = []
+    for index, run in enumerate(runs):
+        if run.is_prompt:
+            continue
+        end = min([run.end, *(each.first_token for each in runs[index + 1 : index + 2])])
+        if found and found[-1][1] == run.first_token:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((run.first_token, end))
+    return found
