@@ -273,3 +273,32 @@ async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
             assert trajectory.prompt_token_ids.tolist() == ([7] if trajectory.branch_index == 2 else [3, 4, 5])
         assert [each.branch_index for each in group.trajectories] == [0, 1, 2] * 2
     assert not list(violations([each for group in step for each in group.trajectories], 2))
+
+
+async def until_cancelled(work: Awaitable[None]) -> None:
+    await work
+    await asyncio.Event().wait()
+
+
+async def test_the_agent_of_the_documentation(tiny_dense: Path) -> None:
+    names: dict[str, Any] = {"prompt_token_ids": [3, 4], "reward_of": len, "question": TOOL, "summary": [8]}
+    exec(snippet("docs/sessions.md", "async def run_group"), names)
+    exec(snippet("docs/sessions.md", "async def try_again"), names)
+    plain = names["run"]
+
+    async def run(session: Session) -> None:
+        if session.session_id.endswith(".0"):
+            await session.begin([3, 4])
+            await names["try_again"](session)
+        await plain(session)
+
+    names["run"] = run
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        driving = asyncio.create_task(until_cancelled(names["run_group"](handle.address, handle.token)))
+        ((group,),) = await during(driving, train(handle, trainer, steps=1, groups=1))
+        driving.cancel()
+    assert [each.branch_index for each in group.trajectories] == [0, 1, 2, 3, *[0] * 7]
+    assert all(each.reward == each.loss_mask.sum() for each in group.trajectories[4:])
