@@ -19,6 +19,7 @@ from dora.core.rules.admission import attempt_id
 from dora.core.rules.selection import REDUNDANT
 from dora.journal.records import CLOSED
 from dora.orchestrator.recovery.reattachment import without_doubles
+from dora.orchestrator.rollout.session_paths import runs_of
 from dora.sim.fault import Fault
 from dora.sim.ledger import Group, Ledger, Lost, Response, Violation
 from dora.sim.service import Kept, cut
@@ -110,7 +111,7 @@ def rewind(
         for request_id in ledger.groups.pop(group_id).request_ids:
             del ledger.responses[request_id]
     ledger.admitted -= len(unsaid)
-    counts, ends = kept.requests.counts.tolist(), kept.requests.ends.tolist()
+    counts, ends = kept.restored.requests.tokens.tolist(), kept.requests.ends.tolist()
     position = 0
     for live in kept.groups:
         group, responses = archive[live.group_id]
@@ -147,10 +148,12 @@ def _sessions_again(ledger: Ledger, group_id: str, group: Group, kept: Kept, pos
         at = position + index
         name = attempt_id(f"{group_id}.{index}", int(kept.requests.attempts[at]))
         before = ledger.responses.get(name)
-        response = again[name] = Response(group_id, group.version, index, group.prompt)
-        response.turn, end = len(kept.requests.turns.get(at, ())), int(kept.requests.ends[at])
-        response.tokens = before.tokens if before is not None else int(kept.requests.counts[at])
-        response.ended, response.idle = end >= CLOSED, 0 < end < CLOSED
+        response = again[name] = Response.of(group_id, group.version, index, group.prompt)
+        runs, end = runs_of(kept.requests.turns.get(at, ())), int(kept.requests.ends[at])
+        response.turn += len(runs)
+        response.forked = bool(runs) and runs[-1].is_fork
+        response.tokens = before.tokens if before is not None else int(kept.restored.requests.tokens[at])
+        response.ended, response.idle = end >= CLOSED, 0 < end < CLOSED or (not end and response.turn < 0)
     for request_id in group.request_ids:
         ledger.responses.pop(request_id, None)
     group.request_ids = tuple(again)

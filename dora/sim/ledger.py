@@ -66,10 +66,16 @@ class Response:
     finished: bool = False
     asked_turn: int = -1  # the environment was called after this turn and answers at ``answer_s``
     answer_s: float = 0.0
-    turn: int = 0  # sessions: the present or last turn
+    turn: int = 0  # sessions: the present or last turn; -1: the environment has not given the prompt
     idle: bool = False  # sessions: this turn has ended, and the next was not asked
     ended: bool = False  # sessions: the environment has ended it
     troubled: bool = False  # sessions: its environment has failed or stands still
+    forked: bool = False  # sessions: the present turn has left the branch of the one before
+
+    @classmethod
+    def of(cls, group_id: str, version: int, index: int, prompt: SimPrompt) -> "Response":
+        """A response without tokens."""
+        return cls(group_id, version, index, prompt, turn=-1 if prompt.is_given else 0, idle=prompt.is_given)
 
     @property
     def turn_end(self) -> int:
@@ -142,7 +148,7 @@ class Ledger:
         self.groups[command.group_id] = Group(prompt, command.version, self.window, command.request_ids, unscored)
         self.admitted += 1
         for index, request_id in enumerate(command.request_ids):
-            self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
+            self.responses[request_id] = Response.of(command.group_id, command.version, index, prompt)
 
     def resize(self, command: do.ResizeWindow) -> None:
         """Changes the window for later admissions."""
@@ -189,13 +195,19 @@ class Ledger:
             raise Violation(f"turn {response.turn} of {request_id} ends after {tokens}, not {response.turn_end} tokens")
         response.tokens, response.idle = tokens, is_end or response.idle
 
-    def ask(self, request_id: str) -> int:
-        """The environment asks a session's next turn. Returns the number of its given tokens."""
+    def ask(self, request_id: str) -> on.TurnAsked:
+        """The environment asks a session's next turn, which may fork."""
         response = self.responses[request_id]
-        given = given_tokens(response.prompt.turns_of(response.index)[response.turn])
+        prompt, turn = response.prompt, response.turn
+        response.turn, response.idle, response.forked = turn + 1, False, turn < 0
+        if response.forked:
+            return on.TurnAsked(request_id, prompt.prompt_tokens, is_prompt=True)
+        given, left = given_tokens(prompt.turns_of(response.index)[turn]), prompt.tokens_left(response.index, turn)
         response.tokens += given
-        response.turn, response.idle = response.turn + 1, False
-        return given
+        if not left:
+            return on.TurnAsked(request_id, given)
+        response.forked = True
+        return on.TurnAsked(request_id, given + left, response.tokens - given - left)
 
     def replace(self, command: do.ReplaceRequest) -> None:
         """Another session begins in place of one that has failed."""
@@ -205,7 +217,8 @@ class Ledger:
             raise Violation(f"{command.request_id} is replaced, and nothing has befallen it: {command.reason} (C2)")
         if command.replacement_id in (command.request_id, *self.responses):
             raise Violation(f"{command.replacement_id} replaces {command.request_id} and is there already (C2)")
-        self.responses[command.replacement_id] = Response(before.group_id, before.version, before.index, before.prompt)
+        again = Response.of(before.group_id, before.version, before.index, before.prompt)
+        self.responses[command.replacement_id] = again
         group = self.groups[before.group_id]
         group.request_ids = tuple(
             command.replacement_id if name == command.request_id else name for name in group.request_ids

@@ -184,6 +184,8 @@ class Workload(Section):
     sessions: bool = Field(
         False, description="the core knows the turns: no slot is held between them. False: the engine waits for tools"
     )
+    prompts_given: bool = Field(False, description="the first turn of each session brings its prompt")
+    forks: Share = Field(0.0, description="share of the turns of sessions that follow an earlier place of theirs")
     tasks: tuple[Task, ...] = Field((), description="kinds of prompts; none: all are of one kind")
     feature_correlation: Share = Field(
         0.85,

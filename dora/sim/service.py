@@ -221,9 +221,14 @@ class Service:
     def _give(self, event: on.TurnAsked) -> None:
         """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
         entry = self.buffer[event.request_id]
-        first, count = np.array([len(entry)]), np.array([event.tokens])
-        token_ids, _ = sampled([(event.request_id, entry.version)], first, count)
-        self.journal.note(self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s))
+        fork, after = None, event.after_tokens
+        if event.is_prompt:
+            fork = (len(entry.given), -event.tokens)
+        elif after is not None:
+            fork = (len(entry.given), after)
+        first = np.array([0 if event.is_prompt else len(entry) if after is None else after])
+        token_ids, _ = sampled([(event.request_id, entry.version)], first, np.array([event.tokens]))
+        self.journal.note(self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork))
 
     def carried_out(self, event: on.Event) -> None:
         """Writes the journal records that follow the commands of this event."""
@@ -289,7 +294,8 @@ def cut(log: SimLog, count: int, incarnation: int) -> None:
 
 def prompt_of(prompt: SimPrompt) -> Prompt:
     environment = ENVIRONMENT if prompt.sessions else ""
-    return Prompt(prompt.prompt_id, prompt.task_id, (0,), prompt.prompt_id, prompt.group_size, {}, "{}", 0, environment)
+    tokens, text = () if prompt.is_given else (0,), prompt.prompt_id
+    return Prompt(prompt.prompt_id, prompt.task_id, tokens, text, prompt.group_size, {}, "{}", 0, environment)
 
 
 class _Executor(Executor):
@@ -381,25 +387,32 @@ class _Stream:
     def put(self, group: TrajectoryGroup) -> None:
         self._relied_on()
         for each in group.trajectories:
-            names = [(each.trajectory_id, each.behaviour_version)]
+            names = [(each.trajectory_id.partition("/")[0], each.behaviour_version)]
             counts = np.array([each.length_tokens])
             token_ids, logprobs = sampled(names, np.zeros(1, np.int64), counts)
-            logprobs *= self._mask(each)
+            logprobs *= self._check_mask(each)
             if not (np.array_equal(each.response_token_ids, token_ids) and np.array_equal(each.logprobs, logprobs)):
                 raise Violation(f"{each.trajectory_id} is delivered with tokens that were not sampled for it (C1)")
         self._world.trainer.received()
 
-    def _mask(self, trajectory: Trajectory) -> Column:
-        """The loss mask, compared with the turns that the environment has asked."""
-        response = self._world.ledger.responses[trajectory.trajectory_id]
-        mask = np.ones(trajectory.length_tokens, np.uint8)
+    def _check_mask(self, trajectory: Trajectory) -> Column:
+        """Marks the sampled tokens; those that no earlier branch has must be the loss mask."""
+        response = self._world.ledger.responses[trajectory.trajectory_id.partition("/")[0]]
+        is_sampled, shared = np.ones(trajectory.length_tokens, np.uint8), 0
         if response.prompt.sessions:
             spans = response.prompt.spans(response.index)[: response.turn + 1]
-            for (_, end), (begin, _) in pairwise(spans):
-                mask[end:begin] = 0
-        if not np.array_equal(trajectory.loss_mask, mask):
+            left = [response.prompt.tokens_left(response.index, turn) for turn in range(response.turn)]
+            leaves = [turn for turn, tokens in enumerate(left) if tokens]
+            branch = trajectory.branch_index
+            shared = spans[leaves[branch - 1]][1] - left[leaves[branch - 1]] if branch else 0
+            for turn, ((_, end), (begin, _)) in enumerate(pairwise(spans)):
+                if turn < (leaves[branch] if branch < len(leaves) else response.turn):
+                    is_sampled[end - left[turn] : begin] = 0
+        mask = is_sampled.copy()
+        mask[:shared] = 0
+        if not np.array_equal(trajectory.loss_mask, mask) or trajectory.shared_prefix_tokens != shared:
             raise Violation(f"{trajectory.trajectory_id}: its loss mask is not that of its turns")
-        return mask
+        return is_sampled
 
     def close(self, *, exhausted: bool = False, error: Exception | None = None) -> None:
         self._relied_on()

@@ -164,7 +164,9 @@ class Trial:
         if SESSION not in kinds_of(self.kinds) or random.random() < 0.5:
             return {"turns": turns}
         longer = {"most": random.choice((1, 3, 6)), "environment_mean_s": random.choice((0.0, 1.0, 5.0))}
-        return {"turns": turns.model_copy(update={**longer, "environment_sigma": 0.7}), "sessions": True}
+        turns = turns.model_copy(update={**longer, "environment_sigma": 0.7})
+        kinds = {"prompts_given": random.random() < 0.4, "forks": random.choice((0.0, 0.3))}
+        return {"turns": turns, "sessions": True, **kinds}
 
     def _pools(self) -> dict[str, Any]:
         """Pool settings. One third of the seeds have no pool."""

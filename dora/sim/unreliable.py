@@ -125,7 +125,7 @@ class UnreliableWorld(UnsteadyWorld):
         """Whether a process has a part of this response's history, or a longer one of the same turn."""
         if not response.prompt.sessions or request is None:
             return tokens >= response.tokens
-        lacks_last = request.turn + 1 == response.turn and request.is_kept
+        lacks_last = request.turn + 1 == response.turn and request.is_kept and not response.forked
         return lacks_last or (request.turn == response.turn and tokens >= response.tokens)
 
     def enter(self, worker: SimWorker) -> None:

@@ -52,6 +52,16 @@ class SimPrompt:
     lengths: tuple[int, ...]
     turns: tuple[tuple[Turn, ...], ...]
     sessions: bool = False  # the core knows the turns: a response's tokens include the answers
+    is_given: bool = False  # of sessions: their environments give the prompt
+    forks: float = 0.0  # of sessions: the share of turns that follow an earlier place
+
+    def tokens_left(self, index: int, turn: int) -> int:
+        """The response tokens that the turn after this one leaves by a fork, of one session; 0: it does not fork. It
+        gives as many more, so that lengths stay.
+        """
+        drawn = Random(f"fork {self.key} {index} {turn}")
+        most = self.spans(index)[turn][1] - 1  # the first token stays
+        return drawn.randint(1, most) if drawn.random() < self.forks and most else 0
 
     def spans(self, index: int) -> tuple[tuple[int, int], ...]:
         """The first and the last position, exclusive, of each turn's sampled tokens in one session."""
@@ -172,6 +182,8 @@ class WorkloadStream:
                     lengths=tuple(tokens),
                     turns=parts,
                     sessions=workload.sessions,
+                    is_given=workload.sessions and workload.prompts_given,
+                    forks=workload.forks if workload.sessions else 0.0,
                 )
             )
 

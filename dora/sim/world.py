@@ -85,8 +85,8 @@ class World(WorkerDriver):
         self._epochs = 0
         self._owed = 0  # drawn prompts that were not offered yet, as too much was in flight
         self._books: dict[type, Callable[[Any], None]] = {  # commands that are only recorded and checked
-            do.AdmitGroup: self.ledger.admit,
-            do.ReplaceRequest: self.ledger.replace,
+            do.AdmitGroup: self._admit,
+            do.ReplaceRequest: self._replace,
             do.DropPrompt: self.ledger.take_back,
             do.DropGroup: self.ledger.drop,
             do.ForgetGroup: self.ledger.forget,
@@ -308,7 +308,7 @@ class World(WorkerDriver):
             on.OfferedPrompt(
                 prompt.prompt_id,
                 prompt.task_id,
-                prompt.prompt_tokens,
+                0 if prompt.is_given else prompt.prompt_tokens,
                 prompt.group_size,
                 prompt.max_tokens + self._most_given_tokens,
                 key=prompt.key,
@@ -332,6 +332,21 @@ class World(WorkerDriver):
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
+    def _admit(self, command: do.AdmitGroup) -> None:
+        self.ledger.admit(command)
+        for request_id in command.request_ids:
+            self._begins_idle(request_id)
+
+    def _replace(self, command: do.ReplaceRequest) -> None:
+        self.ledger.replace(command)
+        self._begins_idle(command.replacement_id)
+
+    def _begins_idle(self, request_id: str) -> None:
+        """Calls the environment of a session without a prompt."""
+        response = self.ledger.responses[request_id]
+        if response.idle:
+            self.call_environment(request_id, response)
+
     def turns_ended(self, event: on.Progress) -> None:
         """Calls the environments of the sessions whose turn has ended."""
         for request_id in event.finished:
@@ -354,7 +369,7 @@ class World(WorkerDriver):
             response.ended = True
             self.post(on.SessionEnded(request_id))
         else:
-            self.post(on.TurnAsked(request_id, self.ledger.ask(request_id)))
+            self.post(self.ledger.ask(request_id))
 
     def score(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
         self.ledger.check_finished(command.request_id)

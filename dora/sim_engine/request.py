@@ -41,6 +41,7 @@ class SimRequest:
     cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
     resident: bool = False  # its KV lies on the engine
     unread: bool = False  # and no step reads it: since its environment was called, until it runs again
+    forked: bool = False  # a session: its present turn has left the branch of the one before
     keeps: bool = False  # a session: it stays at the end of each turn, and its tokens include the answers
     phase: Phase = WAITING
     since_step: float = 0.0

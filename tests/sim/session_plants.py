@@ -1,5 +1,6 @@
 """Bugs of sessions to plant into the core and the shell, each a patch of one function."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from dora.core import machine
 from dora.core.fleet.worker import Worker
 from dora.core.rules import handoff, lifecycle, membership, placement, sessions
 from dora.core.state import IDLE, RequestStatus, State
+from dora.data.trajectory import Trajectory
 from dora.journal import records
-from dora.orchestrator.rollout import response_buffer
+from dora.orchestrator.rollout import branches, delivery, response_buffer
+from dora.orchestrator.rollout.response_state import ResponseState
 from dora.sim.ledger import Response
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim_engine.request import SimRequest
@@ -159,3 +162,28 @@ def dropped_kv_is_believed_there(patch: Patch) -> None:
 
 def cancelled_session_stays_idle(patch: Patch) -> None:
     patch.setattr(State, "idles_no_more", lambda self, row: None)
+
+
+def fork_keeps_the_kv_of_the_branch_it_leaves(patch: Patch) -> None:
+    patch.setattr(sessions, "_fork", lambda state, row: None)
+
+
+def journal_forgets_forks(patch: Patch) -> None:
+    record = response_buffer._record
+
+    def forgets(*arguments: Any, turns: Any = (), **named: Any) -> records.Tokens:
+        return record(*arguments, turns=[turn[:5] for turn in turns], **named)
+
+    patch.setattr(response_buffer, "_record", forgets)
+
+
+def sampled_tokens_count_in_each_branch(patch: Patch) -> None:
+    delivered = branches.trajectories
+
+    def doubles(entry: ResponseState, step: int, reference_version: int) -> Iterator[Trajectory]:
+        for each in delivered(entry, step, reference_version):
+            mask = each.loss_mask.copy()
+            mask[: each.shared_prefix_tokens] = 1
+            yield replace(each, loss_mask=mask)
+
+    patch.setattr(delivery, "trajectories", doubles)
