@@ -61,6 +61,10 @@ class ResponseBuffer:
         """The largest window in which a group was admitted; 0 without groups."""
         return max((entries[0].window_versions for entries in self._groups.values()), default=0)
 
+    def members(self, group_id: str) -> tuple[ResponseState, ...]:
+        """The responses of a group, in order of its samples; empty if there is no such group."""
+        return self._groups.get(group_id, ())
+
     def groups(self) -> Iterator[tuple[str, tuple[ResponseState, ...]]]:
         return iter(self._groups.items())
 

@@ -130,14 +130,9 @@ class SessionService(stubs.SessionsServicer):
         check_line("reason", request.reason, REASON_MAX, least=1)
         runtime.post(on.SessionFailed(entry.request_id, request.reason))
         await runtime.journal.settled()
-        in_place = [
-            each.request_id
-            for group_id, entries in runtime.buffer.groups()
-            if group_id == entry.group_id
-            for each in entries
-            if each.sample_index == entry.sample_index and each is not entry
-        ]
-        return pb.FailSessionReply(replacement_id=in_place[0] if in_place else "")
+        members = runtime.buffer.members(entry.group_id)
+        in_place = members[entry.sample_index] if members else entry
+        return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
 
     def _session(self, session_id: str) -> ResponseState:
         entry = self._runtime.buffer.get(session_id)
