@@ -54,6 +54,7 @@ class Environments:
         self._buffer = buffer
         self._state = state
         self._attending: dict[str, list[Attendee]] = {}
+        self._attendee_of: dict[str, Attendee] = {}  # by session
         self._readers: dict[str, set[asyncio.Event]] = {}
         self._opened: dict[str, int] = {}  # sessions of each prompt that a client has opened; some may be DONE
 
@@ -81,9 +82,9 @@ class Environments:
 
     def over(self, request_id: str) -> None:
         """A session has ended, was replaced or is forgotten."""
-        for attendees in self._attending.values():
-            for attendee in attendees:
-                attendee.drop(request_id)
+        attendee = self._attendee_of.pop(request_id, None)
+        if attendee is not None:
+            attendee.drop(request_id)
         self._wake(request_id)
 
     def _wake(self, request_id: str) -> None:
@@ -93,8 +94,10 @@ class Environments:
     def _offer(self, entry: ResponseState) -> None:
         """Gives a session to an attendee, unless one has it: that one has asked the turn."""
         attendees = self._attending.get(entry.prompt.environment, ())
-        if attendees and not any(entry.request_id in each.mine for each in attendees):
-            min(attendees, key=lambda each: len(each.mine)).offer(entry.request_id)
+        if attendees and entry.request_id not in self._attendee_of:
+            attendee = min(attendees, key=lambda each: len(each.mine))
+            self._attendee_of[entry.request_id] = attendee
+            attendee.offer(entry.request_id)
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -114,6 +117,7 @@ class Environments:
         finally:
             attendees.remove(attendee)
             for request_id in attendee.mine:
+                del self._attendee_of[request_id]
                 if (entry := self._buffer.get(request_id)) is not None and self.is_idle(entry):
                     self._offer(entry)
             if not attendees:
