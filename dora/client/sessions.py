@@ -73,25 +73,22 @@ class Session:
         Raises InvalidValue for tokens outside the vocabulary or the context or an unknown place, Conflict for a session
         that has ended, LimitExceeded for too many forks, NotFound for a session that was cancelled or replaced.
         """
-        pieces = self.stream(
-            given_token_ids, max_tokens=max_tokens, name=name, after_turn=after_turn, first_token=first_token
-        )
-        return await self._whole(given_token_ids, pieces)
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, whole=True)
+        return await self._whole(given_token_ids, asked)
 
     async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
         """Gives a prompt, and returns the turn after it: the first of a session without a prompt, or a fork that begins
         a context of its own. Raises as :meth:`ask`.
         """
-        turn = await self._whole(
-            prompt_token_ids, self.stream(prompt_token_ids, max_tokens=max_tokens, name=name, is_prompt=True)
-        )
+        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, whole=True)
+        turn = await self._whole(prompt_token_ids, asked)
         self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
         return turn
 
-    async def _whole(self, given_token_ids: Sequence[int], pieces: AsyncGenerator[Turn]) -> Turn:
-        """Collects a turn, which becomes the session's last one."""
+    async def _whole(self, given_token_ids: Sequence[int], asked: pb.TurnRequest) -> Turn:
+        """Asks a turn, which becomes the session's last one. An older service sends it in pieces."""
         parts: list[Turn] = []
-        async with aclosing(pieces):
+        async with aclosing(self._pieces(asked)) as pieces:
             async for piece in pieces:
                 parts.append(piece)
         turn = replace(
@@ -117,23 +114,42 @@ class Session:
         """Like :meth:`ask`, or :meth:`begin` with ``is_prompt``, and yields the turn in pieces as its tokens come. The
         session notes nothing of it.
         """
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt)
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def _request(
+        self,
+        given_token_ids: Sequence[int],
+        max_tokens: int,
+        name: str,
+        after_turn: int | None = None,
+        first_token: int | None = None,
+        *,
+        is_prompt: bool = False,
+        whole: bool = False,
+    ) -> pb.TurnRequest:
+        """The call of the next turn. ``whole``: in one message, at its end."""
         check_count("max_tokens", max_tokens)
         check_text(name, "name")
-        number = self.turn.number + 1
-        request = pb.TurnRequest(
+        return pb.TurnRequest(
             session_id=self.session_id,
-            turn=number,
+            turn=self.turn.number + 1,
             given_token_ids=np.asarray(given_token_ids, "<i4").tobytes(),
             max_tokens=max_tokens,
             name=name,
             after_turn=after_turn,
             first_token=first_token,
             fork=pb.TurnRequest.PROMPT if is_prompt else pb.TurnRequest.PLACE,
+            whole=whole,
         )
-        replies: Any = self._connection.stub(SessionsStub).Turn(request)
+
+    async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
+        replies: Any = self._connection.stub(SessionsStub).Turn(asked)
         try:
             while (piece := await self._connection.read(replies)) is not None:
-                yield _turn(number, piece)
+                yield _turn(asked.turn, piece)
         finally:
             replies.cancel()
 

@@ -527,7 +527,7 @@ class SessionBegin(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole")
     class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLACE: _ClassVar[TurnRequest.Fork]
@@ -542,6 +542,7 @@ class TurnRequest(_message.Message):
     AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
@@ -550,7 +551,8 @@ class TurnRequest(_message.Message):
     after_turn: int
     first_token: int
     fork: TurnRequest.Fork
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ...) -> None: ...
+    whole: bool
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
     __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids")

@@ -755,8 +755,9 @@ class SessionsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Turn(self, request, context):
-        """Asks the next turn, and streams its tokens, the last with its end. May be repeated: the same turn with the same given
-        tokens is sampled once. FAILED_PRECONDITION: its session has ended, or its turn before has not.
+        """Asks the next turn, and streams its tokens, the last with its end, or sends the whole turn at its end. May be
+        repeated: the same turn with the same given tokens is sampled once. FAILED_PRECONDITION: its session has ended, or
+        its turn before has not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

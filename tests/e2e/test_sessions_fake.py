@@ -51,7 +51,11 @@ async def several_turns(session: Session) -> None:
     """Two to four turns, of which each gets the tool's tokens; the reward is their number."""
     turns = 2 + len(session.prompt_token_ids) % 3
     for number in range(session.turn.number + 1, turns):  # it may be one that another call has left
+        pieces = [piece async for piece in session.stream(TOOL * number, name="tool")] if number == 2 else []
         turn = await session.ask(TOOL * number, name="tool")
+        if pieces:
+            assert [*turn.token_ids] == [token_id for piece in pieces for token_id in piece.token_ids], "the same turn"
+            assert [*turn.logprobs] == [logprob for piece in pieces for logprob in piece.logprobs]
         assert turn.number == number and len(turn.token_ids) == len(turn.logprobs) and turn.finish_reason
     await session.end(float(turns), log=",".join(map(str, session.response)))
 

@@ -37,6 +37,11 @@ class Shell:
         self.environments = Environments(self.buffer, cast(State, state))
         self.records: list[Tokens] = []
 
+    def grow(self, row: int) -> None:
+        """This session has its first token."""
+        accepted = self.buffer.accept("w0", 0, reported(TokenSpan(row, 0, (3,), (-1.0,), None)), 11.0)
+        self.environments.reported(accepted)
+
     def turn(self, *rows: int, first: int = 0) -> None:
         """These sessions' turns of two tokens end."""
         spans = [TokenSpan(row, first, (3, 4), (-1.0, -2.0), "stop") for row in rows]
@@ -99,6 +104,21 @@ async def test_a_reader_is_woken_by_tokens_and_by_the_end() -> None:
         shell.environments.over("g0.0")
         async with asyncio.timeout(5):
             await changed.wait()
+
+
+async def test_a_reader_of_whole_turns_is_woken_by_their_end_alone() -> None:
+    shell = Shell()
+    with (
+        shell.environments.reading("g0.0") as piece,
+        shell.environments.reading("g0.0", whole_turns=True) as turn,
+    ):
+        shell.grow(0)
+        assert piece.is_set() and not turn.is_set()
+        shell.turn(0)
+        assert turn.is_set()
+        turn.clear()
+        shell.environments.over("g0.0")
+        assert turn.is_set()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ that wait.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -55,7 +55,8 @@ class Environments:
         self._state = state
         self._attending: dict[str, list[Attendee]] = {}
         self._attendee_of: dict[str, Attendee] = {}  # by session
-        self._readers: dict[str, set[asyncio.Event]] = {}
+        self._readers: dict[str, set[asyncio.Event]] = {}  # by session
+        self._readers_of_pieces: dict[str, set[asyncio.Event]] = {}  # those who are woken by each report, too
         self._opened: dict[str, int] = {}  # sessions of each prompt that a client has opened; some may be DONE
 
     def is_idle(self, entry: ResponseState) -> bool:
@@ -70,9 +71,10 @@ class Environments:
         """Offers sessions whose turn has ended, and wakes the readers of sessions that have new tokens."""
         for request_id in accepted.ended:
             self.idles(request_id)
-        if self._readers:
+            _wake(self._readers, request_id)
+        if self._readers_of_pieces:
             for row in accepted.columns.rows.tolist():
-                self._wake(self._buffer.at(row).request_id)
+                _wake(self._readers_of_pieces, self._buffer.at(row).request_id)
 
     def idles(self, request_id: str) -> None:
         """Offers a session that waits for its environment."""
@@ -85,11 +87,7 @@ class Environments:
         attendee = self._attendee_of.pop(request_id, None)
         if attendee is not None:
             attendee.drop(request_id)
-        self._wake(request_id)
-
-    def _wake(self, request_id: str) -> None:
-        for reader in self._readers.get(request_id, ()):
-            reader.set()
+        _wake(self._readers, request_id)
 
     def _offer(self, entry: ResponseState) -> None:
         """Gives a session to an attendee, unless one has it: that one has asked the turn."""
@@ -142,13 +140,21 @@ class Environments:
                     self._offer(entry)
 
     @contextmanager
-    def reading(self, request_id: str) -> Iterator[asyncio.Event]:
-        """Yields an event that is set when the session changes."""
+    def reading(self, request_id: str, *, whole_turns: bool = False) -> Iterator[asyncio.Event]:
+        """Yields an event that is set when the session changes. ``whole_turns``: not when a turn merely grows."""
         changed = asyncio.Event()
-        self._readers.setdefault(request_id, set()).add(changed)
+        places = [self._readers] if whole_turns else [self._readers, self._readers_of_pieces]
+        for place in places:
+            place.setdefault(request_id, set()).add(changed)
         try:
             yield changed
         finally:
-            self._readers[request_id].discard(changed)
-            if not self._readers[request_id]:
-                del self._readers[request_id]
+            for place in places:
+                place[request_id].discard(changed)
+                if not place[request_id]:
+                    del place[request_id]
+
+
+def _wake(readers: Mapping[str, Iterable[asyncio.Event]], request_id: str) -> None:
+    for reader in readers.get(request_id, ()):
+        reader.set()

@@ -19,7 +19,6 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import turn_request
 from dora.orchestrator.services.turn_request import check_line
 from dora.prompts.check import check_name
-from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
@@ -90,21 +89,19 @@ class SessionService(stubs.SessionsServicer):
             turn_request.check_repeated(entry, request)
         sent, turn = entry.turn_begin(request.turn), request.turn
         earlier = _earlier(entry, turn) if turn and entry.given[turn - 1].is_fork else b""
-        with self._runtime.environments.reading(entry.request_id) as changed:
+        with self._runtime.environments.reading(entry.request_id, whole_turns=request.whole) as changed:
             while True:
                 changed.clear()
-                has_ended = turn < len(entry.given) or entry.finish_reason is not None
-                piece = _tokens(entry, turn, sent)
-                if has_ended or len(piece.token_ids):
-                    piece.earlier_token_ids, earlier = earlier, b""
+                has_ended, reached = turn < len(entry.given) or entry.finish_reason is not None, entry.turn_end(turn)
                 if has_ended:
+                    piece = _tokens(entry, turn, sent, earlier)
                     await self._runtime.journal.settled()
                     yield piece
                     return
                 if self._runtime.buffer.get(entry.request_id) is not entry:
                     raise NotFound("session_id", entry.request_id, "an open session", why="was cancelled or replaced")
-                if len(piece.token_ids):
-                    sent += len(piece.token_ids) // convert.TOKEN_ID_BYTES
+                if reached > sent and not request.whole:
+                    piece, sent, earlier = _tokens(entry, turn, sent, earlier), reached, b""
                     yield piece
                 await changed.wait()
 
@@ -159,8 +156,10 @@ class SessionService(stubs.SessionsServicer):
         runtime.post(event, record_of=lambda: record)
 
 
-def _tokens(entry: ResponseState, turn: int, first: int | None = None) -> pb.TurnTokens:
-    """The sampled tokens of a turn, from this index among all tokens on (None: all), with its end if it has ended."""
+def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:
+    """The sampled tokens of a turn, from this index among all tokens on (None: all), with its end if it has ended.
+    ``earlier``: the response tokens before the turn, if the caller needs them.
+    """
     begin, end = entry.turn_begin(turn) if first is None else first, entry.turn_end(turn)
     held = entry.held()[begin:end]
     reason, stop = entry.end_of(turn)
@@ -170,6 +169,7 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None) -> pb.Tur
         logprobs=held["logprob"].astype(np.float32).tobytes(),
         finish_reason=reason or "",
         stop=stop,
+        earlier_token_ids=earlier,
     )
 
 
