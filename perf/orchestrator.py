@@ -21,6 +21,7 @@ journal costs by itself, and what a restart with requests in flight takes.
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import resource
 import sys
@@ -42,6 +43,7 @@ from dora.data.types import EngineCapability
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.orchestrator.setup import open_many_files
 from dora.rpc.roles import Role
+from dora.system.memory import give_back_memory
 
 GROUP_SIZE: Final = 8
 LAG_S: Final = 0.005
@@ -196,17 +198,17 @@ async def first(awaited: Any, other: asyncio.Task[None]) -> None:
 
 
 class Child:
-    """Another process of this program, which is asked in lines and answers in JSON lines."""
+    """Another process of this program, or of ``program``; asked in lines, it answers in JSON lines."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def of(cls, *arguments: str) -> AsyncIterator["Child"]:
+    async def of(cls, *arguments: str, program: str = __file__) -> AsyncIterator["Child"]:
         """The process; ended at the end, by the end of its stdin."""
         pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, __file__, *arguments)
+        command = (sys.executable, program, *arguments)
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20)
         try:
             yield cls(process)
@@ -230,7 +232,9 @@ class Child:
 
 
 async def be_service(config: str) -> None:
-    """The real service, with one sleeper in its event loop. At each line of stdin it says what it has used."""
+    """The real service, with one sleeper in its event loop. At each line of stdin it says what it has used; at the line
+    ``memory`` what it holds after it has returned free memory.
+    """
     stop, lags = asyncio.Event(), Lags()
     handle: asyncio.Future[ServiceHandle] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
@@ -240,7 +244,12 @@ async def be_service(config: str) -> None:
     made = handle.result()
     tell({"address": made.address, "token": made.token, "tokens": made.tokens, "model": str(made.model)})
     sleeping = asyncio.create_task(lags.watch())
-    async for _ in stdin_lines():
+    async for line in stdin_lines():
+        if line.strip() == b"memory":
+            gc.collect()
+            give_back_memory()
+            tell({"rss_bytes": rss_bytes()})
+            continue
         tell({"cpu_s": time.process_time(), "at_s": time.monotonic(), "rss_bytes": rss_bytes(), **lags.taken()})
     sleeping.cancel()
     stop.set()
@@ -294,7 +303,8 @@ class Lags:
     def taken(self) -> dict[str, float]:
         """Since the last time."""
         found, self._ms = self._ms or [0.0], []
-        return {"lag_ms_p99": float(np.percentile(found, 99)), "lag_ms_max": max(found)}
+        p50, p99 = np.percentile(found, (50, 99)).tolist()
+        return {"lag_ms_p50": p50, "lag_ms_p99": p99, "lag_ms_max": max(found)}
 
 
 # ----------------------------------------------------------------------------------------------------------- gRPC alone

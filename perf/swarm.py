@@ -1,8 +1,13 @@
-"""Synthetic workers, many in one process, each with a connection of its own: the load of perf/orchestrator.py."""
+"""Synthetic workers, many in one process, each with a connection of its own: the load of perf/orchestrator.py.
+
+Sessions are kept at the end of a turn, as engines keep them. The first token of a later turn is reported at once.
+"""
 
 import asyncio
+import math
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,14 +25,18 @@ ENDLESS: Final = 1 << 40
 GOLDEN: Final = 0.6180339887  # its multiples are spread evenly over 0 to 1
 END_WAITS_S: Final = 0.05  # for others, as in dora/worker/loop.py
 POOL_TOKENS: Final = 1 << 16  # made once, out of which reports are cut
-REQUEST: Final = {"row": np.int64, "began_s": np.float64, "done": np.int64}  # done: tokens that were reported
+# done: tokens that were reported; end: those at which the response, or its turn, ends
+REQUEST: Final = {"row": np.int64, "began_s": np.float64, "done": np.int64, "end": np.int64}
 LATE_S: Final = 0.005  # of a report that is as good as in time
 CONNECT: Final = "/dora.v1.Worker/Connect"
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of each worker: ``requests`` at once, each of ``length`` tokens (0: without end) at ``tokens_per_s``."""
+    """The load of each worker: ``requests`` at once, each of ``length`` tokens (0: without end) at ``tokens_per_s``.
+
+    Of a session, each turn has ``length`` tokens.
+    """
 
     requests: int
     length: int
@@ -64,12 +73,16 @@ class SyntheticWorker:
         self._token_ids = rng.integers(3, vocab_size, POOL_TOKENS, dtype=np.int32)
         self._logprobs = -rng.random(POOL_TOKENS, dtype=np.float32)
         self._rows: dict[str, int] = {}  # of requests, by id
+        self._kept: dict[str, int] = {}  # sessions between two turns, with their tokens
+        self._session_at: dict[int, str] = {}  # the session that runs in a row
+        self._first_s = math.inf  # when the first token of a later turn is due
         self._requests = {name: np.zeros(0, dtype) for name, dtype in REQUEST.items()}
         self._version = -1
         self._generated = 0
         self._begun = 0
         self.period_s = 1.0
         self.ready = asyncio.Event()
+        self.is_asked = asyncio.Event()  # set when a turn has begun
 
     def obey(self, command: pb.WorkerCommand) -> pb.WorkerMessage | None:
         """The outcome; None where the command has none."""
@@ -85,9 +98,10 @@ class SyntheticWorker:
             self.ready.set()
         elif kind == "start_request":
             self._start(command.start_request)
+        elif kind == "extend_request":
+            self._extend(command.extend_request)
         elif kind == "remove_request":
-            row = self._rows.pop(command.remove_request.request_id, None)
-            self._keep(self._requests["row"] != row)
+            self._remove(command.remove_request.request_id)
         elif kind != "cancel_reservation":
             outcome.ok, outcome.error, outcome.error_kind = False, "a synthetic worker moves nothing", "refused"
         return pb.WorkerMessage(outcome=outcome)
@@ -102,25 +116,44 @@ class SyntheticWorker:
     def _start(self, order: pb.StartRequest) -> None:
         """The first groups are as far as they would be had all been running for long: their ends come evenly."""
         done = len(order.output_token_ids) // convert.TOKEN_ID_BYTES
-        length, now_s = self._load.length or ENDLESS, time.monotonic()
+        length, turn_begin = self._load.length or ENDLESS, order.given[-1] if order.given else 0
         is_first = self._load.length and self._begun < self._load.requests
         group = int(order.request_id.removeprefix("g").partition(".")[0])
         ahead = max(done, int(length * (group * GOLDEN % 1.0))) if is_first else done
-        began_s = now_s - ahead / self._load.tokens_per_s
-        new = {"row": order.row, "began_s": began_s, "done": done}
-        self._requests = {name: np.append(column, new[name]) for name, column in self._requests.items()}
-        self._rows[order.request_id] = order.row
+        self._enter(order.request_id, order.row, ahead, done, turn_begin + length)
+        if order.keeps:
+            self._session_at[order.row] = order.request_id
         self._begun += 1
         self._sent.started += 1
+
+    def _extend(self, order: pb.ExtendRequest) -> None:
+        done = self._kept.pop(order.request_id) + len(order.given_token_ids) // convert.TOKEN_ID_BYTES
+        self._enter(order.request_id, order.row, done, done, done + (self._load.length or ENDLESS))
+        self._session_at[order.row] = order.request_id
+        self._first_s = min(self._first_s, time.monotonic() + 1 / self._load.tokens_per_s)
+        self.is_asked.set()
+
+    def _enter(self, request_id: str, row: int, ahead: int, done: int, end: int) -> None:
+        """``ahead``: its tokens by now, of which ``done`` were reported."""
+        began_s = time.monotonic() - ahead / self._load.tokens_per_s
+        new = {"row": row, "began_s": began_s, "done": done, "end": end}
+        self._requests = {name: np.append(column, new[name]) for name, column in self._requests.items()}
+        self._rows[request_id] = row
+
+    def _remove(self, request_id: str) -> None:
+        self._kept.pop(request_id, None)
+        row = self._rows.pop(request_id, -1)
+        self._session_at.pop(row, None)
+        self._keep(self._requests["row"] != row)
 
     def _keep(self, kept: np.ndarray) -> None:
         self._requests = {name: column[kept] for name, column in self._requests.items()}
 
     def due_s(self, reported_s: float) -> tuple[float, bool]:
         """When the next report is due, and whether it is of ends only."""
-        due_s, began_s = reported_s + self.period_s, self._requests["began_s"]
-        if self._load.length and len(began_s):
-            ends_s = float(began_s.min()) + self._load.length / self._load.tokens_per_s + END_WAITS_S
+        due_s, requests = min(reported_s + self.period_s, self._first_s), self._requests
+        if self._load.length and len(requests["row"]):
+            ends_s = float((requests["began_s"] + requests["end"] / self._load.tokens_per_s).min()) + END_WAITS_S
             return min(due_s, ends_s), ends_s < due_s
         return due_s, False
 
@@ -130,10 +163,10 @@ class SyntheticWorker:
 
     def report(self, ends_only: bool = False) -> tuple[bytes, int]:
         """Returns the tokens since the last report, or the ended ones, and their number."""
-        now_s, length, requests = time.monotonic(), self._load.length or ENDLESS, self._requests
-        reached = np.minimum(length, ((now_s - requests["began_s"]) * self._load.tokens_per_s).astype(np.int64))
-        some = (reached > requests["done"]) & (not ends_only or reached == length)
-        counts, ends = (reached - requests["done"])[some], reached[some] == length
+        now_s, end, requests = time.monotonic(), self._requests["end"], self._requests
+        reached = np.minimum(end, ((now_s - requests["began_s"]) * self._load.tokens_per_s).astype(np.int64))
+        some = (reached > requests["done"]) & (not ends_only or reached == end)
+        counts, ends = (reached - requests["done"])[some], (reached == end)[some]
         tokens = int(counts.sum())
         at = int(self._random.integers(0, max(1, POOL_TOKENS - tokens)))
         columns = pb.TokenColumns(
@@ -145,13 +178,18 @@ class SyntheticWorker:
             logprobs=np.resize(self._logprobs[at : at + tokens], tokens).tobytes(),
         )
         requests["done"][some] = reached[some]
+        if not ends_only:
+            self._first_s = math.inf if self._first_s <= now_s else self._first_s
         if ends.any():
-            self._keep(requests["done"] < length)
+            for row, done in zip(requests["row"][some][ends].tolist(), reached[some][ends].tolist(), strict=True):
+                if (session_id := self._session_at.pop(row, "")) != "":
+                    self._kept[session_id] = done
+            self._keep(requests["done"] < end)
         self._generated += tokens
         report = pb.WorkerReport(
             tokens=columns if tokens else None,
             running=len(self._requests["row"]),
-            kv_used_tokens=int(self._requests["done"].sum()),
+            kv_used_tokens=int(self._requests["done"].sum()) + sum(self._kept.values()),
             generated_tokens=self._generated,
             version=self._version,
             at=time.time(),
@@ -207,7 +245,10 @@ class Swarm:
         while True:
             (due_s, ends_only), now_s = worker.due_s(reported_s), time.monotonic()
             if due_s > now_s:
-                await asyncio.sleep(due_s - now_s)
+                worker.is_asked.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(due_s - now_s):
+                        await worker.is_asked.wait()
                 continue
             async with writing:
                 worker.stall(max(0.0, time.monotonic() - due_s - LATE_S))
