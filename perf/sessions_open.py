@@ -8,8 +8,8 @@ of --length tokens and pauses, whose lengths are exponential; they are such that
 time.
 
 loop_lag_ms_p50, _p99          how late the service's event loop comes back to a sleeper of 5 ms
-bytes_per_session              growth of the service's memory per session, without 8 bytes for each of its tokens; free
-                               memory is returned before it is measured
+bytes_per_session              growth of the service's memory from a quarter of the sessions to all, without 8 bytes for
+                               each of their tokens; free memory is returned before it is measured
 turns_per_s, _per_core_s       turns that ended, by the clock and by the seconds of a core that the service used
 turn_ms_p50, _p99              from a turn's call to its end, without the time to sample its tokens
 
@@ -24,7 +24,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
@@ -92,25 +93,23 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
         swarming = asyncio.create_task(swarm.run())
         stack.callback(swarming.cancel)
         await first(swarm.ready(), swarming)
-        idle_bytes = (await service.ask("memory"))["rss_bytes"]
         idle = await figures_of(service, options.seconds, swarming)
         arguments = (address, token, str(groups * GROUP_SIZE), str(pause_s), str(turn_s))
         clients = [
             await stack.enter_async_context(Child.of("agents", *arguments, program=__file__))
             for _ in range(options.clients)
         ]
-        await submit(address, token, groups)
-        while (await driven_by(clients))["open"] < groups * GROUP_SIZE:
-            await first(asyncio.sleep(0.5), swarming)
-        await first(asyncio.sleep(SETTLE_S), swarming)
+        held = [
+            await held_by(service, clients, submit(address, token, begun, ended), GROUP_SIZE * ended, swarming)
+            for begun, ended in pairwise((0, groups // 4, groups))
+        ]
         await driven_by(clients)
         before = (await operator.status()).counters
         busy = await figures_of(service, options.seconds, swarming)
         driven, counters = await driven_by(clients), (await operator.status()).counters
-        held_bytes = (await service.ask("memory"))["rss_bytes"]
         swarming.cancel()
     turns = counters["turns_ended"] - before["turns_ended"]
-    grown_bytes = held_bytes - idle_bytes - TOKEN.itemsize * driven["tokens"]
+    grown = {name: held[1][name] - held[0][name] for name in ("rss_bytes", "open", "tokens")}
     return {
         "sessions": driven["open"],
         "in_tools": 1.0 - driven["asking"] / driven["open"],
@@ -120,8 +119,8 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
         "loop_lag_ms_max": busy["lag_ms_max"],
         "loop_lag_p50_vs_idle": busy["lag_ms_p50"] / idle["lag_ms_p50"],
         "loop_lag_p99_vs_idle": busy["lag_ms_p99"] / idle["lag_ms_p99"],
-        "bytes_per_session": grown_bytes / driven["open"],
-        "rss_vs_idle": held_bytes / idle_bytes,
+        "bytes_per_session": (grown["rss_bytes"] - TOKEN.itemsize * grown["tokens"]) / grown["open"],
+        "rss_vs_idle": busy["rss_bytes"] / idle["rss_bytes"],
         "turns_per_s": turns / busy["seconds"],
         "turns_per_core_s": turns / busy["cpu_s"],
         "core_share": busy["cpu_s"] / busy["seconds"],
@@ -147,13 +146,24 @@ async def driven_by(clients: Sequence[Child]) -> dict[str, float]:
     return sums | {"turn_ms_p50": p50, "turn_ms_p99": p99}
 
 
-async def submit(address: str, token: str, groups: int) -> None:
-    """Each group has one prompt, of GROUP_SIZE sessions."""
+async def held_by(
+    service: Child, clients: Sequence[Child], submitting: Awaitable[None], sessions: int, swarming: asyncio.Task[None]
+) -> dict[str, float]:
+    """What the service holds once so many sessions are open."""
+    await submitting
+    while (await driven_by(clients))["open"] < sessions:
+        await first(asyncio.sleep(0.5), swarming)
+    await first(asyncio.sleep(SETTLE_S), swarming)
+    return await driven_by(clients) | await service.ask("memory")
+
+
+async def submit(address: str, token: str, begun: int, ended: int) -> None:
+    """Each group has one prompt, of GROUP_SIZE sessions: those with the numbers from ``begun`` up to ``ended``."""
     async with dora.Prompts(address, token) as prompts:
         await prompts.submit(
             [
                 {"text": "ab" * 4, "prompt_id": f"p{number}", "group_size": GROUP_SIZE, "environment": ENVIRONMENT}
-                for number in range(groups)
+                for number in range(begun, ended)
             ]
         )
 
