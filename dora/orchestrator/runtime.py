@@ -214,6 +214,7 @@ class Runtime:
         try:
             await self.reattachment.ended(self.config.workers.reattach_timeout_s)
             self.post(replace(self.reattachment.completed(restored), hosts=self.hosts.stood()))
+            self.environments.restored()
         finally:
             self.reattachment.close()
         if self.storage.faults:

@@ -81,6 +81,25 @@ async def test_sessions_are_shared_and_handed_on() -> None:
         assert "g0.1" not in first.mine
 
 
+async def test_the_first_caller_gets_what_still_waits() -> None:
+    shell = Shell()
+    shell.turn(0, 1, 2)
+    shell.environments.over("g0.1")
+    shell.ask(2, 7)
+    with shell.environments.attending("tool") as first:
+        assert list(first.mine) == ["g0.0"]
+        shell.turn(2, first=3)
+        assert list(first.mine) == ["g0.0", "g0.2"]
+
+
+async def test_the_first_caller_gets_what_an_earlier_service_left() -> None:
+    shell = Shell()
+    shell.status[[1, 3]] = IDLE
+    shell.environments.restored()
+    with shell.environments.attending("tool") as first:
+        assert list(first.mine) == ["g0.1", "g0.3"]
+
+
 async def test_callers_are_bounded() -> None:
     environments, entered = Shell().environments, []
     for _ in range(ATTENDEES_MAX):

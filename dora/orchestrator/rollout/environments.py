@@ -1,8 +1,8 @@
 """The shell's side of sessions: who attends an environment, and the calls that stream a turn.
 
 A session whose first turn has ended is given to the caller of its environment with the fewest sessions. If that caller
-leaves, another gets it at the end of its turn. Nothing here outlives the service: who attends again gets all sessions
-that wait.
+leaves, another gets it at the end of its turn. Without a caller it waits for one. Nothing here outlives the service:
+who attends again gets all sessions that wait.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ ATTENDEES_MAX: Final = 1024  # of all environments
 class Attendee:
     """One open Attend call. It holds ids, at most as many as there are sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: str) -> None:
+        self.environment = environment
         self.mine: dict[str, None] = {}  # the open sessions that were given to it
         self._unsent: dict[str, None] = {}
         self._changed = asyncio.Event()
@@ -54,6 +55,7 @@ class Environments:
         self._buffer = buffer
         self._state = state
         self._attending: dict[str, list[Attendee]] = {}
+        self._unattended: dict[str, Attendee] = {}  # has what waits while nobody attends; none without sessions
         self._attendee_of: dict[str, Attendee] = {}  # by session
         self._readers: dict[str, set[asyncio.Event]] = {}  # by session
         self._readers_of_pieces: dict[str, set[asyncio.Event]] = {}  # those who are woken by each report, too
@@ -87,15 +89,35 @@ class Environments:
         attendee = self._attendee_of.pop(request_id, None)
         if attendee is not None:
             attendee.drop(request_id)
+            if not attendee.mine and self._unattended.get(attendee.environment) is attendee:
+                del self._unattended[attendee.environment]
         _wake(self._readers, request_id)
 
     def _offer(self, entry: ResponseState) -> None:
         """Gives a session to an attendee, unless one has it: that one has asked the turn."""
-        attendees = self._attending.get(entry.prompt.environment, ())
-        if attendees and entry.request_id not in self._attendee_of:
+        if entry.request_id in self._attendee_of:
+            return
+        environment = entry.prompt.environment
+        attendees = self._attending.get(environment)
+        if attendees:
             attendee = min(attendees, key=lambda each: len(each.mine))
-            self._attendee_of[entry.request_id] = attendee
-            attendee.offer(entry.request_id)
+        else:
+            attendee = self._unattended.setdefault(environment, Attendee(environment))
+        self._attendee_of[entry.request_id] = attendee
+        attendee.offer(entry.request_id)
+
+    def _hand_on(self, left: Attendee) -> None:
+        """Offers the waiting sessions of one who is gone. The rest is offered when its turns have ended."""
+        for request_id in left.mine:
+            del self._attendee_of[request_id]
+            if (entry := self._buffer.get(request_id)) is not None and self.is_idle(entry):
+                self._offer(entry)
+
+    def restored(self) -> None:
+        """Offers the sessions of an earlier incarnation that wait."""
+        for _, entries in self._buffer.groups():
+            for entry in entries if entries[0].is_session else ():
+                self.idles(entry.request_id)
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -104,22 +126,18 @@ class Environments:
         """Raises LimitExceeded for too many calls."""
         if sum(map(len, self._attending.values())) >= ATTENDEES_MAX:
             raise LimitExceeded("environment: calls of Attend", ATTENDEES_MAX + 1, f"at most {ATTENDEES_MAX} at once")
-        attendee = Attendee()
+        attendee = Attendee(environment)
         attendees = self._attending.setdefault(environment, [])
-        is_first = not attendees
         attendees.append(attendee)
-        if is_first:
-            self._offer_all(environment)
+        if environment in self._unattended:
+            self._hand_on(self._unattended.pop(environment))
         try:
             yield attendee
         finally:
             attendees.remove(attendee)
-            for request_id in attendee.mine:
-                del self._attendee_of[request_id]
-                if (entry := self._buffer.get(request_id)) is not None and self.is_idle(entry):
-                    self._offer(entry)
             if not attendees:
                 self._attending.pop(environment, None)
+            self._hand_on(attendee)
 
     def check_room(self, prompt_id: str, sessions: int, ledger: PromptLedger, most: int) -> None:
         """Counts the sessions of a prompt that a client opens. Raises LimitExceeded for more than ``most`` in all."""
@@ -132,12 +150,6 @@ class Environments:
             allowed = f"at most {most - opened} now (sessions.open_max = {most})"
             raise LimitExceeded("group_size: opened sessions", sessions, allowed)
         self._opened[prompt_id] = sessions
-
-    def _offer_all(self, environment: str) -> None:
-        for _, entries in self._buffer.groups():
-            for entry in entries if entries[0].prompt.environment == environment else ():
-                if self.is_idle(entry):
-                    self._offer(entry)
 
     @contextmanager
     def reading(self, request_id: str, *, whole_turns: bool = False) -> Iterator[asyncio.Event]:
