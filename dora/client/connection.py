@@ -1,8 +1,10 @@
 """A client's connection: its channel, the proof of its token, and conversion of errors to DoraErrors."""
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -10,12 +12,13 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.errors import InvalidValue
-from dora.rpc.channel import MAX_MESSAGE_BYTES, check_message_bytes
+from dora.rpc.channel import MAX_MESSAGE_BYTES, STREAMS_AT_ONCE, check_message_bytes
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.rpc.proven import ProvenChannel, Prover, proven_channel
 
 CALL: Final = "_AioCall."  # the beginning of the names of gRPC's coroutines that wait for the end of a call
 ENDS_WITHIN_S: Final = 1.0  # the calls of a closed channel
+CALLS_EACH: Final = STREAMS_AT_ONCE // 2  # the service counts one for a while after its end
 COUNT_MAX: Final = (1 << 31) - 1  # the maximum of any count in a message; a service allows less
 
 _channels: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, int]] = WeakKeyDictionary()  # open ones of each loop
@@ -99,6 +102,34 @@ async def _calls_ended() -> None:
     ending = {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "").startswith(CALL)}
     if ending:
         await asyncio.wait(ending, timeout=ENDS_WITHIN_S)
+
+
+class Connections:
+    """Connections to one service for many calls at once. One has at most ``CALLS_EACH``: the service refuses more than
+    it allows on a connection, and its caller would wait for those that are open.
+    """
+
+    def __init__(self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Raises InvalidValue for a token that is not printable ASCII."""
+        self._make = partial(Connection, address, token, max_message_bytes)
+        self._calls: dict[Connection, int] = {self._make(): 0}  # open ones
+
+    @contextmanager
+    def for_a_call(self) -> Iterator[Connection]:
+        """The connection with the fewest calls, for one more; a new one if all are full."""
+        connection = min(self._calls, key=lambda each: self._calls[each])
+        if self._calls[connection] >= CALLS_EACH:
+            connection = self._make()
+            self._calls[connection] = 0
+        self._calls[connection] += 1
+        try:
+            yield connection
+        finally:
+            self._calls[connection] -= 1
+
+    async def close(self) -> None:
+        for connection in self._calls:
+            await connection.close()
 
 
 class Client:

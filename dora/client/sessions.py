@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.client.connection import Client, Connection, check_count
+from dora.client.connection import Client, Connections, check_count
 from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.types import FinishReason, Prompt
 from dora.errors import Conflict, NotFound, described
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import SessionsStub
 from dora.rpc.errors import ServiceUnavailable
 
@@ -53,7 +54,7 @@ class Session:
     verifier_json: str
     turn: Turn  # the last one, which has ended; of a session without a prompt first one without tokens
     response: list[int]
-    _connection: Connection = field(repr=False)
+    _connections: Connections = field(repr=False)
 
     async def ask(
         self,
@@ -146,12 +147,13 @@ class Session:
         )
 
     async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
-        replies: Any = self._connection.stub(SessionsStub).Turn(asked)
-        try:
-            while (piece := await self._connection.read(replies)) is not None:
-                yield _turn(asked.turn, piece)
-        finally:
-            replies.cancel()
+        with self._connections.for_a_call() as connection:
+            replies: Any = connection.stub(SessionsStub).Turn(asked)
+            try:
+                while (piece := await connection.read(replies)) is not None:
+                    yield _turn(asked.turn, piece)
+            finally:
+                replies.cancel()
 
     async def end(
         self, reward: float | None = None, *, components: Mapping[str, float] | None = None, log: str = ""
@@ -160,17 +162,28 @@ class Session:
         request = pb.EndSessionRequest(session_id=self.session_id, components=components, log=log)
         if reward is not None:
             request.reward = reward
-        await self._connection.call(self._connection.stub(SessionsStub).EndSession, request)
+        with self._connections.for_a_call() as connection:
+            await connection.call(connection.stub(SessionsStub).EndSession, request)
 
     async def fail(self, reason: str) -> str:
         """Gives up the session, as its environment has failed. Returns the id of the one in its place; empty: none."""
         request = pb.FailSessionRequest(session_id=self.session_id, reason=reason)
-        reply = await self._connection.call(self._connection.stub(SessionsStub).FailSession, request)
+        with self._connections.for_a_call() as connection:
+            reply = await connection.call(connection.stub(SessionsStub).FailSession, request)
         return reply.replacement_id
 
 
 class Sessions(Client):
     """Attends an environment: gets sessions of the prompts that name it."""
+
+    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Raises InvalidValue for a token that is not printable ASCII."""
+        super().__init__(address, token, max_message_bytes=max_message_bytes)
+        self._connections = Connections(address, token, max_message_bytes)
+
+    async def close(self) -> None:
+        await self._connections.close()
+        await super().close()
 
     async def attend(self, environment: str) -> AsyncGenerator[Session]:
         """Yields each session of this environment whose first turn has ended, or that another caller has left after a
@@ -180,8 +193,7 @@ class Sessions(Client):
         Ends with the service's end of the stream. Raises InvalidValue, LimitExceeded, ServiceUnavailable.
         """
         check_text(environment, "environment")
-        replies: Any = self._connection.stub(SessionsStub).Attend(pb.AttendRequest(environment=environment))
-        async with aclosing(self._sessions(replies)) as sessions:
+        async with aclosing(self._sessions(pb.AttendRequest(environment=environment))) as sessions:
             async for session in sessions:
                 yield session
 
@@ -197,21 +209,23 @@ class Sessions(Client):
         check_count("size", size)
         message = prompt_message(prompt)
         message.group_size = size
-        replies: Any = self._connection.stub(SessionsStub).Open(pb.OpenRequest(prompt=message))
         found: dict[str, Session] = {}
-        async with aclosing(self._sessions(replies)) as sessions:
+        async with aclosing(self._sessions(pb.OpenRequest(prompt=message))) as sessions:
             async for session in sessions:
                 found[session.session_id] = session
                 if len(found) == size:
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
-    async def _sessions(self, replies: Any) -> AsyncGenerator[Session]:
-        try:
-            while (message := await self._connection.read(replies)) is not None:
-                yield _session(message, self._connection)
-        finally:
-            replies.cancel()
+    async def _sessions(self, request: pb.AttendRequest | pb.OpenRequest) -> AsyncGenerator[Session]:
+        with self._connections.for_a_call() as connection:
+            stub = connection.stub(SessionsStub)
+            replies: Any = stub.Open(request) if isinstance(request, pb.OpenRequest) else stub.Attend(request)
+            try:
+                while (message := await connection.read(replies)) is not None:
+                    yield _session(message, self._connections)
+            finally:
+                replies.cancel()
 
     async def drive(
         self, environment: str, driver: Callable[[Session], Awaitable[None]], *, at_once: int = AT_ONCE
@@ -222,31 +236,28 @@ class Sessions(Client):
         reason, and the others go on. If the service is lost, all drivers are cancelled: a later call gets the sessions
         again, where they stand. Raises as :meth:`attend`.
         """
-        room, running = asyncio.Semaphore(at_once), set[asyncio.Task[None]]()
+        room = asyncio.Semaphore(at_once)
 
         async def driven(session: Session) -> None:
             try:
                 await driver(session)
             except ServiceUnavailable:
-                log.warning("%s: the service is lost", session.session_id)
+                raise
             except Exception as error:  # of the user's driver, or of a session that is over
                 log.warning("%s: %s", session.session_id, described(error))
                 reason = "".join(each if each.isprintable() else " " for each in described(error))
-                with suppress(NotFound, Conflict, ServiceUnavailable):
+                with suppress(NotFound, Conflict):
                     await session.fail(reason[:REASON_MAX])
             finally:
                 room.release()
 
         try:
-            async with aclosing(self.attend(environment)) as sessions:
+            async with aclosing(self.attend(environment)) as sessions, asyncio.TaskGroup() as drivers:
                 async for session in sessions:
                     await room.acquire()
-                    running.add(task := asyncio.create_task(driven(session)))
-                    task.add_done_callback(running.discard)
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
+                    drivers.create_task(driven(session))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
 
 def _sample_index(session_id: str) -> int:
@@ -260,7 +271,7 @@ def _turn(number: int, tokens: pb.TurnTokens) -> Turn:
     return Turn(number, token_ids, logprobs, reason, tokens.stop, earlier)
 
 
-def _session(message: pb.SessionTurn, connection: Connection) -> Session:
+def _session(message: pb.SessionTurn, connections: Connections) -> Session:
     begin, turn = message.begin, _turn(message.turn, message.tokens)
     earlier = np.frombuffer(begin.earlier_token_ids, "<i4").tolist()
     return Session(
@@ -274,5 +285,5 @@ def _session(message: pb.SessionTurn, connection: Connection) -> Session:
         begin.verifier_json,
         turn,
         [*earlier, *turn.token_ids.tolist()],
-        connection,
+        connections,
     )

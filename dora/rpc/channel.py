@@ -15,7 +15,7 @@ PACKED_BYTES: Final = 1 << 20  # and packed ones of this: a message costs as muc
 FRAME_BYTES: Final = 1 << 20  # into which a message to a client is cut; HTTP/2's default is 16 KB
 WEIGHT_CHUNK_BYTES: Final = 4 << 20
 LOOKAHEAD_BYTES: Final = 1 << 20  # unread bytes of one call: less would slow down uploads over long round trips
-STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
+STREAMS_AT_ONCE: Final = 128  # calls of one connection; further ones wait at its client, or are refused
 CALLS_WAITING_MAX: Final = 16384  # that the event loop has not begun to answer; gRPC drops further ones by chance
 CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 HANDSHAKE_S: Final = 5.0  # for a connection's first bytes
@@ -32,6 +32,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = 
     return [
         *_limits(max_message_bytes),
         ("grpc.enable_http_proxy", int(proxied)),
+        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, whose calls are the channel's alone
         ("grpc.http2.max_frame_size", FRAME_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -45,7 +45,7 @@ LARGE_S: Final = 120.0  # any other
 
 CALLS_AT_ONCE: Final[Mapping[Role, int]] = {
     Role.TRAINER: 64,
-    Role.SUBMITTER: 64,
+    Role.SUBMITTER: 4096 + 64,  # each turn that is being sampled is a call of an environment
     Role.OPERATOR: 64,
     Role.WORKER: 4096 + 64,
     Role.HOST: 1024 + 64,

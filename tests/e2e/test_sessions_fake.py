@@ -6,8 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dora
-from dora.client.sessions import Session
+from dora.client.sessions import AT_ONCE, Session
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -119,6 +121,10 @@ async def test_the_environment_of_the_documentation(tiny_dense: Path) -> None:
             assert (each.loss_mask == 0).sum() == len(TOOL) * len(each.events)
 
 
+async def lost(session: Session) -> None:
+    raise ServiceUnavailable("gone")
+
+
 async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
     """Each is one clear error, and the session goes on as if there had been none."""
     async with (
@@ -161,6 +167,35 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
         with refused(NotFound, field="session_id"):
             await session.ask(TOOL)
         await attended.aclose()  # type: ignore[attr-defined]
+        with pytest.raises(ServiceUnavailable, match="gone"):  # its session waits for the next call
+            await sessions.drive("tool", lost)
+
+
+async def test_a_driver_has_as_many_turns_open_as_sessions(tiny_dense: Path) -> None:
+    """All sessions of a driver ask at the same moment, and no call of theirs is refused."""
+    arrived: set[str] = set()
+    are_all = asyncio.Event()
+
+    async def together(session: Session) -> None:
+        arrived.add(session.session_id)
+        if len(arrived) == AT_ONCE:
+            are_all.set()
+        await are_all.wait()
+        await session.ask(TOOL, name="tool")
+        await session.end(1.0)
+
+    groups = AT_ONCE // GROUP_SIZE
+    config = config_of(tiny_dense, window__size=1, workers__slots=64, workers__kv_tokens=32768, rollout__max_tokens=4)
+    async with (
+        running(config) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await prompts.submit(prompts_of(groups))
+        driving = asyncio.create_task(drive(handle, together))
+        (step,) = await during(driving, train(handle, trainer, steps=1, groups=groups))
+        driving.cancel()
+    assert {each.trajectory_id for group in step for each in group.trajectories} == arrived, "none was replaced"
 
 
 async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path) -> None:
