@@ -1,8 +1,8 @@
 """Kills and faults under load: ``python -m tests.chaos``. Ends with 1 if a promise was broken, or something got stuck.
 
-A service with workers, a pool, a host that has joined, a reward function and a trainer; each is killed at each moment
-of a handoff and of a commit, is stopped, finds its disk full, its clock changed and its link cut one way. Then all is
-trained to the end, and every logprob is computed again.
+A service with workers, a pool, a host that has joined, a reward function, a trainer and an environment; each is killed
+at each moment of a handoff and of a commit, in turns of sessions and between them, is stopped, finds its disk full, its
+clock changed and its link cut one way. Then all is trained to the end, and every logprob is computed again.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 from dora.models.tiny import make_tiny
 from tests.abuse.full import has_namespaces
-from tests.chaos.faults import drawn, named, offered
+from tests.chaos.faults import OF_SESSIONS, drawn, named, offered
 from tests.chaos.link import go_apart, is_apart
 from tests.chaos.prompts import long_rows
 from tests.chaos.report import MUST_BE_0, not_struck, report_of
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults, and of the lengths")
     parser.add_argument("--without", default="", help="actions, victims or moments that are left out, with commas")
     parser.add_argument("--only", type=named, help="these faults in place of drawn ones, by name, with semicolons")
+    parser.add_argument("--sessions", type=float, default=0.5, help="share of the prompts (%(default)s)")
     parser.add_argument("--no-host", action="store_true", help="without a host that has joined")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"))
     options = parser.parse_args(arguments)
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--kills and --groups-per-step take 1 or more")
     if options.workers < 2:
         parser.error("--workers takes 2 or more: requests move between them")
+    if not 0.0 <= options.sessions <= 1.0:
+        parser.error("--sessions takes a share from 0 to 1")
     if not options.no_host:
         go_apart(["-m", "tests.chaos", *(sys.argv[1:] if arguments is None else arguments)])
     out: Path = options.out.absolute()
@@ -58,17 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model=make_tiny("dense", Path(scratch) / "model", kv_heads=2),
             folder=out,
             engine=options.engine,
-            rows=long_rows(1000, options.seed),
+            rows=long_rows(1000, options.seed, options.sessions),
             groups_per_step=options.groups_per_step,
             workers=options.workers,
             ranks=options.ranks,
+            has_sessions=options.sessions > 0,
             has_host=not options.no_host,
             has_link=is_apart(),
             has_disk=has_namespaces(),
         )
         report = asyncio.run(_run(setting, options))
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print("\n".join(f"{name:<24}{report[name]:>10,}" for name in ("kills", "faults", "trajectories", *MUST_BE_0)))
+    shown = ("kills", "faults", "trajectories", "sessions", "turns", *MUST_BE_0)
+    print("\n".join(f"{name:<24}{report[name]:>10,}" for name in shown))
     print("".join(f"left out: {name}: {why}\n" for name, why in report["left_out"].items()), end="")
     print("\n".join(report["failures"][:20]) or f"ok; {out / 'report.json'}")
     return bool(report["failures"])
@@ -113,6 +118,8 @@ def _left_out(setting: Setting) -> dict[str, str]:
     left_out = {}
     if not setting.has_disk:
         left_out["fill"] = "this user may not mount a file system in a namespace here"
+    if not setting.has_sessions:
+        left_out |= dict.fromkeys(OF_SESSIONS, "--sessions 0")
     if not setting.has_host:
         left_out |= dict.fromkeys(("agent", "host worker", "cut"), "--no-host")
     elif not setting.has_link:

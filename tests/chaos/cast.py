@@ -1,4 +1,4 @@
-"""The processes of a run that are not the service's: a trainer, and the agent of a host that joins."""
+"""The processes of a run that are not the service's: a trainer, an environment, and the agent of a host that joins."""
 
 import asyncio
 import json
@@ -62,19 +62,18 @@ class Orphaned:
         await process.wait()
 
 
-class TrainerProcess(Orphaned):
-    """``tests.chaos.trainer``. ``trained``: what it has said after its commits."""
+class Telling(Orphaned):
+    """A module of Python that prints a line of JSON, with ``at``, at each moment of its work."""
 
-    def __init__(self, argv: list[str], token: str, log: Path) -> None:
-        super().__init__("trainer", log)
-        self.trained: list[tuple[int, list[str]]] = []
-        self._argv = [sys.executable, "-m", "tests.chaos.trainer", *argv]
+    def __init__(self, name: str, argv: list[str], token: str, log: Path) -> None:
+        super().__init__(name, log)
+        self._argv = [sys.executable, "-m", *argv]
         self._environment = {**os.environ, "DORA_TOKEN": token, "OMP_NUM_THREADS": "1"}
-        self._awaited: list[tuple[str, asyncio.Future[int]]] = []
+        self._awaited: list[tuple[str, asyncio.Future[Mapping[str, Any]]]] = []
 
-    async def reaches(self, moment: str) -> int:
-        """The number of the step, as soon as the trainer says that it is at this moment of one."""
-        awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def reaches(self, moment: str) -> Mapping[str, Any]:
+        """What it says, as soon as it says that it is at this moment."""
+        awaited: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._awaited.append((moment, awaited))
         return await awaited
 
@@ -96,12 +95,23 @@ class TrainerProcess(Orphaned):
                 self._said(json.loads(line))
 
     def _said(self, said: Mapping[str, Any]) -> None:
-        if said["at"] == "committed":
-            self.trained.append((said["step"], said["group_ids"]))
         for moment, awaited in self._awaited:
             if moment == said["at"] and not awaited.done():
-                awaited.set_result(said["step"])
+                awaited.set_result(said)
         self._awaited = [each for each in self._awaited if not each[1].done()]
+
+
+class TrainerProcess(Telling):
+    """``tests.chaos.trainer``. ``trained``: what it has said after its commits."""
+
+    def __init__(self, argv: list[str], token: str, log: Path) -> None:
+        super().__init__("trainer", ["tests.chaos.trainer", *argv], token, log)
+        self.trained: list[tuple[int, list[str]]] = []
+
+    def _said(self, said: Mapping[str, Any]) -> None:
+        if said["at"] == "committed":
+            self.trained.append((said["step"], said["group_ids"]))
+        super()._said(said)
 
 
 class AgentProcess(Orphaned):

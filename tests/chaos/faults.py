@@ -11,6 +11,11 @@ Action = Literal["kill", "stop", "fill", "jump", "cut", "stall", "copy", "older"
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 PHASES: Final = ("PLANNED", "RESERVED", "COPYING", "FROZEN", "COMMITTED")
 COMMIT_MOMENTS: Final = ("taking", "committing", "publishing", "published", "loading")
+TOOL_TIME: Final = "tool time"  # a session waits for its environment
+POOLED_TOOL_TIME: Final = "tool time in a pool"
+TURN: Final = "turn"  # a session's environment has asked for one
+IDLE_PHASES: Final = tuple(f"{kind}:{phase}" for kind in ("idle-move", "idle-park") for phase in PHASES)
+OF_SESSIONS: Final = ("environment", TOOL_TIME, POOLED_TOOL_TIME, TURN, *IDLE_PHASES)  # victims and moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,8 @@ class Fault:
     """``victim``: source and target are the ends of a handoff, worker any that is at work; what is cut is the link to
     the host that has joined, one way; of a second service, what it shares with the first; after a comma, how.
     ``moment``: what has to be seen before it strikes: a phase of
-    a handoff, as ``move:PHASE``, ``park:PHASE`` and ``resume:PHASE``; what a trainer is at; or what the service does.
+    a handoff, as ``move:PHASE``, ``park:PHASE`` and ``resume:PHASE``, and of one in tool time, as ``idle-move:PHASE``
+    and ``idle-park:PHASE``; what a trainer or an environment is at; or what the service does.
     """
 
     action: Action
@@ -68,6 +74,20 @@ def _kills() -> Iterator[Fault]:
     yield Fault("kill", "orchestrator", "submitting")
     for victim in ("agent", "host worker"):
         yield Fault("kill", victim, "decoding")
+    yield from _session_kills()
+
+
+def _session_kills() -> Iterator[Fault]:
+    for victim in ("environment", "orchestrator", "worker", "host worker", "agent"):
+        yield Fault("kill", victim, TOOL_TIME)
+    for victim in ("environment", "orchestrator", "pool"):
+        yield Fault("kill", victim, POOLED_TOOL_TIME)
+    for victim in ("environment", "orchestrator", "worker"):
+        yield Fault("kill", victim, TURN)
+    for phase, victim in itertools.product(("RESERVED", "COMMITTED"), ("source", "target", "orchestrator")):
+        yield Fault("kill", victim, f"idle-move:{phase}")
+    for victim in ("source", "pool", "orchestrator"):
+        yield Fault("kill", victim, "idle-park:RESERVED")
 
 
 def _cuts() -> Iterator[Fault]:
@@ -88,6 +108,8 @@ OTHERS: Final = (
     Fault("stop", "target", "move:RESERVED"),
     Fault("stop", "orchestrator", "decoding"),
     Fault("stop", "orchestrator", "publishing"),
+    Fault("stop", "environment", TOOL_TIME),
+    Fault("stop", "worker, until it is lost", TOOL_TIME),
     Fault("stop", "trainer", "taking"),
     Fault("stop", "trainer", "publishing"),
     Fault("stop", "verifier", "scoring"),

@@ -22,7 +22,14 @@ SEEN_IN: Final = {
     "FROZEN": ("FROZEN", "COPYING"),
     "COMMITTED": ("FROZEN", "COPYING"),
 }
-_ENDS_AT_POOL: Final = {"move": (False, False), "park": (False, True), "resume": (True, False)}  # (source, target)
+# Whether source and target are the pool.
+_ENDS_AT_POOL: Final = {
+    "move": (False, False),
+    "park": (False, True),
+    "resume": (True, False),
+    "idle-move": (False, False),
+    "idle-park": (False, True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +148,7 @@ async def stands(world: World, trajectory_id: str) -> str:
     """The phase of its handoff once it does not change any more: what was on its way has been taken in."""
     before, same = "", 0
     while same < 3:
-        listed = (await world.operator.trajectories("moving", limit=1000)).trajectories
+        listed = (await world.operator.trajectories(limit=1000)).trajectories
         now = next((each.handoff for each in listed if each.trajectory_id == trajectory_id), "")
         same = same + 1 if now == before else 0
         before = now
@@ -150,22 +157,28 @@ async def stands(world: World, trajectory_id: str) -> str:
 
 
 async def _moving(world: World, kind: str, end: str) -> list[pb.TrajectoryStatus]:
-    listed = (await world.operator.trajectories("moving", limit=1000)).trajectories
-    asked = [each for each in listed if not end or end in (each.worker, each.target)]
+    listed = (await world.operator.trajectories("idle" if _is_idle(kind) else "moving", limit=1000)).trajectories
+    asked = [each for each in listed if each.handoff and (not end or end in (each.worker, each.target))]
     return [each for each in asked if (each.worker == POOL, each.target == POOL) == _ENDS_AT_POOL[kind]]
 
 
+def _is_idle(kind: str) -> bool:
+    """Whether such a handoff is one in tool time."""
+    return kind.startswith("idle-")
+
+
 async def _ask(world: World, kind: str, end: str) -> dict[str, int]:
-    """Moves or parks requests that have many tokens and many to go; what is parked is resumed by itself. All
-    who may be an end, with their process ids."""
+    """Moves or parks requests that have many tokens and many to go, or that wait for their tools; what is parked is
+    resumed by itself. All who may be an end, with their process ids."""
     status = await world.operator.status()
     pids = {each.worker_id: each.pid for each in status.workers} | {each.pool_id: each.pid for each in status.pools}
     hosts = [worker for worker in status.workers if worker.state == "ready"]
-    running = (await world.operator.trajectories("running", limit=1000)).trajectories
+    state = "idle" if _is_idle(kind) else "running"
+    movable = (await world.operator.trajectories(state, limit=1000)).trajectories
     asked = 0
-    for request in sorted(running, key=lambda each: -min(each.tokens, each.max_tokens - each.tokens)):
+    for request in sorted(movable, key=lambda each: -min(each.tokens, each.max_tokens - each.tokens)):
         others = [each.worker_id for each in hosts if each.version == request.version]
-        targets = [POOL] if kind != "move" else [each for each in others if each != request.worker]
+        targets = [POOL] if not kind.endswith("move") else [each for each in others if each != request.worker]
         if end not in ("", request.worker):
             targets = [each for each in targets if each == end]
         if targets and request.tokens and asked < MOVES_ASKED:

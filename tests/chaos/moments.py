@@ -1,10 +1,14 @@
 """The moments at which a fault strikes, but those of handoffs: what is waited for, and who is the victim then."""
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
+from dora.errors import Conflict, NotFound
 from dora.rpc import dora_pb2 as pb
-from tests.chaos import family
-from tests.chaos.faults import Fault
+from tests.chaos import family, faults
+from tests.chaos.faults import TOOL_TIME, Fault
+from tests.chaos.handoffs import POOL
 from tests.chaos.setting import HOST
 from tests.chaos.world import Condition, World
 
@@ -21,7 +25,7 @@ async def come(world: World, moment: str) -> None:
         case "taking" | "committing" | "publishing":
             await world.trainer.reaches(moment)
         case "published":
-            step = await world.trainer.reaches("publishing")
+            step = (await world.trainer.reaches("publishing"))["step"]
             await _seen(world, lambda status: status.newest_version > step)
         case "loading":
             await _seen(world, lambda status: any(worker.state == "loading" for worker in status.workers))
@@ -34,12 +38,21 @@ async def come(world: World, moment: str) -> None:
                 raise Missed
         case "decoding":
             await _seen(world, lambda status: any(worker.running for worker in status.workers))
+        case faults.TOOL_TIME:
+            while not await _idle(world):
+                continue
+        case faults.POOLED_TOOL_TIME:
+            while POOL not in {each.worker for each in await _idle(world)}:
+                await _park(world)
+        case faults.TURN:
+            await world.environment.reaches("asking")
 
 
 async def victim_of(world: World, fault: Fault) -> int:
     """Its process id; 0: there is none now."""
     own: dict[str, Callable[[], int]] = {
         "trainer": lambda: world.trainer.pid,
+        "environment": lambda: world.environment.pid,
         "agent": lambda: world.agent.pid,
         "from host": lambda: world.agent.pid,
         "to host": lambda: world.agent.pid,
@@ -57,10 +70,23 @@ async def victim_of(world: World, fault: Fault) -> int:
     host = HOST if whose == "host worker" else "local"
     workers = [worker for worker in status.workers if worker.host == host and worker.pid]
     state = "loading" if fault.moment == "loading" else "ready"
-    worker = max(workers, key=lambda each: (each.state == state, each.running), default=None)
+    idle = Counter(each.worker for each in await _idle(world)) if fault.moment == TOOL_TIME else Counter[str]()
+    worker = max(workers, key=lambda each: (each.state == state, idle[each.worker_id], each.running), default=None)
     if worker is None:
         return 0
     return family.rank(worker.pid) if whose == "rank" else worker.pid
+
+
+async def _idle(world: World) -> list[pb.TrajectoryStatus]:
+    """The sessions that wait for their environment."""
+    return list((await world.operator.trajectories("idle", limit=1000)).trajectories)
+
+
+async def _park(world: World) -> None:
+    """Asks for the moves of all idle sessions to the pool."""
+    for each in await _idle(world):
+        with suppress(Conflict, NotFound):  # it has no KV, or is on its way, or its next turn has begun
+            await world.operator.migrate(each.trajectory_id, POOL)
 
 
 async def _seen(world: World, condition: Condition) -> pb.Status:

@@ -6,17 +6,21 @@ from typing import Any, Final, Self
 from dora.client import Prompts
 from dora.errors import DoraError
 from tests.stress.load import prompt_rows
+from tests.tools import as_sessions
 
 PROMPTS_AT_ONCE: Final = 32
 LENGTHS_TOKENS: Final = (100, 400)
+TURN_TOKENS: Final = (20, 80)
 
 
-def long_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts whose responses are long enough to be caught on their way, and of as many lengths."""
+def long_rows(count: int, seed: int, sessions: float) -> list[dict[str, Any]]:
+    """Prompts whose responses are long enough to be caught on their way, and of as many lengths. ``sessions``: the
+    share of prompts with an environment."""
     chance = random.Random(seed)
     rows = prompt_rows(count, seed)
     for row in rows:
         row["sampling"] = {"max_tokens": chance.randint(*LENGTHS_TOKENS), "ignore_eos": True}
+    as_sessions(rows, sessions, TURN_TOKENS, seed)
     return rows
 
 

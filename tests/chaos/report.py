@@ -9,7 +9,6 @@ import numpy as np
 
 from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Trajectory
-from dora.data.types import RequestSpec
 from dora.rpc import dora_pb2 as pb
 from dora.verify import verify
 from dora.verify.check import read_trajectories
@@ -20,9 +19,11 @@ from tests.chaos.faults import ACTIONS
 from tests.chaos.setting import GROUP_SIZE, WINDOW, Setting
 from tests.chaos.strikes import Struck
 from tests.chaos.world import World
-from tests.contract.driver import ROUNDING, Response, run
+from tests.contract.driver import ROUNDING, run
+from tests.tools import is_session, requests_of, wrong
 
-MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches")
+OF_SESSIONS: Final = ("sessions_wrong", "sessions_replaced", "sessions_broken_off")
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *OF_SESSIONS)
 _VERIFIED_AT_ONCE: Final = 256
 
 
@@ -33,6 +34,8 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
     prompts = submitting.accepted if status is not None else set()  # else the last ones have had no chance
     found = promises.promises(setting.record, prompts, world.trainer.trained, WINDOW, GROUP_SIZE)
     mismatches, violations = _verified(setting)
+    sessions = [each for each in read_trajectories(setting.record / TRAJECTORIES_FILE) if is_session(each)]
+    sessions_wrong = [sentence for each in sessions if (sentence := wrong(each))]
     of_action = Counter(name.partition(" ")[0] for name in (*struck.kills, *struck.faults))
     report: dict[str, Any] = {
         "kills": len(struck.kills),
@@ -44,6 +47,10 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         "c1_violations": found.c1_violations + int(counters.get("c1_violations", 0)),
         "c3_violations": found.c3_violations,
         "logprob_mismatches": mismatches,
+        "sessions_wrong": len(sessions_wrong),
+        **{name: int(counters.get(name, 0)) for name in OF_SESSIONS[1:]},
+        "sessions": len(sessions),
+        "turns": sum(len(each.events) + 1 for each in sessions),
         "worker_recovery_s_p95": _percentile(struck.worker_recovery_s, 95),
         "worker_recovery_s_p50": _percentile(struck.worker_recovery_s, 50),
         "orchestrator_restart_s": _percentile(struck.orchestrator_restart_s, 95),
@@ -58,8 +65,8 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         "struck": dict(sorted(Counter([*struck.kills, *struck.faults]).items())),
         "counters": {name: value for name, value in counters.items() if value},
     }
-    wrong = [f"{name} is {report[name]}" for name in MUST_BE_0 if report[name]]
-    report["failures"] = [*([stuck] if stuck else []), *wrong, *violations]
+    broken = [f"{name} is {report[name]}" for name in MUST_BE_0 if report[name]]
+    report["failures"] = [*([stuck] if stuck else []), *broken, *sessions_wrong, *violations]
     return report
 
 
@@ -92,16 +99,19 @@ def _mismatches(setting: Setting) -> Iterator[bool]:
 
 
 def _differ(engine: FakeEngine, trajectories: Sequence[Trajectory]) -> Iterator[bool]:
-    requests = [
-        RequestSpec(each.trajectory_id, each.behaviour_version, tuple(each.prompt_token_ids.tolist()), each.sampling)
-        for each in trajectories
-    ]
-    expected: dict[str, Response] = run(engine, requests)
+    turns = {each.trajectory_id: requests_of(each) for each in trajectories}
+    found = run(engine, [request for requests in turns.values() for request, _, _ in requests])
     for each in trajectories:
-        wanted = expected[each.trajectory_id]
-        yield wanted.token_ids != each.response_token_ids.tolist() or not np.allclose(
-            wanted.logprobs, each.logprobs, rtol=0, atol=ROUNDING
-        )
+        for request, begin, end in turns[each.trajectory_id]:
+            response = found[request.request_id]
+            token_ids, logprobs = response.token_ids[begin:], response.logprobs[begin:]
+            if token_ids != each.response_token_ids[begin:end].tolist() or not np.allclose(
+                logprobs, each.logprobs[begin:end], rtol=0, atol=ROUNDING
+            ):
+                yield True
+                break
+        else:
+            yield False
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:

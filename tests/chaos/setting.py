@@ -27,6 +27,7 @@ class Setting:
     groups_per_step: int
     workers: int
     ranks: int = 1  # of each worker
+    has_sessions: bool = True  # among the prompts
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut
     has_disk: bool = False  # of its own for the state, which can be filled up

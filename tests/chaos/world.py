@@ -19,7 +19,7 @@ from dora.errors import DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Role, Tokens
 from tests.chaos import clock, family
-from tests.chaos.cast import AgentProcess, TrainerProcess
+from tests.chaos.cast import AgentProcess, Orphaned, Telling, TrainerProcess
 from tests.chaos.disk import Disk
 from tests.chaos.link import HostLink
 from tests.chaos.prompts import Submitting
@@ -79,9 +79,13 @@ class World:
         await self.submitting.submit()
         argv = [self.service.address, str(setting.groups_per_step), setting.engine]
         self.trainer = TrainerProcess(argv, tokens[Role.TRAINER], folder / "trainer.log")
+        own = ["tests.tools", self.service.address]
+        self.environment = Telling("environment", own, tokens[Role.SUBMITTER], folder / "environment.log")
         beyond = self.link.inside if self.link else ()
         self.agent = AgentProcess(HOST, self.service.address, tokens[Role.HOST], folder / "agent.log", beyond)
-        self.cast = (self.trainer, *([self.agent] if setting.has_host else ()))
+        self.cast: list[Orphaned] = [self.trainer]
+        self.cast += [self.environment] if setting.has_sessions else []
+        self.cast += [self.agent] if setting.has_host else []
         for each in self.cast:
             self._stack.push_async_callback(each.close)
             each.begin()
@@ -168,7 +172,7 @@ class World:
         code = await asyncio.wait_for(self.trainer.ended, 2 * self.setting.recovery_most_s)
         if code:
             raise Stuck(f"the trainer has ended with {code}: {self.trainer.log.read_text()[-2000:]}")
-        self.cast = ()
+        self.cast = []
         return await self.until(_is_empty, "all KV let go")
 
     async def _feed(self) -> None:

@@ -18,6 +18,8 @@ FEW = (
     "stall worker at decoding",
     "fill state at decoding",
     "jump orchestrator, a day back at decoding",
+    "kill worker at tool time",
+    "kill environment at turn",
 )
 FAULTS = (
     "kill source at move:COPYING",
@@ -32,6 +34,13 @@ FAULTS = (
     "stall worker at decoding",
     "fill state at decoding",
     "jump orchestrator, a day back at decoding",
+    "kill worker at tool time",
+    "kill environment at turn",
+    "kill orchestrator at turn",
+    "kill orchestrator at tool time",
+    "kill pool at tool time in a pool",
+    "kill source at idle-move:RESERVED",
+    "kill target at idle-move:COMMITTED",
     *(fault.name for fault in RIVALS if fault.whose != "agent"),  # an agent tries for 90 s
 )
 
@@ -58,4 +67,5 @@ def test_killed_stopped_cut_off_full_and_out_of_time_nothing_is_lost(
     assert report["kills"] >= kills, "a moment may be too short to be seen on a busy machine, and is told then"
     drawn = {action for action, count in report["fault_counts"].items() if count}
     assert drawn == {named(each)[0].action for each in faults} - set(report["left_out"])
+    assert report["sessions"] and report["turns"] >= 2 * report["sessions"]
     assert bool(report["packets_cut"]) == ("cut" in drawn), "what is cut was in use"

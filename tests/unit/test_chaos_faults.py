@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.clock import jump, jumping
-from tests.chaos.faults import ACTIONS, EACH_KILLS, KILLS, OTHERS, RANK_KILLS, RIVALS, Fault, drawn, named
+from tests.chaos.faults import ACTIONS, EACH_KILLS, KILLS, OF_SESSIONS, OTHERS, RANK_KILLS, RIVALS, Fault, drawn, named
 from tests.refusals import refused
 
 
@@ -43,6 +43,12 @@ def test_a_victim_is_told_with_how_it_fares() -> None:
 def test_what_is_left_out_does_not_come() -> None:
     faults = list(itertools.islice(drawn(0, {"fill", "agent", "taking"}), 300))
     assert not [each for each in faults if each.action == "fill" or each.victim == "agent" or each.moment == "taking"]
+
+
+def test_without_sessions_nothing_strikes_them() -> None:
+    faults = list(itertools.islice(drawn(0, set(OF_SESSIONS)), 300))
+    assert not [each for each in faults if each.victim == "environment" or "tool time" in each.moment]
+    assert not [each for each in faults if each.moment == "turn" or each.moment.startswith("idle-")]
 
 
 def test_ranks_are_killed_where_there_are_some() -> None:
