@@ -10,7 +10,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
@@ -30,6 +30,7 @@ FIRST_TOKEN, LAST_TOKEN = 8, 63  # of the tiny models' characters
 PAUSE_MEDIAN_S: Final = 0.2
 PAUSE_SPREAD: Final = 1.2  # of its logarithm: one in ten is as long as a second
 PAUSE_MOST_S: Final = 4.0
+MUST_BE_0: Final = ("sessions_wrong", "sessions_replaced", "sessions_broken_off")
 
 
 def as_sessions(rows: Iterable[dict[str, Any]], share: float, max_tokens: tuple[int, int], seed: int) -> None:
@@ -76,6 +77,24 @@ async def attend(address: str, token: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ its audit
+
+
+def audited(trajectories: Iterable[Trajectory], counters: Mapping[str, float]) -> tuple[dict[str, int], list[str]]:
+    """A report's fields, and what is wrong with sessions, in sentences. ``counters``: the service's, or none."""
+    sessions = [each for each in trajectories if is_session(each)]
+    sentences = [sentence for each in sessions if (sentence := wrong(each))]
+    replaced, broken_off, *turns = (
+        int(counters.get(name, 0)) for name in (*MUST_BE_0[1:], "turns_resumed", "turns_reprefilled")
+    )
+    return {
+        "sessions": len(sessions),
+        "turns": sum(len(each.events) + 1 for each in sessions),
+        "turns_resumed": turns[0],
+        "turns_reprefilled": turns[1],
+        "sessions_wrong": len(sentences),
+        "sessions_replaced": replaced,
+        "sessions_broken_off": broken_off,
+    }, sentences
 
 
 def is_session(trajectory: Trajectory) -> bool:

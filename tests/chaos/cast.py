@@ -37,7 +37,7 @@ class Orphaned:
     def begin(self) -> None:
         self._task = asyncio.create_task(self._keep())
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -14,16 +14,14 @@ from dora.verify import verify
 from dora.verify.check import read_trajectories
 from dora.verify.tolerances import FLOAT32
 from dora.worker.fake_engine import FakeEngine
-from tests import promises
+from tests import promises, tools
 from tests.chaos.faults import ACTIONS
 from tests.chaos.setting import GROUP_SIZE, WINDOW, Setting
 from tests.chaos.strikes import Struck
 from tests.chaos.world import World
 from tests.contract.driver import ROUNDING, run
-from tests.tools import is_session, requests_of, wrong
 
-OF_SESSIONS: Final = ("sessions_wrong", "sessions_replaced", "sessions_broken_off")
-MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *OF_SESSIONS)
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *tools.MUST_BE_0)
 _VERIFIED_AT_ONCE: Final = 256
 
 
@@ -34,8 +32,7 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
     prompts = submitting.accepted if status is not None else set()  # else the last ones have had no chance
     found = promises.promises(setting.record, prompts, world.trainer.trained, WINDOW, GROUP_SIZE)
     mismatches, violations = _verified(setting)
-    sessions = [each for each in read_trajectories(setting.record / TRAJECTORIES_FILE) if is_session(each)]
-    sessions_wrong = [sentence for each in sessions if (sentence := wrong(each))]
+    sessions, sessions_wrong = tools.audited(read_trajectories(setting.record / TRAJECTORIES_FILE), counters)
     of_action = Counter(name.partition(" ")[0] for name in (*struck.kills, *struck.faults))
     report: dict[str, Any] = {
         "kills": len(struck.kills),
@@ -47,10 +44,7 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         "c1_violations": found.c1_violations + int(counters.get("c1_violations", 0)),
         "c3_violations": found.c3_violations,
         "logprob_mismatches": mismatches,
-        "sessions_wrong": len(sessions_wrong),
-        **{name: int(counters.get(name, 0)) for name in OF_SESSIONS[1:]},
-        "sessions": len(sessions),
-        "turns": sum(len(each.events) + 1 for each in sessions),
+        **sessions,
         "worker_recovery_s_p95": _percentile(struck.worker_recovery_s, 95),
         "worker_recovery_s_p50": _percentile(struck.worker_recovery_s, 50),
         "orchestrator_restart_s": _percentile(struck.orchestrator_restart_s, 95),
@@ -99,7 +93,7 @@ def _mismatches(setting: Setting) -> Iterator[bool]:
 
 
 def _differ(engine: FakeEngine, trajectories: Sequence[Trajectory]) -> Iterator[bool]:
-    turns = {each.trajectory_id: requests_of(each) for each in trajectories}
+    turns = {each.trajectory_id: tools.requests_of(each) for each in trajectories}
     found = run(engine, [request for requests in turns.values() for request, _, _ in requests])
     for each in trajectories:
         for request, begin, end in turns[each.trajectory_id]:

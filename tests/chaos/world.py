@@ -87,7 +87,7 @@ class World:
         self.cast += [self.environment] if setting.has_sessions else []
         self.cast += [self.agent] if setting.has_host else []
         for each in self.cast:
-            self._stack.push_async_callback(each.close)
+            self._stack.push_async_callback(each.aclose)
             each.begin()
         self._feeding = asyncio.create_task(self._feed())
         self._stack.push_async_callback(_ended, self._feeding)
@@ -167,7 +167,7 @@ class World:
         """No more prompts go in; returns once all that went in is trained on, and nothing is under way."""
         await _ended(self._feeding)
         if self.setting.has_host:
-            await self.agent.close()
+            await self.agent.aclose()
         await self.submitting.end()
         code = await asyncio.wait_for(self.trainer.ended, 2 * self.setting.recovery_most_s)
         if code:

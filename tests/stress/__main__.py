@@ -1,7 +1,7 @@
 """Mixtures of experts under stress: ``python -m tests.stress``. Ends with 1 if a promise was broken.
 
 Three vLLM workers, window 3, KV for half of what they run, a re-balance forced every few seconds, lengths with a long
-tail; workers and trainers are killed. Then every logprob is recomputed with transformers.
+tail, sessions among them; workers and trainers are killed. Then every logprob is recomputed with transformers.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups-per-step", type=int, default=12, help="(%(default)s)")
     parser.add_argument("--worker-kills", type=int, default=3, help="of each model's run (%(default)s)")
     parser.add_argument("--trainer-kills", type=int, default=3, help="of each model's run (%(default)s)")
+    parser.add_argument("--sessions", type=float, default=0.5, help="share of the prompts (%(default)s)")
     parser.add_argument("--rebalance-s", type=float, default=2.0, help="between two that are forced (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each model's run (%(default)s)")
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.trajectories < GROUP_SIZE or options.groups_per_step < 1:
         parser.error(f"--trajectories takes {GROUP_SIZE} or more, --groups-per-step 1 or more")
+    if not 0.0 <= options.sessions <= 1.0:
+        parser.error("--sessions takes a share from 0 to 1")
     names = tuple(MODELS) if options.model == "both" else (options.model,)
     groups = -(-options.trajectories // GROUP_SIZE)
     os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which checks the logprobs beside a service that has all cores
@@ -58,7 +61,7 @@ def stressed(name: str, groups: int, options: argparse.Namespace) -> dict[str, A
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, _logging_to(folder / "service.log"):
         prompts = folder / "prompts.jsonl"
-        prompt_ids = write_prompts(prompts, groups, options.seed)
+        prompt_ids = write_prompts(prompts, groups, options.seed, options.sessions)
         stress = Stress(
             model=model_in(name, Path(scratch)),
             prompts=prompts,
@@ -110,7 +113,7 @@ class _Teller:
         self._tell(
             f"{trained:,} of {self._groups * GROUP_SIZE:,} trajectories, step {status.filling_step}, "
             f"{int(counters['migrations_kv']):,} moved, {int(counters['requests_parked']):,} parked, "
-            f"{int(counters['tokens_reprefilled']):,} tokens re-prefilled, "
+            f"{int(counters['tokens_reprefilled']):,} tokens re-prefilled, {int(counters['turns_ended']):,} turns, "
             f"killed {seen.worker_kills} workers and {seen.trainer_kills} trainers"
         )
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from dora.models.tiny import TinyKind, make_tiny
 from dora.models.tiny_vocabulary import CLASSES
 from dora.rewards import tiny
+from tests.tools import as_sessions
 
 MODELS: Final[dict[str, tuple[TinyKind, tuple[int, int]]]] = {
     "qwen3-moe": ("moe", (64, 8)),
@@ -16,6 +17,7 @@ MODELS: Final[dict[str, tuple[TinyKind, tuple[int, int]]]] = {
 REWARD: Final = f"{tiny.__name__}:score"
 GROUP_SIZE: Final = 4
 LONGEST_TOKENS: Final = 400
+TURN_TOKENS: Final = (4, 60)
 _MEDIAN_TOKENS: Final = 40.0
 _SHORTEST_TOKENS: Final = 4
 _SPREAD: Final = 0.9  # of the lengths' logarithm: one in a hundred is eight times the median
@@ -27,9 +29,12 @@ def model_in(name: str, folder: Path) -> Path:
     return make_tiny(kind, folder / name, experts=experts)
 
 
-def write_prompts(file: Path, groups: int, seed: int) -> set[str]:
-    """As many prompts as lines; their ids. Three of four groups go on after an end of sequence, to the limit drawn."""
+def write_prompts(file: Path, groups: int, seed: int, sessions: float) -> set[str]:
+    """As many prompts as lines; their ids. Three of four groups go on after an end of sequence, to the limit drawn.
+    ``sessions``: the share of groups with an environment.
+    """
     rows = prompt_rows(groups, seed)
+    as_sessions(rows, sessions, TURN_TOKENS, seed)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {row["prompt_id"] for row in rows}
 

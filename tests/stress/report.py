@@ -4,15 +4,16 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.run_record import TRAJECTORIES_FILE
 from dora.verify import verify
-from dora.verify.check import Progress
+from dora.verify.check import Progress, read_trajectories
 from dora.verify.tolerances import FLOAT32
-from tests import promises
+from tests import promises, tools
 from tests.stress.load import GROUP_SIZE
 from tests.stress.run import WINDOW, Seen
 
-MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", "kv_blocks_left")
-SUMMED: Final = ("trajectories", *MUST_BE_0, "migrations_kv", "tokens_reprefilled")
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *tools.MUST_BE_0, "kv_blocks_left")
+SUMMED: Final = ("trajectories", "sessions", "turns", *MUST_BE_0, "migrations_kv", "tokens_reprefilled")
 
 
 def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
     found = promises.promises(record, prompts, seen.trained, WINDOW, GROUP_SIZE)
     verified = verify(record, atol=FLOAT32.atol, window_versions=WINDOW, progress=progress)
     counters = seen.counters
+    sessions, sessions_wrong = tools.audited(read_trajectories(record / TRAJECTORIES_FILE), counters)
     report: dict[str, Any] = {
         "trajectories": found.trajectories,
         "lost": found.lost + GROUP_SIZE * int(counters["groups_lost"]),
@@ -27,6 +29,7 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
         "c1_violations": found.c1_violations + int(counters["c1_violations"]),
         "c3_violations": found.c3_violations,
         "logprob_mismatches": verified.logprob_mismatches,
+        **sessions,
         "migrations_kv": int(counters["migrations_kv"]),
         "tokens_reprefilled": int(counters["tokens_reprefilled"]),
         "kv_blocks_left": seen.kv_blocks_left,
@@ -46,7 +49,7 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
         "trainer_kills": seen.trainer_kills,
     }
     wrong = [f"{name} is {report[name]}" for name in (*MUST_BE_0, "parked_left") if report[name]]
-    report["failures"] = [*wrong, *verified.violations]
+    report["failures"] = [*wrong, *sessions_wrong, *verified.violations]
     return report
 
 

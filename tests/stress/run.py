@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Role
+from tests.chaos.cast import Telling
 from tests.service import configured, running, until
 from tests.stress.load import GROUP_SIZE, LONGEST_TOKENS, REWARD
 
@@ -97,7 +98,12 @@ async def driven(stress: Stress, tell: Tell) -> Seen:
         asyncio.timeout(stress.timeout_s),
     ):
         trainer = _Trainer(stress, handle, seen)
-        async with asyncio.TaskGroup() as works:
+        token, log = handle.tokens[Role.SUBMITTER], stress.folder / "environment.log"
+        async with (
+            aclosing(Telling("environment", ["tests.tools", handle.address], token, log)) as environment,
+            asyncio.TaskGroup() as works,
+        ):
+            environment.begin()
             watching = works.create_task(_watch(operator, trainer, stress, seen, tell))
             forcing = works.create_task(_force(operator, stress.rebalance_s, seen))
             await trainer.run()
@@ -163,12 +169,14 @@ async def _force(operator: Operator, period_s: float, seen: Seen) -> None:
 
 
 async def _ask_moves(operator: Operator) -> None:
-    """Of requests that decode, those with the fewest tokens, which have the most before them, by turns to another
-    worker and to the pool."""
+    """Of requests that decode, and of sessions that wait for their tools, those with the fewest tokens, which have the
+    most before them, by turns to another worker and to the pool."""
     status = await operator.status()
-    running = (await operator.trajectories("running", limit=1000)).trajectories
-    decoding = sorted((each for each in running if each.tokens), key=lambda each: each.tokens)
-    for number, request in enumerate(decoding[:MOVES_ASKED]):
+    running, idle = [(await operator.trajectories(state, limit=1000)).trajectories for state in ("running", "idle")]
+    decoding, waiting = (
+        sorted((each for each in listed if each.tokens), key=lambda each: each.tokens) for listed in (running, idle)
+    )
+    for number, request in enumerate((*decoding[:MOVES_ASKED], *waiting[:MOVES_ASKED])):
         target = _emptiest(status, request) if number % 2 == 0 else None
         with suppress(Conflict, NotFound):  # it has ended or changed hands since, or there is no room
             await operator.migrate(request.trajectory_id, target or pool_id_of(LOCAL))

@@ -13,9 +13,10 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from tests.contract.trainer_service import make_trajectory
 from tests.promises import Promises, promises
-from tests.stress.load import GROUP_SIZE, LONGEST_TOKENS, write_prompts
+from tests.stress.load import GROUP_SIZE, LONGEST_TOKENS, TURN_TOKENS, write_prompts
 from tests.stress.report import MUST_BE_0, whole_report
 from tests.stress.run import WINDOW, Seen
+from tests.tools import ENVIRONMENT
 
 PROMPTS = {"p0", "p1", "p2"}
 SOUND = Promises(trajectories=12, lost=0, duplicated=0, c1_violations=0, c3_violations=0)
@@ -124,7 +125,7 @@ def test_what_is_broken_is_counted(
 
 def test_models_are_added_up_and_one_that_stopped_early_is_a_failure() -> None:
     sound: dict[str, Any] = {"trajectories": 8, "failures": [], "migrations_kv": 3, "tokens_reprefilled": 5}
-    sound |= dict.fromkeys(MUST_BE_0, 0)
+    sound |= dict.fromkeys((*MUST_BE_0, "sessions", "turns"), 0)
     report = whole_report({"one": sound, "other": {**sound, "trajectories": 7}}, asked=8)
     assert (report["trajectories"], report["migrations_kv"], report["tokens_reprefilled"]) == (15, 6, 10)
     assert report["failures"] == ["other: 7 trajectories instead of 8"]
@@ -132,9 +133,16 @@ def test_models_are_added_up_and_one_that_stopped_early_is_a_failure() -> None:
 
 def test_lengths_have_a_long_tail_and_follow_from_the_seed(tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
-    assert len(write_prompts(first, 500, seed=1)) == 500
-    write_prompts(again, 500, seed=1)
-    write_prompts(other, 500, seed=2)
+    assert len(write_prompts(first, 500, seed=1, sessions=0.0)) == 500
+    write_prompts(again, 500, seed=1, sessions=0.0)
+    write_prompts(other, 500, seed=2, sessions=0.0)
     assert first.read_bytes() == again.read_bytes() != other.read_bytes()
     limits = sorted(json.loads(line)["sampling"]["max_tokens"] for line in first.read_text().splitlines())
     assert limits[250] < 50 and limits[-5] > 250 and limits[-1] <= LONGEST_TOKENS
+
+
+def test_a_share_of_the_prompts_are_sessions(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "half", 500, seed=1, sessions=0.5)
+    rows = [json.loads(line) for line in (tmp_path / "half").read_text().splitlines()]
+    limits = [row["sampling"]["max_tokens"] for row in rows if row.get("environment") == ENVIRONMENT]
+    assert 200 < len(limits) < 300 and min(limits) >= TURN_TOKENS[0] and max(limits) <= TURN_TOKENS[1]
