@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dora.client.connection import Patience
+from dora.client.connection import CALLS_EACH, Connections, Patience
 from dora.client.publication import canary_of, place_weights, weight_paths
 from dora.client.session import attachment_of
 from dora.client.trainer import Trainer
@@ -37,6 +39,15 @@ def test_patience_grows_and_ends_and_starts_anew_with_progress() -> None:
     assert waits_s == [1.0, 2.0, 4.0]  # the next would end after 11 s
     patience.progress()
     assert patience.next_wait_s(now_s, lost) == 1.0
+
+
+def test_calls_are_spread_over_connections_and_use_them_again() -> None:
+    connections = Connections("127.0.0.1:1", "a token")
+    with ExitStack() as calls:
+        held = [calls.enter_context(connections.for_a_call()) for _ in range(2 * CALLS_EACH + 1)]
+        assert sorted(Counter(held).values()) == [1, CALLS_EACH, CALLS_EACH]
+    with connections.for_a_call() as again:
+        assert again in held
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
