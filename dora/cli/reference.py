@@ -20,6 +20,7 @@ from dora.cli.simulate import presets, run, sweep
 from dora.cli.simulate.presets import PresetRow
 from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
+from dora.data.counters import COUNTERS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
@@ -89,7 +90,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
-    yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
+    yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)

@@ -6,6 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
+from dora.data.counters import COUNTERS
 from dora.rpc.dora_pb2 import (
     CheckpointReply,
     KvTierStatus,
@@ -32,66 +33,6 @@ STATE_STYLES: Final = {
 DRAINED: Final = "drained"  # the state of a worker that has left as was asked
 
 VERSION_STYLES: Final = {"suspect": "yellow", "rejected": "bold red", "unavailable": "red"}
-
-COUNTERS: Final = {
-    "blackout_ms_p50": "median time without tokens of a request that moved to another worker, in milliseconds",
-    "blackout_ms_p99": "99th percentile of the same",
-    "c1_violations": "trajectories that mixed versions: always 0",
-    "groups_admitted": "prompt groups admitted into the window",
-    "groups_cancelled": "groups ended without training: on request, filtered, redundant, or not possible on any engine",
-    "groups_filtered": "cancelled groups that `selection.filter` rejected",
-    "groups_lost": "groups admitted, but neither open, trained nor cancelled: always 0",
-    "groups_open": "groups open now: admitted, neither committed nor cancelled",
-    "groups_redundant": "cancelled groups that their step did not need",
-    "groups_taken": "groups taken by a step",
-    "groups_trained": "groups committed by the trainer",
-    "handoffs_now": "handoffs in flight",
-    "kv_bytes": "KV moved between workers and pools",
-    "kv_fallbacks": "failures of a KV transport between two workers, after which the next transport was used",
-    "kv_tokens_parked": "KV tokens now in pools, or on the way there",
-    "loads_failed": "failed loads of weights by workers",
-    "messages_refused": "invalid reports of workers: each was discarded and its worker replaced",
-    "migrations_failed": "failed handoffs; the request stayed at its worker",
-    "migrations_kv": "requests moved with their KV cache",
-    "migrations_overtaken": "handoffs cancelled because the response ended first",
-    "migrations_reprefill": "requests resumed elsewhere by computing their KV again",
-    "parked_lost": "parked requests whose KV a pool lost, dropped or could not return; it is computed again",
-    "parked_ms_p50": "median time without tokens of a request that was parked in a pool, in milliseconds",
-    "parked_ms_p99": "99th percentile of the same",
-    "pool_dropped": "snapshots dropped by pools, because they were damaged or the disk failed or was slow",
-    "pool_spilled": "snapshots written to disk by pools",
-    "prompt_sources_failed": "failed prompt sources: only submitted prompts are sampled afterwards",
-    "prompts_cancelled": "prompts cancelled before they were admitted",
-    "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
-    "rebalances": "rebalancing cycles",
-    "requests_orphaned": "requests that lost their worker",
-    "requests_parked": "requests parked in a pool",
-    "requests_parked_now": "requests parked now",
-    "requests_resumed": "requests resumed from a pool, with their KV",
-    "rewards_failed": "missing verdicts: the reward function raised an error, timed out, or returned no number",
-    "leases_lapsed": "trainers that held a full step and committed nothing; another may then attach without take_over",
-    "stalls": "workers and pools that were replaced because they reported and made no progress",
-    "sessions_broken_off": "sessions ended by a time limit, or after too many failures: their rewards are not valid",
-    "sessions_replaced": "sessions replaced by another one of their group, as their environment failed or was silent",
-    "turns_ended": "turns of sessions that have ended",
-    "turns_forked": "turns of sessions that followed an earlier place, or began a context of their own",
-    "turns_reprefilled": "next turns of sessions that began by computing their KV again",
-    "turns_resumed": "next turns of sessions that began with their KV",
-    "storage_faults": "failures to write to a folder: no group is admitted until it can be written",
-    "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
-    "tier_chunks_damaged": "incomplete chunks found in the KV tier; their KV was computed",
-    "tier_losses": "losses of the KV tier by a worker",
-    "tier_tokens_found": "tokens whose KV a worker read from the KV tier instead of computing it",
-    "tier_tokens_kept": "tokens whose KV was stored in the KV tier",
-    "tokens_generated": "tokens delivered",
-    "tokens_per_s": "their rate between the first token and the last",
-    "tokens_reprefilled": "tokens whose KV was computed a second time",
-    "trajectories_evaluated": "complete, scored responses of evaluations",
-    "trajectories_finished": "complete responses, except those of evaluations",
-    "versions_rejected": "versions that two workers refused and none could load; their trainer republishes them",
-    "versions_live_max": "largest number of versions in the window at once",
-    "workers_lost": "workers whose connection broke",
-}  # since the service's start
 
 PROMISES: Final = ("c1_violations", "groups_lost", "staleness_max", "versions_live_max")  # shown even if they are 0
 FAULTS: Final = "faults and other events"

@@ -19,6 +19,7 @@ from dora.cli.verify import _table as verify_table
 from dora.config import CostConfig
 from dora.core import commands as do
 from dora.core import events as on
+from dora.data.counters import COUNTERS
 from dora.demo.folder import OutFolder
 from dora.demo.summary import print_summary, summary_table
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
@@ -37,7 +38,6 @@ from dora.view.pools import pools_line, pools_table
 from dora.view.profile import profile_table
 from dora.view.service import (
     COUNTER_GROUPS,
-    COUNTERS,
     PROMISES,
     by_version,
     counter_group,
