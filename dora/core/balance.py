@@ -7,6 +7,7 @@ from typing import Any, Final
 from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import QUEUE_SLOTS, Worker
+from dora.core.handoff.table import VACATING
 from dora.core.observation import view_of
 from dora.core.plan import LINE, POOL, Move, Trigger
 from dora.core.policy import Policy
@@ -36,6 +37,7 @@ class Balance:
     def __init__(self, state: State, policy: Policy) -> None:
         self._state, self.policy = state, policy
         self._moves: deque[Move] = deque()  # moves of the last plan that have not begun
+        self._reason = ""  # of these moves
         self._balanced_s = 0.0
         self._relief_s = 0.0  # earliest time of the next search for moves between plans
         self._no_free_slot: frozenset[int] = frozenset()  # versions without a free slot at the last search
@@ -69,6 +71,7 @@ class Balance:
             self._retarget(index, version)
         self._replace_kept(plan.targets)
         self._moves = deque(plan.moves)  # unstarted moves of the last plan are void
+        self._reason = trigger.value
         state.worklist.wake()
 
     def _replace_kept(self, targets: Mapping[int, int]) -> None:
@@ -111,7 +114,7 @@ class Balance:
             elif move.target == POOL:
                 pool = state.pool_with(state.kv_of(move.row), source.host)
                 if pool is not None:
-                    handoff.begin(state, move.row, pool)
+                    handoff.begin(state, move.row, pool, self._reason)
             else:
                 self._begin_move(move, source)
 
@@ -120,7 +123,7 @@ class Balance:
         if target is None or source is target or not self._takes_one(target):
             return
         if target.hosts == state.requests["version"][move.row]:
-            handoff.begin(state, move.row, target)
+            handoff.begin(state, move.row, target, self._reason)
 
     def relieve(self) -> None:
         """Searches for moves off vacating workers; again soon only if the last search found some, or might now."""
@@ -139,6 +142,7 @@ class Balance:
             return
         self._relief_s = state.now_s + RELIEF_REST_S
         self._moves.extend(self.policy.relieve(view_of(state)))
+        self._reason = VACATING
         self._no_free_slot = frozenset() if self._moves else displaced
         self.begin_moves()
 

@@ -9,7 +9,7 @@ from dora.config import WindowSize, validated
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Phase
+from dora.core.handoff.table import VACATING, Phase
 from dora.data.limits import GROUPS_MAX
 from dora.errors import InvalidValue, NotFound
 from dora.sim.invariants import check_state
@@ -204,7 +204,7 @@ def copied_ahead(began: bool) -> tuple[Bench, str, str]:
     bench.post(on.MigrateAsked("g0.0", target))
     bench.answer(bench.given(do.ReserveSlot)[0])
     (handoff,) = bench.state.handoffs.values()
-    assert handoff.phase is Phase.RESERVED
+    assert handoff.phase is Phase.RESERVED and handoff.reason == "operator"
     if began:
         copy_out = bench.given(do.CopyOut)[0]
         for _ in range(2):  # a message may come twice
@@ -436,6 +436,7 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
         bench.now_s += 1.0
         assert not bench.given(do.ReserveSlot)
         bench.post(on.Progress("w1", 2, 0, {request_id: 40}, {request_id: "stop"}, 0, used))
+    assert [handoff.reason for handoff in bench.state.handoffs.values()] == [VACATING]
     assert len(bench.given(do.ReserveSlot)) == 1, "one of 35 tokens beside 45, where 108 are the pressure"
 
 

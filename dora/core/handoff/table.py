@@ -22,7 +22,9 @@ pool. If that is ABORTED, the request waits again, and its KV is re-prefilled un
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final
 
+from dora.core.plan import Trigger
 from dora.errors import IllegalTransition
 
 
@@ -63,6 +65,12 @@ class Action(Enum):
     RESTART_AT_TARGET = auto()  # stop at the source, re-prefill at the target
     ORPHAN = auto()  # no process holds it: it waits for another worker and is re-prefilled
     RELEASE_SNAPSHOT = auto()
+
+
+VACATING: Final = "vacating"  # the request's worker changes version or leaves
+SESSION: Final = "session"  # the KV of a session between two turns makes room, or follows its session
+SLOT: Final = "slot"  # a worker has a free slot for a parked request
+REASONS: Final = (*(trigger.value for trigger in Trigger), VACATING, SESSION, SLOT)  # of handoffs
 
 
 class Kind(Enum):
@@ -128,6 +136,7 @@ class Handoff:
     had_ended: bool = False  # the response ended at the source just before the copy
     overdue: str = ""  # reason, if it was undone after a timeout
     tokens: int = 0  # response tokens in the snapshot
+    reason: str = SESSION  # one of REASONS
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
         """Applies a signal and returns the actions. Raises IllegalTransition, without a change, if TABLE has no such

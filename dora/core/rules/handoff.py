@@ -6,7 +6,8 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
-from dora.core.handoff.table import LIVE, Action, Handoff, Kind, Phase, Signal
+from dora.core.handoff.table import LIVE, SESSION, SLOT, Action, Handoff, Kind, Phase, Signal
+from dora.core.plan import Trigger
 from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, remove, start
 from dora.core.state import IDLE, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
@@ -15,26 +16,28 @@ MOVE_REST_S = 5.0  # pause after a refused move
 REFUSED_REST_S = 1.0  # pause before a worker without room for a parked request is tried again
 
 
-def begin(state: State, row: int, target: Worker | Pool) -> None:
+def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) -> None:
     """Asks ``target`` to accept the request of ``row``; the source continues to decode. A session whose next turn
-    waits leaves its queue.
+    waits leaves its queue. ``reason``: one of REASONS.
     """
     source = state.owner(row)
     if state.requests["status"][row] == WAITING:
         leave_queue(state, row)
     assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
     kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
-    _begin(state, kind, row, source, target, state.kv_of(row))
+    _begin(state, kind, row, source, target, state.kv_of(row), reason)
 
 
-def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
-    """Asks ``target`` to accept a parked request that has just left its queue."""
-    _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]))
+def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
+    """Asks ``target`` to accept a parked request that has just left its queue. ``reason``: one of REASONS."""
+    _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
 
 
-def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int) -> None:
+def _begin(
+    state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int, reason: str
+) -> None:
     request_id = state.request_id[row]
-    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind)
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind, reason=reason)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
     target.inbound += 1
@@ -92,11 +95,11 @@ def asked(state: State, event: on.MigrateAsked) -> None:
         allowed = f"a pool with room for {state.kv_of(row):,} tokens of KV"
         raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
     if pool is None:
-        begin(state, row, target)
+        begin(state, row, target, Trigger.OPERATOR.value)
     else:
         assert isinstance(target, Worker)
         leave_queue(state, row)
-        resume(state, row, pool, target)
+        resume(state, row, pool, target, Trigger.OPERATOR.value)
 
 
 def _check_worker(state: State, row: int, target: Worker) -> None:
