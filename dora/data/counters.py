@@ -29,6 +29,7 @@ COUNTERS: Final = {
     "parked_ms_p99": "99th percentile of the same",
     "pool_dropped": "snapshots dropped by pools, because they were damaged or the disk failed or was slow",
     "pool_spilled": "snapshots written to disk by pools",
+    "preemptions": "requests that lost their KV because a worker's KV was full; it is computed again",
     "prompt_sources_failed": "failed prompt sources: only submitted prompts are sampled afterwards",
     "prompts_cancelled": "prompts cancelled before they were admitted",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",

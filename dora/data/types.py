@@ -224,6 +224,7 @@ class EngineLoad:
     reprefilled_tokens: int  # cumulative: tokens whose KV was computed a second time
     generated_tokens: int  # cumulative
     tier: TierLoad | None = None  # None: it has no shared tier
+    preemptions: int = 0  # cumulative: requests that lost their KV because it was full
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class Log:
         self._sizes = sizes
         self._compaction = compaction
         self._tell = fault
+        self.synced: Callable[[float], None] = lambda took_s: None  # told in the log's thread of each write and fsync
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()  # resolves with the bug that ends the thread
         self.appended = 0  # facts
@@ -133,6 +134,11 @@ class Log:
         if self._waiting_bytes > self._sizes.behind_bytes and self._fault is None:
             self._told(BEHIND)
         return self.appended
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of records that are not durable."""
+        return self._waiting_bytes
 
     async def settled(self, logged: int | None = None) -> None:
         """Returns once all records so far, or the first ``logged``, are durable."""
@@ -294,8 +300,10 @@ class Log:
         for body, _ in chunk:
             parts += (frames.framed(body, size_bytes), body)
             size_bytes += frames.HEAD_BYTES + len(body)
+        began_s = time.monotonic()
         _write(self._file, parts)
         os.fdatasync(self._file)
+        self.synced(time.monotonic() - began_s)
         self._is_unsure = False
         self._size_bytes += size_bytes
         self._position += size_bytes

@@ -25,6 +25,7 @@ from dora.errors import NotFound, VersionRejected
 from dora.journal import records
 from dora.journal.versions import KeptVersions
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.rollout.distributions import SCORE
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
@@ -224,8 +225,9 @@ class Executor:
         """Scores a finished response and enters the verdict, unless its environment gave one."""
         if entry.reward is not None:
             return
-        prompt = entry.prompt
+        prompt, began_s = entry.prompt, time.monotonic()
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
+        self._telemetry.observe(SCORE, time.monotonic() - began_s)
         if not reward.valid:
             self._telemetry.rewards_failed += 1
             log.error("%s: the verdict failed: %s", entry.request_id, reward.log)

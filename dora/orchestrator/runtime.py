@@ -34,6 +34,7 @@ from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
 from dora.orchestrator.recovery.reattachment import Reattachment
+from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.feed import PromptFeed
@@ -83,6 +84,7 @@ class Runtime:
         self.journal = Journal() if journal is None else journal
         if self.journal.log is not None:
             self.journal.log.failed.add_done_callback(self._journal_failed)
+            self.journal.log.synced = functools.partial(self.telemetry.observe, of.SYNC)
         self.versions = versions
         self.incarnation = 0  # restarts of the service so far
         self.resumed: Mapping[str, Any] = {}  # the ledger's values at the start, if there was a ledger
@@ -90,7 +92,8 @@ class Runtime:
         self.storage.tell(self._storage_changed_to)
         self.recorder = RecordQueue(recorder, self.storage, self.spawn, self.journal)
         self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
-        self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note)
+        fetched = functools.partial(self.telemetry.observe, of.RELAY)
+        self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note, fetched)
         self.sessions.processes = self.hosts
         self.environments = Environments(self.buffer, self.machine.state)
         self.reports = WorkerReports(
@@ -288,7 +291,9 @@ class Runtime:
     async def ticks(self) -> None:
         """Gives the core its clock ticks, checks the storage, and ends steps that can no longer be filled."""
         while True:
+            due_s = time.monotonic() + self.config.service.tick_s
             await asyncio.sleep(self.config.service.tick_s)
+            self.telemetry.observe(of.LATE, max(0.0, time.monotonic() - due_s))
             workers = self.machine.state.workers.values()
             loading = {worker.worker_id for worker in workers if worker.loading >= 0}
             self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)

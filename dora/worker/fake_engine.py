@@ -94,6 +94,7 @@ class FakeEngine(BaseEngine[Live]):
         self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
         self._kept: set[str] = set()
         self._reprefilled_tokens = 0
+        self._preemptions = 0
 
     def _replace_weights(self, version: int, folder: Path) -> None:
         self._model.load(version, folder, self._reference)
@@ -170,6 +171,7 @@ class FakeEngine(BaseEngine[Live]):
             kv_used_tokens=self._blocks_used() * self._capability.block_tokens,
             reprefilled_tokens=self._reprefilled_tokens,
             generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
         )
 
     def has_work(self) -> bool:
@@ -254,6 +256,7 @@ class FakeEngine(BaseEngine[Live]):
             return False
         victim.kv = {}
         victim.preemptions += 1
+        self._preemptions += 1
         self._waiting.remove(victim.request.request_id)
         self._waiting.append(victim.request.request_id)
         return True
@@ -272,6 +275,7 @@ class FakeEngine(BaseEngine[Live]):
             victim = self._running.pop()
             self._live[victim].kv = {}
             self._live[victim].preemptions += 1
+            self._preemptions += 1
             self._waiting.appendleft(victim)
             if victim == request_id:
                 return False

@@ -96,6 +96,7 @@ class Reporting(Voice):
             kv_used_tokens=load.kv_used_tokens,
             reprefilled_tokens=load.reprefilled_tokens - self._base.reprefilled_tokens,
             generated_tokens=load.generated_tokens - self._base.generated_tokens,
+            preemptions=load.preemptions - self._base.preemptions,
             version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),

@@ -224,6 +224,7 @@ class VllmEngine(BaseEngine[Live]):
             reprefilled_tokens=self._scheduler.reprefilled_tokens,
             generated_tokens=self._generated_tokens,
             tier=None if self._tier is None else self._tier.load,
+            preemptions=self._scheduler.preemptions,
         )
 
     def has_work(self) -> bool:

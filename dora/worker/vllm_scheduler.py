@@ -34,6 +34,7 @@ class HoldingScheduler(Scheduler):
         self.keeps: set[str] = set()  # requests that are kept when a turn ends
         self.prefixes = Prefixes(self)
         self.reprefilled_tokens = 0
+        self.preemptions = 0
         self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
@@ -226,6 +227,7 @@ class HoldingScheduler(Scheduler):
             self._free_request_blocks(request)
             request.num_computed_tokens = 0
             request.num_preemptions += 1
+            self.preemptions += 1
             self.waiting.add_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
@@ -250,6 +252,7 @@ class HoldingScheduler(Scheduler):
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)
+        self.preemptions += 1
         self.prefixes.sweep()  # its blocks are needed now
 
     def running_count(self) -> int:

@@ -58,14 +58,16 @@ class Hosts:
         state: State,
         post: Callable[[on.Event], None],
         note: Callable[[records.LogRecord], None] = lambda record: None,
+        fetched: Callable[[float], None] = lambda took_s: None,
     ) -> None:
-        """``note`` logs the valid epochs of hosts."""
+        """``note`` logs the valid epochs of hosts. ``fetched`` receives the time of each fetch of a version."""
         self._config = config
         self._store = store
         self._sessions = sessions
         self._state = state
         self._post = post
         self._note = note
+        self._fetched = fetched
         self._hosts: dict[str, Host] = {}
         self.worker_counts = WorkerCounts(self._hosts, state, post)
         self._expected: ExpectedHosts | None = None
@@ -335,6 +337,8 @@ class Hosts:
     def arrived(self, session: HostSession, message: pb.VersionArrived) -> None:
         """Raises InvalidValue for an unknown name or measures that are not finite."""
         self._distributor.arrived(session.name, session.epoch, message)
+        if message.upstream:
+            self._fetched(message.took_s)
 
     def failed(self, session: HostSession, message: pb.VersionFailed) -> None:
         """Raises InvalidValue for an unknown name."""

@@ -10,16 +10,19 @@ from typing import Any, Final
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.data.types import Canary
+from dora.core.handoff.table import LIVE
+from dora.core.state import Pending
+from dora.data.types import Canary, EngineLoad
 from dora.errors import InvalidValue, NotFound
 from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
+from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout import worker_checks as checks
 from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
-from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.telemetry import Telemetry, age_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.weights.canary import check_canary
@@ -80,20 +83,32 @@ class WorkerReports:
         )
         columns = columns.only(self._machine.owned(session.worker_id, session.epoch, columns.rows))
         accepted = self._buffer.accept(session.worker_id, report.version, columns, at)
-        self._note_load(session, report, now)
-        self._telemetry.accepted(accepted)
+        self._note_pace(session, report, len(columns), now)
+        self._note_load(session, report, now, at)
+        self._telemetry.accepted(accepted, age_of(report.version, state.window))
         self._journal.report(accepted)
         if accepted.ended:
             self._ended(session, accepted.ended)
         self._post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
         self._reported(accepted)
 
-    def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float) -> None:
+    def _note_pace(self, session: WorkerSession, report: pb.WorkerReport, spans: int, now: float) -> None:
+        """Enters the time between two tokens of a request, the mean since the last report. ``spans``: of the report."""
+        before, tokens = session.load, report.generated_tokens - session.load.generated_tokens
+        if tokens > 0 and before.running:
+            self._telemetry.observe(of.TOKEN, (now - session.reported_s) * max(report.running, spans) / tokens)
+
+    def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float, at: float) -> None:
         """Enters a report's figures that concern no single request. ``now``: on the monotonic clock."""
-        session.heard_s = now
+        session.heard_s = session.reported_s = now
+        session.clock_ahead_s = report.at - at
         session.rate.observe(now, report.generated_tokens)
-        self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
-        session.reprefilled_tokens = report.reprefilled_tokens
+        self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.load.reprefilled_tokens)
+        self._telemetry.preemptions += max(0, report.preemptions - session.load.preemptions)
+        session.load = EngineLoad(
+            report.running, report.waiting, report.kv_used_tokens,
+            report.reprefilled_tokens, report.generated_tokens, preemptions=report.preemptions,
+        )  # fmt: skip
         if report.HasField("kv_tier"):
             tier = convert.tier_from_wire(report.kv_tier)
             self._telemetry.tier(session.tier, tier)
@@ -126,6 +141,8 @@ class WorkerReports:
             log.log(level, "%s: %s: %s", session.worker_id, _named(command), error)
         if isinstance(command, do.CopyOut):
             self._note_copy(session, outcome)
+        if pending is not None and command is not None:
+            self._note_time(pending, outcome)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
             self._keep_canary(session.worker_id, command.version, canary)
         done = on.CommandDone(
@@ -195,6 +212,25 @@ class WorkerReports:
         self._telemetry.kv_fallbacks += len(outcome.kv_fallbacks)
         if outcome.ok:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
+
+    def _note_time(self, pending: Pending, outcome: pb.WorkerOutcome) -> None:
+        """Enters the times of loads and copies, and the results of live handoffs."""
+        command, handoff = pending.command, pending.handoff
+        took_s = time.monotonic() - pending.sent_s
+        if isinstance(command, do.LoadVersion) and outcome.ok:
+            self._telemetry.observe(of.LOAD, took_s)
+        if handoff is None or handoff.phase not in LIVE:
+            return
+        if isinstance(command, do.CopyOut) and outcome.ok:
+            kind = handoff.kind.name.lower()
+            self._telemetry.observe(of.COPY, took_s, kind)
+            self._telemetry.observe(of.COPY_BYTES, outcome.snapshot_bytes, kind)
+        elif isinstance(command, do.CopyIn) and outcome.ok:
+            self._telemetry.moved(handoff, "done")
+        elif isinstance(command, do.ReserveSlot) and not outcome.ok:
+            self._telemetry.moved(handoff, "refused")
+        elif isinstance(command, do.CopyOut | do.CopyIn) and not outcome.ok:
+            self._telemetry.moved(handoff, "ended" if outcome.error_kind == "unknown_request" else "failed")
 
     def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
         """Stores the first worker's logprobs as the canary of a version that was published without one."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Container
 from typing import Protocol
 
 from dora.data.trajectory import TrajectoryGroup
-from dora.data.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability, TierLoad
+from dora.data.types import NO_KV, EngineCapability, EngineLoad, KvEndpoint, PoolCapability, TierLoad
 from dora.errors import DoraError
 from dora.orchestrator.rollout.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
@@ -100,7 +100,9 @@ class WorkerSession(Session):
         super().__init__(worker_id, epoch, pid, host, kv)
         self.capability = capability
         self.hosted = -1  # the version that it had at its hello
-        self.reprefilled_tokens = 0
+        self.load = EngineLoad(0, 0, 0, 0, 0)  # as last reported
+        self.reported_s = self.heard_s
+        self.clock_ahead_s = 0.0  # of its host's clock, with the report's time on the way
         self.tier = TierLoad()
         self.rate = Rate()
 

@@ -4,27 +4,27 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram
 
 from dora.core.forecast.adjustment import groups_to_add
+from dora.core.groups.window import Window
+from dora.core.handoff.table import Handoff
 from dora.data.score import Evaluated
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
+from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.accepted import Accepted
+from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
 
 STEPS_KEPT = 512
 EVALUATED_KEPT = 64  # evaluations, the latest
 METRICS_KEPT = 8192  # of all steps together, the latest
 RATE_WINDOW_S = 5.0
 ADVICE_STEPS = 8  # steps whose times the advice on workers rests on
-# Six bounds a decade from a millisecond to 1,000 s: a quantile is read to within a fifth of its value.
-LATENCY_BOUNDS_S: Final = (
-    *(round(factor * 10.0**decade, 6) for decade in range(-3, 3) for factor in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
-    1000.0,
-)
+OLDER: Final = "older"  # the age of a version that has left the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,27 @@ class Rate:
         return (last - first) / (ended - began) if ended > began else 0.0
 
 
+def age_of(version: int, window: Window) -> str:
+    """The age of a live version: 0 is the newest. A label: it has as many values as the window has versions."""
+    return str(window.newest - version) if version >= window.oldest_live else OLDER
+
+
+class Moved(NamedTuple):
+    """The labels of a handoff that a worker or pool has carried out or refused."""
+
+    kind: str
+    reason: str  # one of the core's REASONS
+    result: str  # done, ended (the response ended first), refused, failed
+
+
 class Telemetry:
-    """The figures of one service. ``registry`` has its latencies, for a Prometheus exporter."""
+    """The figures of one service. ``registry`` has its histograms, for a Prometheus exporter."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._histograms = {each.name: each.histogram(self.registry) for each in DISTRIBUTIONS}
+        self.moves: Counter[Moved] = Counter()
+        self.tokens_by_age: Counter[str] = Counter()
         self.tokens_delivered = 0
         self.tokens_reprefilled = 0
         self.tier_tokens_found = 0
@@ -83,22 +99,30 @@ class Telemetry:
         self.messages_refused = 0
         self.kv_bytes = 0
         self.kv_fallbacks = 0
+        self.preemptions = 0
         self.pool_spilled = 0
         self.pool_dropped = 0
-        self._blackouts = self._latency("dora_blackout_seconds", "Time without a token of a request that moved.")
-        self._parked = self._latency("dora_parked_seconds", "Time without a token of a request that was in a pool.")
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.evaluated: deque[Evaluated] = deque(maxlen=EVALUATED_KEPT)  # by the service's own series
         self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
 
-    def _latency(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, registry=self.registry, buckets=LATENCY_BOUNDS_S)
+    def observe(self, distribution: Distribution, value: float, label: str = "") -> None:
+        """Enters a value into a histogram. Any thread may call it."""
+        histogram = self._histograms[distribution.name]
+        (histogram.labels(label) if distribution.label else histogram).observe(value)
 
-    def accepted(self, accepted: Accepted) -> None:
-        """Counts the new tokens of a report, and how long responses that changed their worker had none."""
+    def quantile_ms(self, distribution: Distribution, share: float) -> float:
+        """A quantile of a histogram of seconds, in milliseconds."""
+        return 1000 * quantile(self._histograms[distribution.name], share)
+
+    def accepted(self, accepted: Accepted, age: str = "0") -> None:
+        """Counts the new tokens of a report, and how long responses that changed their worker had none. ``age``: of
+        the worker's version.
+        """
         if count := accepted.new_tokens:
+            self.tokens_by_age[age] += count
             self.first_token_at = self.first_token_at or accepted.at
             self.last_token_at = accepted.at
             self.tokens_delivered += count
@@ -108,9 +132,13 @@ class Telemetry:
     def arrived(self, arrival: Arrival | None, without_token_ms: float) -> None:
         """Enters how long a response had no token while it went to another worker."""
         if arrival == "migrated":
-            self._blackouts.observe(without_token_ms / 1000)
+            self.observe(of.BLACKOUT, without_token_ms / 1000)
         elif arrival == "parked":
-            self._parked.observe(without_token_ms / 1000)
+            self.observe(of.PARKED, without_token_ms / 1000)
+
+    def moved(self, handoff: Handoff, result: str) -> None:
+        """Counts a handoff that a worker or pool has carried out or refused. ``result``: as in ``Moved``."""
+        self.moves[Moved(handoff.kind.name.lower(), handoff.reason, result)] += 1
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
         """Counts a worker's use of the shared tier between two reports."""
@@ -133,6 +161,7 @@ class Telemetry:
         staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
         self._stepped_s = stepped_s
+        self._observe_step(groups, rewards, staleness, took_s, waited_s)
         self.steps.append(
             StepRecord(
                 step,
@@ -148,6 +177,22 @@ class Telemetry:
             )
         )
         self._forget_metrics()
+
+    def _observe_step(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        rewards: Sequence[float],
+        staleness: Sequence[int],
+        took_s: float | None,
+        waited_s: float | None,
+    ) -> None:
+        lengths = [length for group in groups for length in group.lengths.tolist()]
+        for distribution, values in ((of.REWARD, rewards), (of.STALENESS, staleness), (of.RESPONSE, lengths)):
+            for value in values:
+                self.observe(distribution, value)
+        for distribution, time_s in ((of.STEP, took_s), (of.WAIT, waited_s)):
+            if time_s is not None:
+                self.observe(distribution, time_s)
 
     def _forget_metrics(self) -> None:
         """Removes metrics of the oldest steps beyond the limit."""
@@ -184,16 +229,17 @@ class Telemetry:
             "messages_refused": self.messages_refused,
             "kv_bytes": self.kv_bytes,
             "kv_fallbacks": self.kv_fallbacks,
+            "preemptions": self.preemptions,
             "tier_tokens_found": self.tier_tokens_found,
             "tier_tokens_kept": self.tier_tokens_kept,
             "tier_chunks_damaged": self.tier_chunks_damaged,
             "tier_losses": self.tier_losses,
             "pool_spilled": self.pool_spilled,
             "pool_dropped": self.pool_dropped,
-            "blackout_ms_p50": 1000 * quantile(self._blackouts, 0.5),
-            "blackout_ms_p99": 1000 * quantile(self._blackouts, 0.99),
-            "parked_ms_p50": 1000 * quantile(self._parked, 0.5),
-            "parked_ms_p99": 1000 * quantile(self._parked, 0.99),
+            "blackout_ms_p50": self.quantile_ms(of.BLACKOUT, 0.5),
+            "blackout_ms_p99": self.quantile_ms(of.BLACKOUT, 0.99),
+            "parked_ms_p50": self.quantile_ms(of.PARKED, 0.5),
+            "parked_ms_p99": self.quantile_ms(of.PARKED, 0.99),
         }
 
 

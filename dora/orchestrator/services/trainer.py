@@ -19,6 +19,7 @@ from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.journal import records
 from dora.orchestrator.recording.storage import RUN_FOLDER
+from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.presence import CLIENT_ID_MAX
 from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import staleness_groups
@@ -203,7 +204,7 @@ class TrainerService(stubs.TrainerServicer):
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
         runtime = self._runtime
         async with self._changing:
-            digest = _commit_digest(request)
+            digest, began_s = _commit_digest(request), time.monotonic()
             if self._last_commit == (request.step, digest):
                 return await self._committed()  # the commit succeeded and its reply was lost
             self._check_epoch(request.trainer_epoch)
@@ -235,6 +236,7 @@ class TrainerService(stubs.TrainerServicer):
             runtime.published(request.version)
         runtime.trainer.seen()
         reply = await self._committed()
+        runtime.telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return reply
 

@@ -18,6 +18,7 @@ from dora.models import made_model, resolve_model
 from dora.orchestrator import scoring
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.server import _bound
 from dora.orchestrator.setup import cache_of, recorder_of, run_folder_of, store_of, weight_versions
@@ -114,6 +115,7 @@ def ticks(config: Config, _: Place) -> int:
             self.machine = type("Machine", (), {"state": type("State", (), {"workers": {}})})
             self.sessions = type("Sessions", (), {"replace_silent": nothing})
             self.hosts = type("Hosts", (), {"look": nothing})
+            self.telemetry = Telemetry()
             self.storage = type("Storage", (), {"tidying": lambda *_: contextlib.nullcontext()})
             self.post = posted.append
             self._settle = self.sweep_snapshots = self._end_hopeless_step = nothing

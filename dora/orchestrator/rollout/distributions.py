@@ -1,0 +1,95 @@
+"""The histograms of a service, each declared once: its metric's name, meaning and bounds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from dora.core.handoff.table import Kind
+
+# Six bounds a decade from a millisecond to 1,000 s: a quantile is read to within a fifth of its value.
+LATENCY_BOUNDS_S: Final = (
+    *(round(factor * 10.0**decade, 6) for decade in range(-3, 3) for factor in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
+    1000.0,
+)
+BRIEF_BOUNDS_S: Final = tuple(factor * 10.0**decade for decade in range(-4, 1) for factor in (1, 2, 5))  # to 5 s
+LONG_BOUNDS_S: Final = tuple(factor * 10.0**decade for decade in range(-2, 4) for factor in (1, 2, 5))  # to 5,000 s
+BYTES_BOUNDS: Final = tuple(float(4**power) for power in range(8, 18))  # 64 KiB to 16 GiB
+TOKENS_BOUNDS: Final = tuple(float(2**power) for power in range(4, 21))  # 16 to 1 Mi
+STALENESS_BOUNDS: Final = (*map(float, range(9)), 12.0, 16.0, 32.0)
+REWARD_BOUNDS: Final = (-10.0, -5.0, -2.0, -1.0, -0.5, *(tenth / 10 for tenth in range(11)), 2.0, 5.0, 10.0)
+KINDS: Final = tuple(kind.name.lower() for kind in Kind)  # of handoffs
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram. ``values``: those that its ``label`` can have, all of which are shown from the start."""
+
+    name: str
+    meaning: str
+    bounds: Sequence[float]
+    label: str = ""
+    values: Sequence[str] = ()
+
+    def histogram(self, registry: CollectorRegistry) -> Histogram:
+        labels = [self.label] if self.label else []
+        made = Histogram(self.name, self.meaning, labels, registry=registry, buckets=self.bounds)
+        for value in self.values:
+            made.labels(value)
+        return made
+
+
+BLACKOUT: Final = Distribution(
+    "dora_blackout_seconds", "Time without a token of a request that moved to another worker.", LATENCY_BOUNDS_S
+)
+PARKED: Final = Distribution(
+    "dora_parked_seconds", "Time without a token of a request that was parked in a pool.", LATENCY_BOUNDS_S
+)
+COPY: Final = Distribution(
+    "dora_copy_seconds",
+    "Time from the order to copy a request's KV until its target has all of it, by kind of handoff.",
+    LONG_BOUNDS_S,
+    "kind",
+    KINDS,
+)
+COPY_BYTES: Final = Distribution("dora_copy_bytes", "KV of one copied request.", BYTES_BOUNDS, "kind", KINDS)
+TOKEN: Final = Distribution(
+    "dora_token_seconds",
+    "Time between two tokens of a request: one observation a report, the mean of the worker's requests.",
+    BRIEF_BOUNDS_S,
+)
+RESPONSE: Final = Distribution("dora_response_tokens", "Length of a response that a step trained on.", TOKENS_BOUNDS)
+LOAD: Final = Distribution("dora_load_seconds", "Time of a worker's load of a version.", LONG_BOUNDS_S)
+PUBLISH: Final = Distribution(
+    "dora_publish_seconds", "Time of a commit in the service: check, store, record, durable.", LONG_BOUNDS_S
+)
+RELAY: Final = Distribution("dora_relay_seconds", "Time in which a host fetched a version.", LONG_BOUNDS_S)
+STEP: Final = Distribution("dora_step_seconds", "Time between two commits.", LONG_BOUNDS_S)
+WAIT: Final = Distribution("dora_trainer_wait_seconds", "The trainer's wait for groups in a step.", LONG_BOUNDS_S)
+STALENESS: Final = Distribution(
+    "dora_staleness_steps", "Staleness of a trained response: step less version.", STALENESS_BOUNDS
+)
+REWARD: Final = Distribution("dora_reward", "Valid rewards of trained responses.", REWARD_BOUNDS)
+SCORE: Final = Distribution("dora_score_seconds", "Time until the verdict on a response.", LONG_BOUNDS_S)
+SYNC: Final = Distribution("dora_journal_sync_seconds", "Time of a write and fsync of the log.", BRIEF_BOUNDS_S)
+LATE: Final = Distribution("dora_loop_late_seconds", "Lateness of the event loop's clock ticks.", BRIEF_BOUNDS_S)
+
+DISTRIBUTIONS: Final = (
+    TOKEN,
+    BLACKOUT,
+    PARKED,
+    COPY,
+    COPY_BYTES,
+    LOAD,
+    PUBLISH,
+    RELAY,
+    STEP,
+    WAIT,
+    STALENESS,
+    REWARD,
+    RESPONSE,
+    SCORE,
+    SYNC,
+    LATE,
+)
