@@ -359,6 +359,11 @@ class ServiceConfig(Section):
     """Addresses, secrets and limits of the service."""
 
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
+    metrics: str = Field(
+        "",
+        pattern=r"^(|.+:\d{1,5})$",
+        description="host:port of the metrics for Prometheus, open to all who reach it; empty: none",
+    )
     token: str = Field(
         "", repr=False, description="the owner's; the roles' follow from it; empty: made at start and shown"
     )

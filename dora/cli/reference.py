@@ -25,7 +25,11 @@ from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
+from dora.orchestrator.metrics.declaration import Declared
+from dora.orchestrator.metrics.of_hosts import HOST
+from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.recovery.replay import Known, Summary
+from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
 from dora.rpc.errors import (
     CallFailed,
     NoAnswer,
@@ -59,6 +63,7 @@ BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"
 Rows = Iterable[Sequence[object]]
 FIELDS: Final = ("field", "meaning")
 COLUMNS: Final = ("column", "meaning")
+METRICS: Final = ("metric", "kind", "labels", "meaning")
 SETTINGS: Final = ("setting", "default", "allowed", "meaning")
 ERRORS: Final[tuple[type[DoraError], ...]] = (
     InvalidValue,
@@ -91,6 +96,8 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
+    yield "Metrics of a service: `dora serve --metrics`, page `/metrics`", METRICS, _metrics(SERVICE, DISTRIBUTIONS)
+    yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, _metrics(HOST)
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
@@ -140,6 +147,18 @@ def _line(cells: Iterable[object]) -> str:
 
 def _named(texts: Mapping[str, str]) -> Rows:
     return ((f"`{name}`", text) for name, text in texts.items())
+
+
+def _metrics(declared: Iterable[Declared[Any]], histograms: Iterable[Distribution] = ()) -> Rows:
+    for each in declared:
+        yield f"`{each.name}`", each.kind, ", ".join(f"`{label}`" for label in each.labels), each.meaning
+    for distribution in histograms:
+        yield (
+            f"`{distribution.name}`",
+            "histogram",
+            f"`{distribution.label}`" * bool(distribution.label),
+            distribution.meaning,
+        )
 
 
 def _commands() -> Rows:

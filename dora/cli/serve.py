@@ -115,6 +115,9 @@ def serve(
         ),
     ] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
+    ] = None,
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
@@ -147,6 +150,7 @@ def serve(
             "service.carry_on_from": carry_on_from,
             "kv.tier": kv_tier,
             "service.listen": listen,
+            "service.metrics": metrics,
             "service.token": token or None,
         }
     )
@@ -223,6 +227,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
                 "tokens": others(handle),
                 "model": str(handle.model),
                 "run_folder": str(handle.run_folder),
+                "metrics": handle.metrics,
             }
         )
     else:

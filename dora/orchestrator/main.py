@@ -27,6 +27,8 @@ from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
+from dora.orchestrator.metrics.exporter import Exporter
+from dora.orchestrator.metrics.server import serving_metrics
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
@@ -84,6 +86,7 @@ class ServiceHandle:
     model: Path
     model_s: float  # event-loop time at which the model was prepared
     versions: VersionMemory | None = None  # None: not known yet
+    metrics: str = ""  # address of the metrics for Prometheus; empty: there are none
 
     @property
     def token(self) -> str:
@@ -165,6 +168,7 @@ class _Start:
     progress: Callable[[str], None]
     umask: int  # from before this process made its files private
     address: str = ""
+    metrics: str = ""
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
     versions: VersionMemory | None = None
@@ -173,7 +177,9 @@ class _Start:
 
     @property
     def handle(self) -> ServiceHandle:
-        return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s, self.versions)
+        return ServiceHandle(
+            self.address, self.tokens.of, self.run_folder, self.model, self.model_s, self.versions, self.metrics
+        )
 
     @property
     def _kept(self) -> int:
@@ -323,6 +329,9 @@ class _Start:
         if state is not None:
             with writable(STATE_SETTING, state.folder):
                 state.remember(address=self.address, token=self.tokens.of[Role.OWNER], place=state.place)
+        if config.service.metrics:
+            exporter = Exporter(runtime, self.run_folder, config.model)
+            self.metrics = await stack.enter_async_context(serving_metrics(config.service.metrics, exporter))
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
         runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)

@@ -19,6 +19,7 @@ from dora.kvtransfer.plane import local_host
 from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.hosts.tier_server import check_socket, check_tier
+from dora.orchestrator.metrics.server import check_address as check_metrics
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.recovery.begin_from import check_from
@@ -78,6 +79,8 @@ async def run_preflight(config: Config, said: Said) -> None:
     await check_address(config)
     Listener(config.kv.host or local_host(config.service.listen)).close()
     said("address", config.service.listen)
+    await check_metrics(config.service.metrics)
+    said("metrics", config.service.metrics or "none")
 
 
 def _described(config: Config, state: StateFolder | None) -> str:

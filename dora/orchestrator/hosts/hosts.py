@@ -468,6 +468,21 @@ class Hosts:
         """The workers of all connected hosts: those that run, and those that start."""
         return frozenset(name for host in self._hosts.values() for name in host.launcher.workers)
 
+    def connected(self) -> list[str]:
+        """The names of the service's own host and the connected ones."""
+        return list(self._hosts)
+
+    def status(self, name: str) -> pb.HostStatus | None:
+        """One host of ``connected``; None: there is none of this name."""
+        host = self._hosts.get(name)
+        return None if host is None else self._status(host)
+
+    def states(self) -> list[str]:
+        """The state of each host: connected, expected and lost ones."""
+        expected = self._expected.statuses() if self._expected is not None else ()
+        lost = (*expected, *self._lost.values())
+        return [*(_state_of(host) for host in self._hosts.values()), *(shown.state for shown in lost)]
+
     def statuses(self) -> list[pb.HostStatus]:
         """The hosts for operators: the service's own first, then connected, expected and lost ones."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))
@@ -476,14 +491,9 @@ class Hosts:
 
     def _status(self, host: Host) -> pb.HostStatus:
         session, workers = host.session, self._state.workers.values()
-        state = "ready"
-        if host.draining:
-            state = "draining" if host.launcher.workers else "drained"
-        elif host.is_failed:
-            state = "failed"
         shown = pb.HostStatus(
             name=host.name,
-            state=state,
+            state=_state_of(host),
             workers=len(host.launcher.workers),
             workers_ready=sum(worker.host == host.name and worker.loaded >= 0 for worker in workers),
         )
@@ -503,3 +513,9 @@ class Hosts:
 
     def _remote(self) -> Iterator[Host]:
         return (host for host in self._hosts.values() if host.session is not None)
+
+
+def _state_of(host: Host) -> str:
+    if host.draining:
+        return "draining" if host.launcher.workers else "drained"
+    return "failed" if host.is_failed else "ready"

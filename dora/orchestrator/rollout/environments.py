@@ -61,6 +61,11 @@ class Environments:
         self._readers_of_pieces: dict[str, set[asyncio.Event]] = {}  # those who are woken by each report, too
         self._opened: dict[str, int] = {}  # sessions of each prompt that a client has opened; some may be DONE
 
+    @property
+    def attendees(self) -> int:
+        """The open Attend calls of all environments."""
+        return sum(map(len, self._attending.values()))
+
     def is_idle(self, entry: ResponseState) -> bool:
         """Returns whether a session waits for its next turn."""
         return self._state.request_id.get(entry.row) == entry.request_id and bool(
@@ -124,7 +129,7 @@ class Environments:
     @contextmanager
     def attending(self, environment: str) -> Iterator[Attendee]:
         """Raises LimitExceeded for too many calls."""
-        if sum(map(len, self._attending.values())) >= ATTENDEES_MAX:
+        if self.attendees >= ATTENDEES_MAX:
             raise LimitExceeded("environment: calls of Attend", ATTENDEES_MAX + 1, f"at most {ATTENDEES_MAX} at once")
         attendee = Attendee(environment)
         attendees = self._attending.setdefault(environment, [])

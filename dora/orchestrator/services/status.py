@@ -39,7 +39,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [
             pb.WorkerStatus(worker_id=name, state=gone, version=-1, target_version=-1, reason=reason)
-            for name, gone, reason in _gone(runtime)
+            for name, gone, reason in gone_workers(runtime)
         ],
         counters=counters(runtime),
         steps=[_step(step) for step in runtime.telemetry.steps],
@@ -108,29 +108,34 @@ def _evaluated(evaluated: Evaluated) -> pb.EvaluatedVersion:
     return pb.EvaluatedVersion(**{name: tree[name] for name in names if tree[name] is not None})
 
 
+def groups_of(state: State, version: int) -> tuple[int, int]:
+    """The groups of a version that no step has taken: the unfinished and the finished ones."""
+    found = np.bincount(state.groups["status"][state.groups["version"] == version], minlength=len(GroupStatus) + 1)
+    return int(found[GroupStatus.OPEN]), int(found[GroupStatus.FINISHED])
+
+
 def _version(state: State, version: int) -> pb.VersionStatus:
     groups, requests = state.groups, state.requests
-    of_version = groups["version"] == version
+    unfinished, finished = groups_of(state, version)
     is_open = (groups["status"] == GroupStatus.OPEN) | (groups["status"] == GroupStatus.FINISHED)
-    finished = groups["status"] == GroupStatus.FINISHED
     mine = requests["version"] == version
-    deadlines = groups["deadline"][of_version & is_open]
+    deadlines = groups["deadline"][(groups["version"] == version) & is_open]
     return pb.VersionStatus(
         version=version,
         deadline_step=int(deadlines.max(initial=max(0, state.window.deadline(version)))),
         newest=version == state.window.newest,
         workers=sum(worker.target == version for worker in state.workers.values()),
-        groups_open=int(np.count_nonzero(of_version & is_open)),
-        groups_finished=int(np.count_nonzero(of_version & finished)),
+        groups_open=unfinished + finished,
+        groups_finished=finished,
         requests_running=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.RUNNING))),
         requests_waiting=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.WAITING))),
         sessions_idle=len(state.idle.get(version, ())),
-        state=_version_state(state, version),
+        state=version_state(state, version),
         reason=_reason(state, version),
     )
 
 
-def _version_state(state: State, version: int) -> str:
+def version_state(state: State, version: int) -> str:
     if version in state.rejected:
         return "rejected"
     if version in state.unavailable:
@@ -155,7 +160,7 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
     return pb.WorkerStatus(
         worker_id=worker.worker_id,
         epoch=worker.epoch,
-        state=_worker_state(worker),
+        state=worker_state(worker),
         version=worker.loaded,
         target_version=worker.target,
         running=len(worker.rows) - min(worker.waiting, len(worker.rows)),
@@ -200,7 +205,7 @@ def _pools(runtime: Runtime, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStat
     return found
 
 
-def _gone(runtime: Runtime) -> Iterator[tuple[str, str, str]]:
+def gone_workers(runtime: Runtime) -> Iterator[tuple[str, str, str]]:
     """Workers that are not connected, with state and reason. A worker that left on request is not lost, and starts if
     its host has a process of that name again.
     """
@@ -214,7 +219,7 @@ def _gone(runtime: Runtime) -> Iterator[tuple[str, str, str]]:
             yield name, "starting" if name in started else DRAINED, ""
 
 
-def _worker_state(worker: Worker) -> str:
+def worker_state(worker: Worker) -> str:
     if worker.draining:
         return "draining"
     if worker.loading >= 0:

@@ -206,6 +206,7 @@ ROWS: Final[dict[str, Row]] = {
     "record_weights": Seen("every 4", recorded, ["0", "4", "8", "9"], {"record": "record"}),
     "rollout.reference_version": Seen(1, versions, 5),
     "service.listen": Seen("127.0.0.2:0", address, "127.0.0.2", {"service.listen": "127.0.0.1:0"}),
+    "service.metrics": Shown(E2E + "test_metrics_fake.py::test_a_port_in_use_is_told_with_its_owner"),
     "service.token": Seen("correct-horse", owner, "correct-horse"),
     "service.run_folder": Seen("mine", run_folder, "mine"),
     "service.state": Seen("state", state, ["state/ledger.db"]),

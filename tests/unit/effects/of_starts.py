@@ -45,6 +45,7 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "carry_on_from"): Sets("service.carry_on_from", ["--carry-on-from", "4"], 4),
     ("serve", "kv_tier"): Sets("kv.tier", ["--kv-tier", "lmcache"], "lmcache"),
     ("serve", "listen"): Sets("service.listen", ["--listen", "127.0.0.1:0"], "127.0.0.1:0"),
+    ("serve", "metrics"): Sets("service.metrics", ["--metrics", "127.0.0.1:0"], "127.0.0.1:0"),
     ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], "correct-horse"),
     ("serve", "dry_run"): Ran(
         [*(each for each in CHECKED if each != "--dry-run"), *FAKE],

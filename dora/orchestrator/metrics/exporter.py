@@ -1,0 +1,81 @@
+"""The pages for Prometheus, each a text that is made on request.
+
+A page is read in the event loop, where nothing changes meanwhile, and written in a thread of its own.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from dora.orchestrator.metrics.declaration import families
+from dora.orchestrator.metrics.of_hosts import HOST, HostReadings
+from dora.orchestrator.metrics.of_service import SERVICE
+from dora.orchestrator.metrics.readings import ServiceReadings, free_bytes, storage_folders
+from dora.orchestrator.runtime import Runtime
+
+SERVICE_PATH: Final = "/metrics"
+HOST_PATH: Final = "/hosts/{name}/metrics"
+
+
+class Exporter:
+    """Makes the pages of one service. ``model``: the label of its engines' metrics."""
+
+    def __init__(self, runtime: Runtime, run_folder: Path, model: str) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._folders = storage_folders(runtime.config, run_folder)
+        self._process = ProcessCollector(registry=None)
+        self._thread = ThreadPoolExecutor(1, "metrics")  # a file system that hangs stops no other thread
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def service(self) -> bytes:
+        """The service's own metrics."""
+        loop = asyncio.get_running_loop()
+        free = await loop.run_in_executor(self._thread, free_bytes, self._folders)
+        found = [*families(SERVICE, ServiceReadings(self._runtime, free))]
+        return await loop.run_in_executor(self._thread, _text, found, (self._runtime.telemetry.registry, self._process))
+
+    async def host(self, name: str) -> bytes | None:
+        """The metrics of a connected host, by name; None: there is none."""
+        status = self._runtime.hosts.status(name)
+        if status is None:
+            return None
+        found = [*families(HOST, HostReadings(self._runtime, status, self._model))]
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _text, found, ())
+
+    def targets(self, address: str) -> list[Mapping[str, Any]]:
+        """The pages as Prometheus discovers them over HTTP. ``address``: at which it has reached this service."""
+        pages = [(SERVICE_PATH, address)]
+        pages += [(HOST_PATH.format(name=name), name) for name in self._runtime.hosts.connected()]
+        return [
+            {"targets": [address], "labels": {"__metrics_path__": path, "instance": instance}}
+            for path, instance in pages
+        ]
+
+
+class _Families(Collector):
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
+
+
+def _text(found: Sequence[Metric], collectors: Sequence[Collector]) -> bytes:
+    return generate_latest(_Families([*found, *_collected(collectors)]))
+
+
+def _collected(collectors: Sequence[Collector]) -> Iterator[Metric]:
+    """The metrics of other collectors, without the times at which their series were made."""
+    for collector in collectors:
+        for metric in collector.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric

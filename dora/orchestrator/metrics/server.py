@@ -1,0 +1,124 @@
+"""Serves the metrics over HTTP: ``/metrics``, ``/hosts/NAME/metrics`` and ``/sd``, the discovery of these pages.
+
+A scraper that hangs costs its own connection alone: a connection serves one request and is closed after ``LIFETIME_S``,
+at most ``CONNECTIONS_MAX`` are open, and at most ``PAGES_MAX`` pages are made at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from aiohttp import web
+
+from dora.errors import InvalidValue
+from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
+from dora.system.process_tree import listener_of
+
+log = logging.getLogger("dora.service")
+
+LIFETIME_S: Final = 10.0
+CONNECTIONS_MAX: Final = 64
+PAGES_MAX: Final = 4
+DISCOVERY_PATH: Final = "/sd"
+TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+_HOST_PAGE: Final = re.compile(HOST_PATH.format(name="([^/]+)"))
+PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY_PATH}"
+
+
+class MetricsServer:
+    """Answers scrapers. ``connect`` makes the protocol of each connection."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._server = web.Server(self._answer, access_log=None)
+        self._open: set[asyncio.BaseProtocol] = set()
+        self._pages = 0
+
+    def connect(self) -> asyncio.BaseProtocol:
+        """Makes the protocol of one connection, whose time is limited; a connection too many is closed at once."""
+        if len(self._open) >= CONNECTIONS_MAX:
+            return _Closed()
+        protocol = self._server()
+        self._open.add(protocol)
+        asyncio.get_running_loop().call_later(LIFETIME_S, self._end, protocol)
+        return protocol
+
+    def _end(self, protocol: asyncio.BaseProtocol) -> None:
+        self._open.discard(protocol)
+        transport = getattr(protocol, "transport", None)
+        if transport is not None:
+            transport.abort()
+
+    async def close(self) -> None:
+        for protocol in [*self._open]:
+            self._end(protocol)
+        await self._server.shutdown(timeout=0)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        reply = await self._reply(request)
+        reply.force_close()
+        return reply
+
+    async def _reply(self, request: web.BaseRequest) -> web.Response:
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(status=405, text="GET is allowed\n")
+        if request.path == DISCOVERY_PATH:
+            return web.json_response(self._exporter.targets(request.host))
+        if self._pages >= PAGES_MAX:
+            return web.Response(status=503, text=f"{PAGES_MAX} pages are being made; repeat it later\n")
+        self._pages += 1
+        try:
+            page = await self._page(request.path)
+        finally:
+            self._pages -= 1
+        if page is None:
+            return web.Response(status=404, text=f"{request.path[:80]} is no page or no connected host: {PLACES}\n")
+        return web.Response(body=page, headers={"Content-Type": TEXT})
+
+    async def _page(self, path: str) -> bytes | None:
+        if path == SERVICE_PATH:
+            return await self._exporter.service()
+        host = _HOST_PAGE.fullmatch(path)
+        return None if host is None else await self._exporter.host(host[1])
+
+
+class _Closed(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def serving_metrics(listen: str, exporter: Exporter) -> AsyncIterator[str]:
+    """Serves at ``listen``, a host:port; yields the actual address (port 0 takes a free one)."""
+    server = MetricsServer(exporter)
+    listener = await _listening(listen, server.connect)
+    port = listener.sockets[0].getsockname()[1]
+    address = f"{listen.rpartition(':')[0]}:{port}"
+    log.info("metrics for Prometheus are at http://%s%s", address, SERVICE_PATH)
+    try:
+        yield address
+    finally:
+        listener.close()
+        await server.close()
+        exporter.close()
+
+
+async def check_address(listen: str) -> None:
+    """Raises InvalidValue if the metrics could not be served at this address; an empty one serves none."""
+    if listen:
+        (await _listening(listen, _Closed)).close()
+
+
+async def _listening(listen: str, connect: Callable[[], asyncio.BaseProtocol]) -> asyncio.Server:
+    """Raises InvalidValue if the address cannot be had."""
+    host, _, port = listen.rpartition(":")
+    try:
+        return await asyncio.get_running_loop().create_server(connect, host.strip("[]"), int(port))
+    except (OSError, OverflowError) as error:
+        owner = listener_of(int(port))
+        why = f"is in use by process {owner}" if owner else ""
+        raise InvalidValue("--metrics", listen, "a free address of this host", why=why) from error

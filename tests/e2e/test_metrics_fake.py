@@ -1,0 +1,119 @@
+"""The metrics of a whole service with fake engines, as a scraper reads them."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dora.client import Operator, Trainer
+from dora.errors import InvalidValue
+from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.metrics import server
+from dora.orchestrator.metrics.of_hosts import HOST
+from dora.orchestrator.metrics.of_service import SERVICE
+from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
+from tests.refusals import refused
+from tests.service import configured, during, move_one, running, train
+
+STEPS: Final = 4
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def fake(model: Path, **fields: Any) -> Any:
+    plain = {"workers__engine": "fake", "workers__count": 2, "service__metrics": "127.0.0.1:0", "window__size": 2}
+    return configured(model, **{**plain, **fields})
+
+
+async def get(handle: ServiceHandle, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://{handle.metrics}{path}") as reply:
+        return reply.status, await reply.text()
+
+
+async def scraped(handle: ServiceHandle, path: str = "/metrics") -> Samples:
+    """The samples of a page, by name and labels."""
+    code, text = await get(handle, path)
+    assert code == 200, text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def total(found: Samples, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels."""
+    return sum(value for (each, at), value in found.items() if each == name and labels.items() <= dict(at).items())
+
+
+async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_status(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    folders = {"service__state": str(tmp_path / "state"), "record": str(tmp_path / "record")}
+    long = {"rollout__ignore_eos": True, "rollout__max_tokens": 1500, "workers__max_model_len_tokens": 2048}
+    config = fake(tiny_dense, workers__kv_tokens=16384, workers__orphan_timeout_s=0.5, **long, **folders)
+    async with running(config) as handle, Trainer(handle.address, token=handle.token) as trainer:
+        async with Operator(handle.address, handle.token) as operator:
+            training = asyncio.create_task(train(handle, trainer, STEPS, groups=4))
+            await during(training, move_one(operator))
+            await training
+            found, status = await scraped(handle), await operator.status()
+        names = {name for name, _ in found}
+        assert {each.name for each in SERVICE} - names == {"dora_trainer_signal"}, "the trainer has sent no signals"
+        assert not {f"{each.name}_bucket" for each in DISTRIBUTIONS} - names
+        assert total(found, "dora_groups_trained_total") == status.counters["groups_trained"] == 4 * STEPS
+        assert total(found, "dora_workers", state="ready") + total(found, "dora_workers", state="loading") > 0
+        assert total(found, "dora_step_seconds_count") == STEPS - 1 == total(found, "dora_publish_seconds_count") - 1
+        assert total(found, "dora_reward_count") == 4 * 4 * STEPS == total(found, "dora_staleness_steps_count")
+        assert total(found, "dora_moves_total", result="done", reason="operator") >= 1
+        assert total(found, "dora_copy_seconds_count", kind="move") >= 1
+        assert total(found, "dora_journal_sync_seconds_count") > 0 and total(found, "dora_token_seconds_count") > 0
+        assert total(found, "dora_storage_free_bytes", place="record") > 0
+        assert total(found, "process_resident_memory_bytes") > 0
+
+
+async def test_a_host_has_a_page_with_its_engines_and_both_are_discovered(tiny_dense: Path) -> None:
+    async with running(fake(tiny_dense)) as handle, Trainer(handle.address, token=handle.token) as trainer:
+        await train(handle, trainer, steps=2, groups=2)
+        _, text = await get(handle, "/sd")
+        async with aiohttp.ClientSession() as session, session.get(f"http://{handle.metrics}/sd") as reply:
+            targets = await reply.json()
+        assert [each["labels"]["__metrics_path__"] for each in targets] == ["/metrics", "/hosts/local/metrics"], text
+        assert all(each["targets"] == [handle.metrics] for each in targets)
+        found = await scraped(handle, "/hosts/local/metrics")
+        pools = ("dora_host_pool_memory_bytes", "dora_host_pool_spill_bytes", "dora_host_pool_parked_requests")
+        assert {each.name for each in HOST} - {name for name, _ in found} == set(pools), "it has no pool"
+        engines = {dict(labels)["engine"] for name, labels in found if name == "vllm:generation_tokens_total"}
+        assert engines == {"0", "1"} and total(found, "vllm:generation_tokens_total") > 0
+
+
+async def test_other_pages_are_refused_and_a_scraper_that_hangs_disturbs_nothing(
+    tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LIFETIME_S", 1.0)
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 4)
+    async with running(fake(tiny_dense)) as handle:
+        assert (await get(handle, "/hosts/h9/metrics"))[0] == 404
+        code, text = await get(handle, "/")
+        assert code == 404 and "/metrics" in text and text.count("\n") == 1
+        host, _, port = handle.metrics.rpartition(":")
+        hanging = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+        for _, writer in hanging[:2]:
+            writer.write(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
+        ended = await asyncio.gather(*(reader.read() for reader, _ in hanging), return_exceptions=True)
+        assert len(ended) == 6, "those too many at once, the others after their time"
+        assert (await scraped(handle))["dora_workers", (("state", "lost"),)] == 0
+        for _, writer in hanging:
+            writer.close()
+
+
+async def test_a_port_in_use_is_told_with_its_owner(tiny_dense: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = fake(tiny_dense, workers__count=0, service__metrics=address)
+        with refused(InvalidValue, field="--metrics", value=address, names=(address,)):
+            async with running(config):
+                pass
