@@ -16,7 +16,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo triton test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo triton prometheus test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +28,10 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check triton ## lint, types, import rules, stubs, and the tests that CI runs
+test: check triton prometheus ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+test-all: check prometheus ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
@@ -41,6 +41,10 @@ test-all: check ## every test, with those marked "full" and all of Megatron's: w
 test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron $(ARGS)
+
+# Where they cannot be had, the tests of rules and dashboards are skipped with the reason.
+prometheus: setup
+	@$(BIN)/python -m tests.prometheus.fetch .prometheus-build || true
 
 test-v2: setup ## the engine's contract suite on vLLM's runner for GPUs, on a CPU by Triton's interpreter (about 10 minutes)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
