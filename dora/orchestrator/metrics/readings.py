@@ -5,16 +5,19 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Final
 
 from dora.config import Config
 from dora.core.fleet.worker import Worker
+from dora.core.handoff.table import REASONS
 from dora.core.state import State
 from dora.orchestrator.metrics.declaration import Labelled
 from dora.orchestrator.metrics.requests import ages, requests_by_state
 from dora.orchestrator.recording.storage import KEPT, RECORD, RUN_FOLDER, STATE
-from dora.orchestrator.rollout.telemetry import StepRecord
+from dora.orchestrator.rollout.distributions import KINDS
+from dora.orchestrator.rollout.telemetry import RESULTS, Moved, StepRecord
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 
@@ -105,7 +108,8 @@ class ServiceReadings:
         return {(age,): float(found[age]) for age in {*map(str, ages(self.window)), *found}}
 
     def moves(self) -> Labelled:
-        return {tuple(labels): float(count) for labels, count in self.runtime.telemetry.moves.items()}
+        found = self.runtime.telemetry.moves
+        return {labels: float(found[labels]) for labels in map(Moved._make, product(KINDS, REASONS, RESULTS))}
 
     def pool_bytes(self, name: str) -> float:
         """The sum over all pools of a field of their reports, or of their capability."""

@@ -70,12 +70,15 @@ def age_of(version: int, window: Window) -> str:
     return str(window.newest - version) if version >= window.oldest_live else OLDER
 
 
+RESULTS: Final = ("done", "ended", "refused", "failed")  # ended: the response ended first
+
+
 class Moved(NamedTuple):
     """The labels of a handoff that a worker or pool has carried out or refused."""
 
     kind: str
     reason: str  # one of the core's REASONS
-    result: str  # done, ended (the response ended first), refused, failed
+    result: str  # one of RESULTS
 
 
 class Telemetry:

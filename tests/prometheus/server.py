@@ -1,0 +1,73 @@
+"""A real Prometheus with the rules of deploy/, which scrapes one service."""
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from tests.snippets import ROOT
+
+DEPLOYED: Final = ROOT / "deploy" / "prometheus"
+PERIODS: Final = re.compile(r"(scrape_interval|evaluation_interval|refresh_interval|scrape_timeout): \d+s")
+
+
+class Prometheus:
+    """Answers queries. ``url``: of the server."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._session = session
+
+    async def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of the API. Raises AssertionError with Prometheus' words if it refuses."""
+        async with self._session.get(f"{self._url}/api/v1/{path}", params=parameters) as reply:
+            answer = await reply.json()
+        assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
+        return answer["data"]
+
+    async def query(self, expression: str) -> list[Any]:
+        """The series of an expression now."""
+        found: list[Any] = (await self.get("query", query=expression))["result"]
+        return found
+
+
+@contextlib.asynccontextmanager
+async def scraping(binary: Path, service: str, folder: Path) -> AsyncIterator[Prometheus]:
+    """Runs Prometheus with the deployed configuration, every second, on the metrics at ``service``."""
+    text = PERIODS.sub(r"\1: 1s", (DEPLOYED / "prometheus.yml").read_text())
+    text, changed = re.subn(r"http://[^/]+/sd", f"http://{service}/sd", text)
+    assert changed == 1
+    for name in ("recording.yml", "alerts.yml"):
+        text = text.replace(f"- {name}", f"- {DEPLOYED / name}")
+    file = folder / "prometheus.yml"
+    file.write_text(text)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = await asyncio.create_subprocess_exec(
+        binary,
+        f"--config.file={file}",
+        f"--web.listen-address={address}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    said = []
+    while line := await process.stderr.readline():
+        said.append(line.decode())
+        if "Server is ready" in said[-1]:
+            break
+    reading = asyncio.create_task(process.stderr.read())
+    try:
+        assert process.returncode is None and said and "Server is ready" in said[-1], "".join(said)
+        async with aiohttp.ClientSession() as session:
+            yield Prometheus(f"http://{address}", session)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+        await reading
