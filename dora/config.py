@@ -364,6 +364,9 @@ class ServiceConfig(Section):
         pattern=r"^(|.+:\d{1,5})$",
         description="host:port of the metrics for Prometheus, open to all who reach it; empty: none",
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="lines of the log: text, or an object each with time, level, step, version, worker, ..."
+    )
     token: str = Field(
         "", repr=False, description="the owner's; the roles' follow from it; empty: made at start and shown"
     )

@@ -242,7 +242,15 @@ async def be_service(config: str) -> None:
     )
     await first(asyncio.shield(handle), serving)
     made = handle.result()
-    tell({"address": made.address, "token": made.token, "tokens": made.tokens, "model": str(made.model)})
+    tell(
+        {
+            "address": made.address,
+            "token": made.token,
+            "tokens": made.tokens,
+            "model": str(made.model),
+            "metrics": made.metrics,
+        }
+    )
     sleeping = asyncio.create_task(lags.watch())
     async for line in stdin_lines():
         if line.strip() == b"memory":

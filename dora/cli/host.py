@@ -11,6 +11,7 @@ from dora.cli.exits import say
 from dora.cli.options import token_option
 from dora.cli.token import WHERE, find_token
 from dora.errors import MISSING
+from dora.system.log_lines import TEXT
 from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def host(
 async def _run(options: "AgentOptions") -> None:
     from dora.host.agent import run_agent
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=TEXT)
     logging.getLogger("dora").setLevel(logging.INFO)
     stop = asyncio.Event()
     running = asyncio.current_task()

@@ -16,6 +16,7 @@ from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
 from dora.system.log_limit import LogLimit
+from dora.system.log_lines import JsonLines, formatter_of
 from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ def serve(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
     ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(metavar="text|json", help="Lines of the log (service.log_format).")
+    ] = None,
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
@@ -151,6 +155,7 @@ def serve(
             "kv.tier": kv_tier,
             "service.listen": listen,
             "service.metrics": metrics,
+            "service.log_format": log_format,
             "service.token": token or None,
         }
     )
@@ -186,9 +191,10 @@ async def _serve(config: Config, as_json: bool) -> int:
 
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    limit, handler = LogLimit(), logging.StreamHandler()
+    limit, handler, lines = LogLimit(), logging.StreamHandler(), formatter_of(config.service.log_format)
     handler.addFilter(limit)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler])
+    handler.setFormatter(lines)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("dora").setLevel(logging.INFO)
     has_folder = token_folder() is not None
     if not has_folder:  # report it before the workers start
@@ -203,7 +209,12 @@ async def _serve(config: Config, as_json: bool) -> int:
         telling = asyncio.create_task(limit.telling())
         until_end.callback(telling.cancel)
         until_end.callback(limit.tell)
-        return await run_service(config, ready=ready, stop=stop, progress=_print_progress)
+
+        def listening(handle: "ServiceHandle") -> None:
+            if isinstance(lines, JsonLines):
+                lines.position = handle.position
+
+        return await run_service(config, ready=ready, stop=stop, progress=_print_progress, listening=listening)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

@@ -38,6 +38,7 @@ from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.rewards import GroupFilter
 from dora.rpc import dora_pb2 as pb
+from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
 
@@ -192,7 +193,8 @@ class Executor:
         self._spawn(self._score(entry))
 
     def _break_off_session(self, command: do.BreakOffSession) -> None:
-        log.warning("session %s is broken off: %s", command.request_id, command.reason)
+        session = about(session=command.request_id)
+        log.warning("session %s is broken off: %s", command.request_id, command.reason, extra=session)
         entry = self._buffer[command.request_id]
         entry.reward = Reward(math.nan, {}, f"broken off: {command.reason}", False)
         self._journal.note(self._buffer.close(entry, self._now()))
@@ -200,7 +202,9 @@ class Executor:
         self._spawn(self._score(entry))
 
     def _replace_request(self, command: do.ReplaceRequest) -> None:
-        log.warning("session %s is replaced by %s: %s", command.request_id, command.replacement_id, command.reason)
+        session = about(session=command.request_id)
+        said = "session %s is replaced by %s: %s"
+        log.warning(said, command.request_id, command.replacement_id, command.reason, extra=session)
         record = self._buffer.substitute(command.request_id, command.replacement_id, self._now())
         self._journal.note(record)
         self._session_over(command.request_id)
@@ -230,7 +234,8 @@ class Executor:
         self._telemetry.observe(SCORE, time.monotonic() - began_s)
         if not reward.valid:
             self._telemetry.rewards_failed += 1
-            log.error("%s: the verdict failed: %s", entry.request_id, reward.log)
+            which = about(request=entry.request_id, version=entry.version)
+            log.error("%s: the verdict failed: %s", entry.request_id, reward.log, extra=which)
         entry.reward = reward
 
     async def _filtered(self, entry: ResponseState) -> bool:
@@ -328,7 +333,7 @@ class Executor:
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
-        log.error("%s", error)
+        log.error("%s", error, extra=about(version=command.version))
         if command.worker_ids:  # otherwise the weights were right, and a start that carries on has its own copy
             self._journal.note(
                 records.Rejected(command.version, command.reason, list(command.worker_ids), command.canary_difference)
@@ -349,7 +354,8 @@ class Executor:
         except (NotFound, OSError) as error:  # the store no longer knows the version's name
             if not isinstance(command, do.LoadVersion):
                 raise
-            log.error("%s cannot load version %d: %s", command.worker_id, command.version, error)
+            which = about(worker=command.worker_id, version=command.version)
+            log.error("%s cannot load version %d: %s", command.worker_id, command.version, error, extra=which)
             self._spawn(self._cannot_load(command, str(error)))
 
     async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
@@ -365,7 +371,10 @@ class Executor:
         handoff = self._handoff_of(command.command_id)
         if handoff is not None and handoff.overdue and isinstance(command, do.CancelReservation):
             ends = f"{handoff.source} to {handoff.target}"
-            log.warning("%s: its handoff from %s was undone: %s", handoff.request_id, ends, handoff.overdue)
+            which = about(request=handoff.request_id)
+            log.warning(
+                "%s: its handoff from %s was undone: %s", handoff.request_id, ends, handoff.overdue, extra=which
+            )
         if handoff is None:
             return worker_message(command, self._buffer, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)

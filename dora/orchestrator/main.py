@@ -63,6 +63,7 @@ from dora.orchestrator.setup import (
 from dora.orchestrator.version_memory import VersionMemory, version_memory
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
+from dora.system.log_lines import Position
 from dora.system.memory import collecting_rarely, keep_freed_memory
 from dora.system.private import private_files
 from dora.weights.holds import VERSIONS_FOLDER
@@ -87,6 +88,7 @@ class ServiceHandle:
     model_s: float  # event-loop time at which the model was prepared
     versions: VersionMemory | None = None  # None: not known yet
     metrics: str = ""  # address of the metrics for Prometheus; empty: there are none
+    position: Position = dict  # the step that is being filled, and the newest version
 
     @property
     def token(self) -> str:
@@ -169,6 +171,7 @@ class _Start:
     umask: int  # from before this process made its files private
     address: str = ""
     metrics: str = ""
+    position: Position = dict
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
     versions: VersionMemory | None = None
@@ -178,7 +181,14 @@ class _Start:
     @property
     def handle(self) -> ServiceHandle:
         return ServiceHandle(
-            self.address, self.tokens.of, self.run_folder, self.model, self.model_s, self.versions, self.metrics
+            self.address,
+            self.tokens.of,
+            self.run_folder,
+            self.model,
+            self.model_s,
+            self.versions,
+            self.metrics,
+            self.position,
         )
 
     @property
@@ -332,6 +342,7 @@ class _Start:
         if config.service.metrics:
             exporter = Exporter(runtime, self.run_folder, config.model)
             self.metrics = await stack.enter_async_context(serving_metrics(config.service.metrics, exporter))
+        self.position = lambda: position_of(runtime)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
         runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
@@ -344,6 +355,12 @@ class _Start:
         await runtime.restore(restored)
         if self.evaluations is not None:
             self.evaluations.at(runtime.machine.state.window.newest)
+
+
+def position_of(runtime: Runtime) -> dict[str, int]:
+    """The step that is being filled, and the newest version."""
+    window = runtime.machine.state.window
+    return {"step": window.step, "version": window.newest}
 
 
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:

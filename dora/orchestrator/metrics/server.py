@@ -34,27 +34,18 @@ class MetricsServer:
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self._server = web.Server(self._answer, access_log=None)
-        self._open: set[asyncio.BaseProtocol] = set()
         self._pages = 0
 
     def connect(self) -> asyncio.BaseProtocol:
         """Makes the protocol of one connection, whose time is limited; a connection too many is closed at once."""
-        if len(self._open) >= CONNECTIONS_MAX:
+        if len(self._server.connections) >= CONNECTIONS_MAX:
             return _Closed()
         protocol = self._server()
-        self._open.add(protocol)
-        asyncio.get_running_loop().call_later(LIFETIME_S, self._end, protocol)
+        asyncio.get_running_loop().call_later(LIFETIME_S, _end, protocol)
         return protocol
 
-    def _end(self, protocol: asyncio.BaseProtocol) -> None:
-        self._open.discard(protocol)
-        transport = getattr(protocol, "transport", None)
-        if transport is not None:
-            transport.abort()
-
     async def close(self) -> None:
-        for protocol in [*self._open]:
-            self._end(protocol)
+        """Ends all connections."""
         await self._server.shutdown(timeout=0)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -83,6 +74,11 @@ class MetricsServer:
             return await self._exporter.service()
         host = _HOST_PAGE.fullmatch(path)
         return None if host is None else await self._exporter.host(host[1])
+
+
+def _end(protocol: web.RequestHandler) -> None:
+    if protocol.transport is not None:
+        protocol.transport.abort()
 
 
 class _Closed(asyncio.Protocol):

@@ -25,6 +25,7 @@ from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSessio
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.system.log_lines import about
 from dora.weights.canary import check_canary
 from dora.weights.store import WeightStore
 
@@ -122,7 +123,10 @@ class WorkerReports:
         session.report.CopyFrom(report)
         if report.dropped:
             self._telemetry.pool_dropped += len(report.dropped)
-            log.warning("%s: dropped %d snapshots: %s", session.worker_id, len(report.dropped), report.reason)
+            pool = about(worker=session.worker_id)
+            log.warning(
+                "%s: dropped %d snapshots: %s", session.worker_id, len(report.dropped), report.reason, extra=pool
+            )
             dropped = on.PoolDropped(session.worker_id, session.epoch, tuple(report.dropped), report.reason)
             self._post(dropped)
 
@@ -138,7 +142,7 @@ class WorkerReports:
         error = outcome.error[:ERROR_CHARACTERS_MAX]
         if not outcome.ok:  # an unknown request has finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
-            log.log(level, "%s: %s: %s", session.worker_id, _named(command), error)
+            log.log(level, "%s: %s: %s", session.worker_id, _named(command), error, extra=_about(session, command))
         if isinstance(command, do.CopyOut):
             self._note_copy(session, outcome)
         if pending is not None and command is not None:
@@ -208,7 +212,9 @@ class WorkerReports:
     def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
         """Logs failures of a copy, and counts its bytes."""
         for reason in outcome.kv_fallbacks:
-            log.warning("%s: a KV transport failed: %s", session.worker_id, reason)
+            log.warning(
+                "%s: a KV transport failed: %s", session.worker_id, reason, extra=about(worker=session.worker_id)
+            )
         self._telemetry.kv_fallbacks += len(outcome.kv_fallbacks)
         if outcome.ok:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
@@ -250,3 +256,12 @@ def _named(command: do.WorkerCommand | None) -> str:
             return f"LoadVersion {version}"
         case _:
             return f"{type(command).__name__} {getattr(command, 'request_id', '')}"
+
+
+def _about(session: Session, command: do.WorkerCommand | None) -> dict[str, Any]:
+    """The fields of a log line on a command's outcome."""
+    named = {"request": "request_id", "version": "version"}
+    return about(
+        worker=session.worker_id,
+        **{name: getattr(command, field) for name, field in named.items() if hasattr(command, field)},
+    )

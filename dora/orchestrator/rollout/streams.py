@@ -12,6 +12,7 @@ from dora.errors import DoraError
 from dora.orchestrator.rollout.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
+from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
 
@@ -258,7 +259,8 @@ class Sessions:
         lost = self.lost_pools if isinstance(session, PoolSession) else self.lost_reasons
         reason = lost.get(session.worker_id, reason)
         _keep(lost, session.worker_id, reason)
-        log.info("%s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
+        worker = about(worker=session.worker_id)
+        log.info("%s is gone (epoch %d): %s", session.worker_id, session.epoch, reason, extra=worker)
         self._lost(session, reason)
 
     def keep_reason(self, worker_id: str, reason: str) -> None:
@@ -269,7 +271,7 @@ class Sessions:
         """Ends a silent or faulty worker or pool; its launcher starts it again."""
         if self.end(session.worker_id) is not session:
             return
-        log.error("%s is replaced: %s", session.worker_id, reason)
+        log.error("%s is replaced: %s", session.worker_id, reason, extra=about(worker=session.worker_id))
         self.lose(session, reason)
         if self.processes is not None:
             self.processes.kill(session.worker_id)

@@ -14,6 +14,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.roles import SESSION
 from dora.rpc.sealed import sealed
+from dora.system.log_lines import about
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
@@ -45,7 +46,7 @@ class HostService(stubs.HostServicer):
             await self._runtime.journal.settled()  # a later incarnation must not reuse this epoch
             yield sealed(pb.HostOrder(welcome=welcome), SESSION.get())
             how = "came back" if session.goes_on else "joined"
-            log.info("host %s %s (epoch %d)", session.name, how, session.epoch)
+            log.info("host %s %s (epoch %d)", session.name, how, session.epoch, extra=about(host=session.name))
             hosts.welcomed(session, hello.workers)
             await self._runtime.journal.settled()  # a later incarnation must know of the workers whose start is ordered
             while (order := await session.next_order()) is not None:

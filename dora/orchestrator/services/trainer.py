@@ -31,6 +31,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.packed import packed_batches
+from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
 
@@ -237,7 +238,8 @@ class TrainerService(stubs.TrainerServicer):
         runtime.trainer.seen()
         reply = await self._committed()
         runtime.telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
-        log.info("step %d is trained; version %d is published", request.step, request.version)
+        done = about(step=request.step, version=request.version)
+        log.info("step %d is trained; version %d is published", request.step, request.version, extra=done)
         return reply
 
     def _committed_record(self, step: CommittedStep, digest: bytes) -> records.Committed:
@@ -275,7 +277,7 @@ class TrainerService(stubs.TrainerServicer):
             republished = on.VersionRepublished(request.trainer_epoch, version)
             runtime.post(republished, lambda: records.Republished(version, digest))
         self._last_republish = (version, digest)
-        log.info("version %d is published again", version)
+        log.info("version %d is published again", version, extra=about(version=version))
 
     async def _committed(self) -> pb.CommitStepReply:
         """Returns the reply once the commit is durable."""

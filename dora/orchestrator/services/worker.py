@@ -22,6 +22,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import PermissionDenied, ServicerContext
 from dora.rpc.roles import CALLER, SESSION, Tokens
 from dora.rpc.sealed import sealed
+from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
 
@@ -65,7 +66,10 @@ class WorkerService(stubs.WorkerServicer):
                 )
             )
             yield sealed(welcome, SESSION.get())
-            log.info("%s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid)
+            log.info(
+                "%s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid,
+                extra=about(worker=session.worker_id),
+            )  # fmt: skip
             async for command in session.commands():
                 yield command
             if reading.done() and not reading.cancelled() and (error := reading.exception()):

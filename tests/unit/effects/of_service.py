@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from dora.orchestrator.setup import cache_of, recorder_of, run_folder_of, store_
 from dora.prompts import PromptSource
 from dora.rewards import RewardRunner
 from dora.rpc.roles import Role, Tokens
+from dora.system.log_lines import formatter_of
 from tests.unit.effects.of_limits import passed_s
 from tests.unit.effects.rows import Place, Row, Seen, Shown
 
@@ -85,6 +87,12 @@ async def address(config: Config, _: Place) -> str:
         return _bound(server, config).rpartition(":")[0]
     finally:
         await server.stop(None)
+
+
+def log_line(config: Config, _: Place) -> bool:
+    """Whether a line of the log is an object."""
+    record = logging.makeLogRecord({"msg": "said"})
+    return formatter_of(config.service.log_format).format(record).startswith("{")
 
 
 def owner(config: Config, _: Place) -> str:
@@ -207,6 +215,7 @@ ROWS: Final[dict[str, Row]] = {
     "rollout.reference_version": Seen(1, versions, 5),
     "service.listen": Seen("127.0.0.2:0", address, "127.0.0.2", {"service.listen": "127.0.0.1:0"}),
     "service.metrics": Shown(E2E + "test_metrics_fake.py::test_a_port_in_use_is_told_with_its_owner"),
+    "service.log_format": Seen("json", log_line, True),
     "service.token": Seen("correct-horse", owner, "correct-horse"),
     "service.run_folder": Seen("mine", run_folder, "mine"),
     "service.state": Seen("state", state, ["state/ledger.db"]),

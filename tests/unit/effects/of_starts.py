@@ -46,6 +46,7 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "kv_tier"): Sets("kv.tier", ["--kv-tier", "lmcache"], "lmcache"),
     ("serve", "listen"): Sets("service.listen", ["--listen", "127.0.0.1:0"], "127.0.0.1:0"),
     ("serve", "metrics"): Sets("service.metrics", ["--metrics", "127.0.0.1:0"], "127.0.0.1:0"),
+    ("serve", "log_format"): Sets("service.log_format", ["--log-format", "json"], "json"),
     ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], "correct-horse"),
     ("serve", "dry_run"): Ran(
         [*(each for each in CHECKED if each != "--dry-run"), *FAKE],
