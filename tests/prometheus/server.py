@@ -14,6 +14,8 @@ from tests.snippets import ROOT
 
 DEPLOYED: Final = ROOT / "deploy" / "prometheus"
 PERIODS: Final = re.compile(r"(scrape_interval|evaluation_interval|refresh_interval|scrape_timeout): \d+s")
+FIRING: Final = 'ALERTS{alertstate="firing"}'
+POLL_S: Final = 0.1
 
 
 class Prometheus:
@@ -30,6 +32,18 @@ class Prometheus:
         assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
         return answer["data"]
 
+    async def firing(self, expected: set[str]) -> None:
+        """Returns once these alerts fire and no others."""
+        async for found in self._alerts():
+            if found == expected:
+                return
+
+    async def _alerts(self) -> AsyncIterator[set[str]]:
+        """The firing alerts, again and again."""
+        while True:
+            yield {each["metric"]["alertname"] for each in await self.query(FIRING)}
+            await asyncio.sleep(POLL_S)
+
     async def query(self, expression: str) -> list[Any]:
         """The series of an expression now."""
         found: list[Any] = (await self.get("query", query=expression))["result"]
@@ -37,13 +51,15 @@ class Prometheus:
 
 
 @contextlib.asynccontextmanager
-async def scraping(binary: Path, service: str, folder: Path) -> AsyncIterator[Prometheus]:
-    """Runs Prometheus with the deployed configuration, every second, on the metrics at ``service``."""
+async def scraping(binary: Path, service: str, folder: Path, rules: Path = DEPLOYED) -> AsyncIterator[Prometheus]:
+    """Runs Prometheus with the deployed configuration, every second, on the metrics at ``service``. ``rules``: the
+    folder of its rules.
+    """
     text = PERIODS.sub(r"\1: 1s", (DEPLOYED / "prometheus.yml").read_text())
     text, changed = re.subn(r"http://[^/]+/sd", f"http://{service}/sd", text)
     assert changed == 1
     for name in ("recording.yml", "alerts.yml"):
-        text = text.replace(f"- {name}", f"- {DEPLOYED / name}")
+        text = text.replace(f"- {name}", f"- {rules / name}")
     file = folder / "prometheus.yml"
     file.write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as free:
