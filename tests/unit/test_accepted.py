@@ -64,12 +64,13 @@ def test_an_evaluation_is_accepted_and_not_recorded(buffer: ResponseBuffer) -> N
 def test_a_segment_begins_with_the_first_token_on_a_worker(buffer: ResponseBuffer) -> None:
     telemetry = Telemetry()
     begun = buffer.accept("w0", 0, reported(TokenSpan(0, 0, (3, 4), (-1.0, -1.0))), 11.0)
-    assert begun.segments == (BegunSegment(0, 0, "new", None),) and begun.blackouts_ms() == []
+    assert begun.segments == (BegunSegment(0, 0, "new", None, admitted_s=1.0),) and begun.blackouts_ms() == []
+    assert begun.first_tokens_s() == [1.0]
     buffer.arrives("g0.0", "w1", "migrated")
     late = buffer.accept("w0", 0, reported(TokenSpan(0, 2, (5,), (-1.0,))), 12.0)
     assert late.segments == (), "the source still reports"
     there = buffer.accept("w1", 0, reported(TokenSpan(0, 3, (6,), (-1.0,))), 12.5)
-    assert there.segments == (BegunSegment(0, 3, "migrated", 0.5),)
+    assert there.segments == (BegunSegment(0, 3, "migrated", 0.5),) and there.first_tokens_s() == []
     telemetry.accepted(there)
     assert telemetry.counters()["blackout_ms_p50"] == pytest.approx(500.0, rel=0.2) and telemetry.tokens_delivered == 1
     record = there.record()

@@ -21,6 +21,7 @@ class BegunSegment:
     first_token: int
     arrival: Arrival
     without_token_s: float | None  # since the response's last token on another worker; None: it had no token yet
+    admitted_s: float | None = None  # of a response's first token: the time since the admission of its group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +54,10 @@ class Accepted:
         """Returns each moved response's time without a token, and the way of its arrival."""
         waits = ((each.arrival, each.without_token_s) for each in self.segments)
         return [(arrival, without_s * 1000) for arrival, without_s in waits if without_s is not None]
+
+    def first_tokens_s(self) -> list[float]:
+        """Returns the times from admission to the first token of the responses that begin."""
+        return [each.admitted_s for each in self.segments if each.admitted_s is not None]
 
     def event(self, epoch: int, waiting: int, kv_used_tokens: int) -> on.TokensReported:
         """The core's event. ``epoch``, ``waiting`` and ``kv_used_tokens`` are the worker's."""

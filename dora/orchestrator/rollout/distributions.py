@@ -54,6 +54,9 @@ COPY: Final = Distribution(
     KINDS,
 )
 COPY_BYTES: Final = Distribution("dora_copy_bytes", "KV of one copied request.", BYTES_BOUNDS, "kind", KINDS)
+FIRST_TOKEN: Final = Distribution(
+    "dora_first_token_seconds", "Time from a group's admission to a response's first token.", LONG_BOUNDS_S
+)
 TOKEN: Final = Distribution(
     "dora_token_seconds",
     "Time between two tokens of a request: one observation a report, the mean of the worker's requests.",
@@ -76,6 +79,7 @@ SYNC: Final = Distribution("dora_journal_sync_seconds", "Time of a write and fsy
 LATE: Final = Distribution("dora_loop_late_seconds", "Lateness of the event loop's clock ticks.", BRIEF_BOUNDS_S)
 
 DISTRIBUTIONS: Final = (
+    FIRST_TOKEN,
     TOKEN,
     BLACKOUT,
     PARKED,

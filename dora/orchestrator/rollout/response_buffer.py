@@ -297,7 +297,8 @@ class ResponseBuffer:
                 has_waited = arrival is not None and entry.delivered
                 without_s = at - float(self._columns.heard_at[row]) if has_waited else None
                 first_token = entry.held_tokens
-                begun.append(BegunSegment(index, first_token, arrival or "new", without_s))
+                admitted_s = None if entry.segment_starts else at - entry.started_at
+                begun.append(BegunSegment(index, first_token, arrival or "new", without_s, admitted_s))
                 entry.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new"))
             self._columns.expect(row, bool(entry.arrivals))
         return tuple(begun)

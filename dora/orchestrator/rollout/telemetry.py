@@ -129,6 +129,8 @@ class Telemetry:
             self.first_token_at = self.first_token_at or accepted.at
             self.last_token_at = accepted.at
             self.tokens_delivered += count
+        for waited_s in accepted.first_tokens_s():
+            self.observe(of.FIRST_TOKEN, waited_s)
         for arrival, without_token_ms in accepted.blackouts_ms():
             self.arrived(arrival, without_token_ms)
 
