@@ -164,6 +164,7 @@ class Runtime:
         try:
             now_s = time.monotonic()
             self.journal.event(event, now_s)
+            self.telemetry.comes(event, self.machine.state, now_s)
             commands = self.machine.handle(event, now_s)
             handled = True
             if record_of is not None and self.journal.writes:

@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dora.client import Operator, Trainer
+from dora.client import Operator, Prompts, Sessions, Trainer
+from dora.client.sessions import Session
 from dora.errors import InvalidValue
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.metrics import server
@@ -88,6 +89,30 @@ async def test_a_host_has_a_page_with_its_engines_and_both_are_discovered(tiny_d
         assert {each.name for each in HOST} - {name for name, _ in found} == set(pools), "it has no pool"
         engines = {dict(labels)["engine"] for name, labels in found if name == "vllm:generation_tokens_total"}
         assert engines == {"0", "1"} and total(found, "vllm:generation_tokens_total") > 0
+
+
+async def ask_once(session: Session) -> None:
+    if not session.turn.number:
+        await session.ask([5, 6], name="tool")
+    await session.end(1.0)
+
+
+async def test_the_time_of_tools_is_counted_a_turn(tiny_dense: Path) -> None:
+    config = fake(tiny_dense, prompts="none", reward__function="dora.rewards.tiny:score", rollout__max_tokens=12)
+    prompts = [{"text": "ab", "prompt_id": f"p{n}", "group_size": 2, "environment": "tool"} for n in range(4)]
+    async with running(config) as handle, Trainer(handle.address, token=handle.token) as trainer:
+        async with (
+            Prompts(handle.address, handle.token) as submitting,
+            Sessions(handle.address, handle.token) as sessions,
+        ):
+            await submitting.submit(prompts)
+            driving = asyncio.create_task(sessions.drive("tool", ask_once))
+            await during(driving, train(handle, trainer, 2, groups=2))
+            found = await scraped(handle)
+            driving.cancel()
+        assert total(found, "dora_turns_ended_total") == 16 == total(found, "dora_tool_seconds_count")
+        assert total(found, "dora_first_token_seconds_count") == 8
+        assert total(found, "dora_environment_drivers") == 1
 
 
 async def test_other_pages_are_refused_and_a_scraper_that_hangs_disturbs_nothing(

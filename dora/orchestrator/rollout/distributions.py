@@ -62,6 +62,11 @@ TOKEN: Final = Distribution(
     "Time between two tokens of a request: one observation a report, the mean of the worker's requests.",
     BRIEF_BOUNDS_S,
 )
+TOOL: Final = Distribution(
+    "dora_tool_seconds",
+    "Time from the end of a turn until its environment asks the next or ends the session.",
+    LONG_BOUNDS_S,
+)
 RESPONSE: Final = Distribution("dora_response_tokens", "Length of a response that a step trained on.", TOKENS_BOUNDS)
 LOAD: Final = Distribution("dora_load_seconds", "Time of a worker's load of a version.", LONG_BOUNDS_S)
 PUBLISH: Final = Distribution(
@@ -81,6 +86,7 @@ LATE: Final = Distribution("dora_loop_late_seconds", "Lateness of the event loop
 DISTRIBUTIONS: Final = (
     FIRST_TOKEN,
     TOKEN,
+    TOOL,
     BLACKOUT,
     PARKED,
     COPY,

@@ -9,9 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram
 
+from dora.core import events as on
 from dora.core.forecast.adjustment import groups_to_add
 from dora.core.groups.window import Window
 from dora.core.handoff.table import Handoff
+from dora.core.state import IDLE, State
 from dora.data.score import Evaluated
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
@@ -119,6 +121,13 @@ class Telemetry:
     def quantile_ms(self, distribution: Distribution, share: float) -> float:
         """A quantile of a histogram of seconds, in milliseconds."""
         return 1000 * quantile(self._histograms[distribution.name], share)
+
+    def comes(self, event: on.Event, state: State, now_s: float) -> None:
+        """Enters what an event tells beside the core's state, which has not handled it yet."""
+        if isinstance(event, on.TurnAsked | on.SessionEnded):
+            row = state.request_row.get(event.request_id)
+            if row is not None and state.requests["status"][row] == IDLE:
+                self.observe(of.TOOL, now_s - float(state.requests["idle_s"][row]))
 
     def accepted(self, accepted: Accepted, age: str = "0") -> None:
         """Counts the new tokens of a report, and how long responses that changed their worker had none. ``age``: of
