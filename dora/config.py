@@ -367,6 +367,12 @@ class ServiceConfig(Section):
     log_format: Literal["text", "json"] = Field(
         "text", description="lines of the log: text, or an object each with time, level, step, version, worker, ..."
     )
+    traces: str = Field(
+        "",
+        pattern=r"^(|https?://.+)$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces; empty: none",
+    )
+    traces_fraction: Share = Field(0.01, description="share of sessions that are traced; steps always are")
     token: str = Field(
         "", repr=False, description="the owner's; the roles' follow from it; empty: made at start and shown"
     )

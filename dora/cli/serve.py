@@ -122,6 +122,9 @@ def serve(
     log_format: Annotated[
         str | None, typer.Option(metavar="text|json", help="Lines of the log (service.log_format).")
     ] = None,
+    traces: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
+    ] = None,
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
@@ -156,6 +159,7 @@ def serve(
             "service.listen": listen,
             "service.metrics": metrics,
             "service.log_format": log_format,
+            "service.traces": traces,
             "service.token": token or None,
         }
     )

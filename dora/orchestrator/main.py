@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,6 +60,7 @@ from dora.orchestrator.setup import (
     with_load_time,
     writable,
 )
+from dora.orchestrator.tracing.export import check_traces, tracer_of
 from dora.orchestrator.version_memory import VersionMemory, version_memory
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
@@ -114,6 +115,7 @@ async def serve(
     load_strategies()
     check_live(config.balance, config.window)
     check_engine(config)
+    check_traces(config.service)
     await check_tier(config)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
@@ -307,6 +309,8 @@ class _Start:
         )
         stack.push_async_callback(runtime.close)
         self.evaluations = OwnEvaluations(runtime, evaluated)
+        if config.service.traces:
+            await stack.enter_async_context(tracing(runtime, config))
         return runtime
 
     async def _recorder(self, store: WeightStore, reward: str) -> Recorder | None:
@@ -355,6 +359,21 @@ class _Start:
         await runtime.restore(restored)
         if self.evaluations is not None:
             self.evaluations.at(runtime.machine.state.window.newest)
+
+
+@contextlib.asynccontextmanager
+async def tracing(runtime: Runtime, config: Config) -> AsyncIterator[None]:
+    """Sends the service's traces to its collector."""
+    from dora.orchestrator.tracing.spans import Spans  # of an extra
+
+    async with tracer_of(config.service) as tracer:
+        spans = Spans(tracer, runtime.machine.state, config.model)
+        runtime.traces = spans
+        try:
+            yield
+        finally:
+            runtime.traces = None
+            spans.close()
 
 
 def position_of(runtime: Runtime) -> dict[str, int]:

@@ -39,6 +39,7 @@ from dora.orchestrator.setup import (
     routing_wanted,
     with_context,
 )
+from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.version_memory import version_memory
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from dora.rpc.roles import Tokens
@@ -57,6 +58,7 @@ async def run_preflight(config: Config, said: Said) -> None:
     check_live(config.balance, config.window)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
+    check_traces(config.service)
     said("KV tier", await check_tier(config))
     await asyncio.to_thread(Tokens, config.service.token)
     sizes = Sizes(compacts=not config.service.keep_events)

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from dora.config import Config
 from dora.core import Machine
+from dora.core import commands as do
 from dora.core import events as on
 from dora.core.handoff.table import Handoff
 from dora.data.run_record import Recorder
@@ -54,6 +55,16 @@ log = logging.getLogger("dora.service")
 HOPELESS: Final = (
     "a source that works, or prompts submitted over gRPC; the step keeps its groups and may be requested again"
 )
+
+
+class Traces(Protocol):
+    """The traces of a service (``tracing/spans.py``)."""
+
+    def came(self, event: on.Event, commands: Sequence[do.Command]) -> None:
+        """Follows an event that the core has handled, and its commands."""
+
+    def published(self, step: int, version: int, took_s: float) -> None:
+        """Enters the publication that a step's commit has just made."""
 
 
 class Runtime:
@@ -142,6 +153,7 @@ class Runtime:
         self.tier: KvTier | None = None
         self.started_at = time.time()
         self.published: Callable[[int], None] = lambda version: None  # told of each committed version
+        self.traces: Traces | None = None
         self.drain_ends_s: float | None = None  # monotonic: the end of the drain that a stop has begun
         self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
             deque()
@@ -173,6 +185,8 @@ class Runtime:
                 self.executor.carry_out(command)
             self.journal.window(self.machine.state)
             self.journal.trainer(self.machine.state)
+            if self.traces is not None:
+                self.traces.came(event, commands)
         except Exception as error:
             if handled or not isinstance(error, InvalidValue):
                 self._fail(error)

@@ -232,6 +232,8 @@ class TrainerService(stubs.TrainerServicer):
             measured = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             runtime.hosts.published(request.version)
+            if runtime.traces is not None:
+                runtime.traces.published(request.step, request.version, time.monotonic() - began_s)
             runtime.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
             runtime.published(request.version)

@@ -216,6 +216,10 @@ ROWS: Final[dict[str, Row]] = {
     "service.listen": Seen("127.0.0.2:0", address, "127.0.0.2", {"service.listen": "127.0.0.1:0"}),
     "service.metrics": Shown(E2E + "test_metrics_fake.py::test_a_port_in_use_is_told_with_its_owner"),
     "service.log_format": Seen("json", log_line, True),
+    "service.traces": Shown(E2E + "test_traces_fake.py::test_sessions_turns_handoffs_steps_and_publications_are_spans"),
+    "service.traces_fraction": Shown(
+        "tests/unit/test_traces.py::test_no_span_is_kept_of_a_session_that_is_not_sampled"
+    ),
     "service.token": Seen("correct-horse", owner, "correct-horse"),
     "service.run_folder": Seen("mine", run_folder, "mine"),
     "service.state": Seen("state", state, ["state/ledger.db"]),

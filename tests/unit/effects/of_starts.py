@@ -47,6 +47,7 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "listen"): Sets("service.listen", ["--listen", "127.0.0.1:0"], "127.0.0.1:0"),
     ("serve", "metrics"): Sets("service.metrics", ["--metrics", "127.0.0.1:0"], "127.0.0.1:0"),
     ("serve", "log_format"): Sets("service.log_format", ["--log-format", "json"], "json"),
+    ("serve", "traces"): Sets("service.traces", ["--traces", "http://127.0.0.1:4318"], "http://127.0.0.1:4318"),
     ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], "correct-horse"),
     ("serve", "dry_run"): Ran(
         [*(each for each in CHECKED if each != "--dry-run"), *FAKE],
