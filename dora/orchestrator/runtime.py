@@ -63,6 +63,9 @@ class Traces(Protocol):
     def came(self, event: on.Event, commands: Sequence[do.Command]) -> None:
         """Follows an event that the core has handled, and its commands."""
 
+    def submitted(self, prompt_ids: Sequence[str], trace: Mapping[str, str]) -> None:
+        """Notes the span of the client that submitted these prompts. ``trace``: W3C's fields."""
+
     def published(self, step: int, version: int, took_s: float) -> None:
         """Enters the publication that a step's commit has just made."""
 

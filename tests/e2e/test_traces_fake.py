@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from dora.client import Operator, Prompts, Sessions, Trainer
 from dora.client.sessions import Session
+from dora.orchestrator.main import ServiceHandle
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.dora_pb2_grpc import PromptsStub
+from dora.rpc.proven import ProvenChannel, Prover
 from tests.service import configured, during, move_one, running, train
 
 STEPS: Final = 3
+SUBMIT: Final = "/dora.v1.Prompts/Submit"
+CLIENT: Final = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @dataclass
@@ -63,6 +70,14 @@ def traced(model: Path, url: str, **fields: Any) -> Any:
     return configured(model, service__traces=url, service__traces_fraction=1.0, **{**plain, **fields})
 
 
+async def submit_within(handle: ServiceHandle, prompt: dict[str, Any], traceparent: str) -> None:
+    """Submits a prompt as a client does that is part of a trace."""
+    async with grpc.aio.insecure_channel(handle.address) as channel:
+        sent = await ProvenChannel(channel, Prover(handle.address, handle.token)).credential(SUBMIT)
+        metadata = (*sent.metadata, ("traceparent", traceparent))
+        await PromptsStub(channel).Submit(pb.SubmitRequest(prompts=[pb.Prompt(**prompt)]), metadata=metadata)
+
+
 async def ask_once(session: Session) -> None:
     if not session.turn.number:
         await session.ask([5, 6], name="tool")
@@ -104,10 +119,13 @@ async def test_a_session_of_two_turns_has_two_spans_and_a_collector_that_is_away
                 Prompts(handle.address, handle.token) as submitting,
                 Sessions(handle.address, handle.token) as sessions,
             ):
-                await submitting.submit(prompts)
+                await submitting.submit(prompts[1:])
+                await submit_within(handle, prompts[0], CLIENT)
                 driving = asyncio.create_task(sessions.drive("tool", ask_once))
                 taken = await during(driving, train(handle, trainer, 1, groups=2))
                 driving.cancel()
             assert len(taken[0]) == 2
+        within = [span for span in collector.named("session") if span.trace_id.hex() == CLIENT.split("-")[1]]
+        assert [span.parent_span_id.hex() for span in within] == [CLIENT.split("-")[2]] * 2
         turns = [span.parent_span_id for span in collector.named(f"chat {tiny_dense}")]
         assert sorted(map(turns.count, set(turns))) == [2, 2, 2, 2]

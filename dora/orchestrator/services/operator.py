@@ -17,6 +17,7 @@ from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import Counter
 
 WATCH_PERIOD_MIN_MS = 50
+TRACE = ("traceparent", "tracestate")  # of a call's metadata: the caller's span
 WATCHES_MAX = 32  # open at once
 NO_STATE = "This service has no state folder, so there is nothing to checkpoint. Start it with `--state DIR`."
 
@@ -35,6 +36,9 @@ class PromptService(stubs.PromptsServicer):
             # In a thread, because texts are tokenised. The queue may be full afterwards.
             prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
             free = feed.queue(prompts)
+            if self._runtime.traces is not None:
+                trace = {str(key): str(value) for key, value in context.invocation_metadata() or () if key in TRACE}
+                self._runtime.traces.submitted([prompt.prompt_id for prompt in prompts], trace)
         await self._runtime.journal.settled()
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
 

@@ -1,16 +1,18 @@
 """Makes spans from what the core has handled: its events and commands, and the state after them.
 
-    step ──▶ publish                      session ──▶ turn, handoff
+    step ──▶ publish                      client ──▶ session ──▶ turn, handoff
 
 A response to a prompt without an environment is a session of one turn. Sessions that are not sampled cost no memory.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from opentelemetry import trace
+from opentelemetry import trace as trace_api
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from dora.core import commands as do
 from dora.core import events as on
@@ -18,6 +20,8 @@ from dora.core.handoff.table import LIVE, Handoff, Phase
 from dora.core.state import State
 
 SESSION: Final = "session"  # the name of the spans that are sampled; steps are always traced
+PARENTS_MAX: Final = 1 << 16  # prompts that wait, whose client's span is known; the oldest is forgotten
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
 ENDED: Final = "the service has ended"
 
 
@@ -33,6 +37,7 @@ class Spans:
         self._turns: dict[str, Span] = {}
         self._members: dict[str, tuple[str, ...]] = {}  # group -> its sampled sessions
         self._handoffs: dict[int, tuple[Handoff, Span]] = {}  # by command
+        self._parents: dict[str, Context] = {}  # prompt -> the span of its client
 
     def came(self, event: on.Event, commands: Sequence[do.Command]) -> None:
         """Follows an event that the core has handled, and its commands."""
@@ -47,12 +52,22 @@ class Spans:
         if self._handoffs and not isinstance(event, on.TokensReported):
             self._end_handoffs()
 
+    def submitted(self, prompt_ids: Sequence[str], trace: Mapping[str, str]) -> None:
+        """Notes the span of the client that submitted these prompts: their sessions are part of it, and it decides
+        whether they are sampled. ``trace``: W3C's fields.
+        """
+        context = _PROPAGATOR.extract(trace)
+        if trace_api.get_current_span(context).get_span_context().is_valid:
+            self._parents.update(dict.fromkeys(prompt_ids, context))
+        while len(self._parents) > PARENTS_MAX:
+            del self._parents[next(iter(self._parents))]
+
     def published(self, step: int, version: int, took_s: float) -> None:
         """Enters the publication that a step's commit has just made."""
         ended_ns = time.time_ns()
         span = self._tracer.start_span(
             "publish",
-            trace.set_span_in_context(self._steps.get(step, trace.INVALID_SPAN)),
+            trace_api.set_span_in_context(self._steps.get(step, trace_api.INVALID_SPAN)),
             attributes={"dora.step": step, "dora.version": version},
             start_time=ended_ns - int(took_s * 1e9),
         )
@@ -89,21 +104,22 @@ class Spans:
 
     def _admit(self, command: do.AdmitGroup) -> None:
         """Begins the group's sessions. The sampler decides for each."""
+        parent = self._parents.pop(command.prompt_id, None)
         sampled = [
             request_id
             for request_id in command.request_ids
-            if self._begin_session(request_id, command.group_id, command.version)
+            if self._begin_session(request_id, command.group_id, command.version, parent)
         ]
         if sampled:
             self._members[command.group_id] = tuple(sampled)
 
-    def _begin_session(self, request_id: str, group_id: str, version: int) -> bool:
+    def _begin_session(self, request_id: str, group_id: str, version: int, parent: Context | None = None) -> bool:
         attributes: dict[str, str | int] = {
             "gen_ai.conversation.id": request_id,
             "dora.group": group_id,
             "dora.version": version,
         }
-        span = self._tracer.start_span(SESSION, attributes=attributes)
+        span = self._tracer.start_span(SESSION, parent, attributes=attributes)
         if span.is_recording():
             self._sessions[request_id] = span
         return span.is_recording()
@@ -119,7 +135,7 @@ class Spans:
         attributes = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self._model}
         self._turns[command.request_id] = self._tracer.start_span(
             f"chat {self._model}",
-            trace.set_span_in_context(session),
+            trace_api.set_span_in_context(session),
             attributes={**attributes, "dora.worker": command.worker_id},
         )
 
@@ -130,7 +146,7 @@ class Spans:
         handoff = pending.handoff
         attributes = {"dora.source": handoff.source, "dora.target": handoff.target, "dora.reason": handoff.reason}
         span = self._tracer.start_span(
-            handoff.kind.name.lower(), trace.set_span_in_context(session), attributes=attributes
+            handoff.kind.name.lower(), trace_api.set_span_in_context(session), attributes=attributes
         )
         self._handoffs[command.command_id] = (handoff, span)
 
