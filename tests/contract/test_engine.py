@@ -89,12 +89,13 @@ def test_what_kv_pressure_throws_out_goes_on_and_is_counted(engine: RolloutEngin
     alone = {}
     for request in requests:
         alone.update(run(engine, [request]))
-    before = engine.load().reprefilled_tokens
+    before = engine.load()
     for request in requests:  # together they need more than there is
         driver.add(request)
     assert sum(100 + 120 for _ in requests) > KV_TOKENS
     assert farthest(driver.finish(), alone) < ROUNDING
-    assert engine.load().reprefilled_tokens > before
+    after = engine.load()
+    assert after.reprefilled_tokens > before.reprefilled_tokens and after.preemptions > before.preemptions
 
 
 # Freezing.

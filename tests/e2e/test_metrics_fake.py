@@ -17,8 +17,9 @@ from dora.orchestrator.metrics import server
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
+from tests.e2e.agents import agent, are_ready, host
 from tests.refusals import refused
-from tests.service import configured, during, move_one, running, train
+from tests.service import configured, during, move_one, running, train, until
 
 STEPS: Final = 4
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -79,16 +80,40 @@ async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_statu
 async def test_a_host_has_a_page_with_its_engines_and_both_are_discovered(tiny_dense: Path) -> None:
     async with running(fake(tiny_dense)) as handle, Trainer(handle.address, token=handle.token) as trainer:
         await train(handle, trainer, steps=2, groups=2)
-        _, text = await get(handle, "/sd")
         async with aiohttp.ClientSession() as session, session.get(f"http://{handle.metrics}/sd") as reply:
             targets = await reply.json()
-        assert [each["labels"]["__metrics_path__"] for each in targets] == ["/metrics", "/hosts/local/metrics"], text
+        assert [each["labels"]["__metrics_path__"] for each in targets] == ["/metrics", "/hosts/local/metrics"]
         assert all(each["targets"] == [handle.metrics] for each in targets)
         found = await scraped(handle, "/hosts/local/metrics")
         pools = ("dora_host_pool_memory_bytes", "dora_host_pool_spill_bytes", "dora_host_pool_parked_requests")
         assert {each.name for each in HOST} - {name for name, _ in found} == set(pools), "it has no pool"
         engines = {dict(labels)["engine"] for name, labels in found if name == "vllm:generation_tokens_total"}
         assert engines == {"0", "1"} and total(found, "vllm:generation_tokens_total") > 0
+
+
+async def pages(handle: ServiceHandle) -> list[str]:
+    """The pages that Prometheus discovers."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{handle.metrics}/sd") as reply:
+        return [each["labels"]["__metrics_path__"] for each in await reply.json()]
+
+
+async def test_a_host_that_joins_has_a_page_until_it_leaves(tiny_dense: Path, tmp_path: Path) -> None:
+    async with (
+        running(fake(tiny_dense, workers__count=0)) as handle,
+        Operator(handle.address, handle.token) as operator,
+        Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        async with agent(handle, "h1", tmp_path / "h1.log", "--workers", "1"):
+            await until(operator, are_ready(1))
+            await train(handle, trainer, 4, groups=2)  # the last of them with a version that the host has fetched
+            assert await pages(handle) == ["/metrics", "/hosts/local/metrics", "/hosts/h1/metrics"]
+            found = await scraped(handle, "/hosts/h1/metrics")
+            assert total(found, "vllm:generation_tokens_total") > 0 and total(found, "dora_host_memory_bytes") > 0
+            assert not total(await scraped(handle, "/hosts/local/metrics"), "vllm:generation_tokens_total")
+            assert total(await scraped(handle), "dora_relay_seconds_count") > 0
+        await until(operator, lambda status: host(status, "h1").state == "lost")
+        assert await pages(handle) == ["/metrics", "/hosts/local/metrics"]
+        assert total(await scraped(handle), "dora_hosts", state="lost") == 1
 
 
 async def ask_once(session: Session) -> None:
@@ -124,8 +149,8 @@ async def test_other_pages_are_refused_and_a_scraper_that_hangs_disturbs_nothing
         assert (await get(handle, "/hosts/h9/metrics"))[0] == 404
         code, text = await get(handle, "/")
         assert code == 404 and "/metrics" in text and text.count("\n") == 1
-        host, _, port = handle.metrics.rpartition(":")
-        hanging = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+        name, _, port = handle.metrics.rpartition(":")
+        hanging = [await asyncio.open_connection(name, int(port)) for _ in range(6)]
         for _, writer in hanging[:2]:
             writer.write(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
         ended = await asyncio.gather(*(reader.read() for reader, _ in hanging), return_exceptions=True)
