@@ -422,6 +422,25 @@ class ServiceConfig(Section):
         return tree
 
 
+class TlsConfig(Section):
+    """TLS of every port of the service, its workers and its hosts: none of the files named, none."""
+
+    folder: str = Field(
+        "", description="folder with cert.pem, key.pem and ca.pem, read again when they change; empty: none"
+    )
+    cert: str = Field("", description="PEM file of this machine's certificate; empty: cert.pem in tls.folder")
+    key: str = Field("", description="PEM file of its key; empty: key.pem in tls.folder")
+    ca: str = Field("", description="PEM file of the authorities whose certificates count; empty: ca.pem in tls.folder")
+    clients: Literal["certificate", "token"] = Field(
+        "certificate",
+        description="certificate: only clients with a certificate connect (mutual TLS); token: a token is enough",
+    )
+    domain: str = Field(
+        "",
+        description="SPIFFE trust domain, or DNS suffix, of certificates whose roles count; empty: any of tls.ca",
+    )
+
+
 class SessionsConfig(Section):
     """Time limits of sessions: responses of several turns, between which their tools run."""
 
@@ -564,6 +583,7 @@ class Config(Section):
     workers: WorkersConfig = WorkersConfig()
     kv: KvConfig = KvConfig()
     service: ServiceConfig = ServiceConfig()
+    tls: TlsConfig = TlsConfig()
     reward: RewardConfig = RewardConfig()
     sessions: SessionsConfig = SessionsConfig()
     selection: SelectionConfig = SelectionConfig()

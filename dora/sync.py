@@ -23,6 +23,7 @@ from dora.client.background import Background
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Canary
 from dora.rpc.channel import MAX_MESSAGE_BYTES
+from dora.tls import Tls
 
 if TYPE_CHECKING:
     from dora.client.publication import Weights
@@ -92,13 +93,14 @@ class Trainer(Client[client.Trainer]):
         self,
         address: str,
         *,
-        token: str,
+        token: str = "",
         name: str = "trainer",
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
         take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
     ) -> None:
         """As in ``dora.Trainer``."""
         trainer = client.Trainer(
@@ -110,6 +112,7 @@ class Trainer(Client[client.Trainer]):
             tokenizer=tokenizer,
             take_over=take_over,
             max_message_bytes=max_message_bytes,
+            tls=tls,
         )
         super().__init__("trainer", address, trainer)
 
@@ -230,9 +233,12 @@ class EvaluationSeries:
 class Prompts(Client[client.Prompts]):
     """``dora.Prompts`` for synchronous code; see there."""
 
-    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, address: str, token: str = "", *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+    ) -> None:
         """As in ``dora.Prompts``."""
-        super().__init__("prompts", address, client.Prompts(address, token, max_message_bytes=max_message_bytes))
+        own = client.Prompts(address, token, max_message_bytes=max_message_bytes, tls=tls)
+        super().__init__("prompts", address, own)
 
     submit = _blocking(client.Prompts.submit)
     end = _blocking(client.Prompts.end)

@@ -16,12 +16,14 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, NotFound
 from dora.host.command import LaunchContext, worker_argv
 from dora.host.launcher import worker_name
+from dora.orchestrator.guard import tls_of
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
 from dora.session.linked import Address
+from dora.tls import Tls
 from dora.worker import __main__ as worker_process
 
 Result = TypeVar("Result")
@@ -91,6 +93,7 @@ class _WorkerThreads:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._tls = tls_of(config)  # theirs, too
         self._stop = threading.Event()
         self._running: asyncio.Future[Any] | None = None  # until the last of them has ended, or one has failed
 
@@ -100,7 +103,9 @@ class _WorkerThreads:
         pool, loop = ThreadPoolExecutor(len(names), "worker"), asyncio.get_running_loop()
         self._running = asyncio.gather(*(loop.run_in_executor(pool, self._serve, handle, name) for name in names))
         pool.shutdown(wait=False)
-        async with Operator(handle.address, handle.token) as operator:
+        cluster = Path(self._config.tls.folder).parent  # of tests.tls_files
+        tls = Tls.of_folder(cluster / "operator") if self._tls is not None else None
+        async with Operator(handle.address, handle.token, tls=tls) as operator:
             are_ready = until(operator, lambda status: sum(each.version >= 0 for each in status.workers) == len(names))
             await during(self._running, are_ready)
 
@@ -115,7 +120,9 @@ class _WorkerThreads:
             workers, name, LaunchContext(handle.address, handle.model, kv_host=self._config.kv.host)
         )
         options = worker_process._parser().parse_args(argv)
-        address = Address(handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host)
+        address = Address(
+            handle.address, handle.tokens[Role.WORKER], name, options.kv_host, options.host, tls=self._tls
+        )
         with contextlib.closing(worker_process.make_engine(options)) as engine:
             member = worker_process.WorkerMember(address, engine, self._stop)
             with contextlib.closing(member), contextlib.suppress(ServiceUnavailable):

@@ -15,7 +15,9 @@ EXAMPLE = "dora token trainer"
 
 
 def token(
-    role: Annotated[str, typer.Argument(help="trainer, submitter, operator, worker, host or owner.")] = "owner",
+    role: Annotated[
+        str, typer.Argument(help="trainer, submitter, operator, worker, host, environment, session, metrics or owner.")
+    ] = "owner",
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     call: Annotated[
@@ -57,13 +59,12 @@ async def header_of(address: str, token: str, method: str) -> tuple[str, str]:
     """
     import grpc
 
+    from dora.rpc.access import name_of
     from dora.rpc.errors import from_rpc_error
     from dora.rpc.proven import proven_channel
-    from dora.rpc.roles import SERVICES
 
-    services = [f"/dora.v1.{name}/" for name in SERVICES]
-    if not method.startswith(tuple(services)):
-        raise InvalidValue("--call", method.strip("/"), f"a method such as {services[1].strip('/')}/Submit")
+    if not name_of(method):
+        raise InvalidValue("--call", method.strip("/"), "a method such as dora.v1.Prompts/Submit")
     async with proven_channel(address, token) as channel:
         try:
             ((name, value),) = (await channel.credential(method)).metadata

@@ -15,6 +15,7 @@ from dora.errors import InvalidValue
 from dora.rpc.channel import MAX_MESSAGE_BYTES, STREAMS_AT_ONCE, check_message_bytes
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.rpc.proven import ProvenChannel, Prover, proven_channel
+from dora.tls import Tls
 
 CALL: Final = "_AioCall."  # the beginning of the names of gRPC's coroutines that wait for the end of a call
 ENDS_WITHIN_S: Final = 1.0  # the calls of a closed channel
@@ -36,10 +37,14 @@ class Method(Protocol[Reply]):
 class Connection:
     """A connection that opens its channel at the first call, in the running event loop, and closes it once."""
 
-    def __init__(self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that is not printable ASCII."""
+    def __init__(
+        self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+    ) -> None:
+        """``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
+        for TLS files that cannot be used.
+        """
         self.address = address
-        self._prover = Prover(address, token)
+        self._prover = Prover(address, token, tls=tls)
         self.max_message_bytes = max_message_bytes
         self._channel: ProvenChannel | None = None
 
@@ -135,9 +140,11 @@ class Connections:
 class Client:
     """A client with a connection of its own. Use it with ``async with``, or call :meth:`close`."""
 
-    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that is not printable ASCII."""
-        self._connection = Connection(address, token, max_message_bytes)
+    def __init__(
+        self, address: str, token: str = "", *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+    ) -> None:
+        """``token`` may be empty for a client whose certificate has a role. Raises as :class:`Connection`."""
+        self._connection = Connection(address, token, max_message_bytes, tls)
 
     async def close(self) -> None:
         await self._connection.close()

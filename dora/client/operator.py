@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dora.client.connection import Client, check_count
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import OperatorStub
+from dora.tls import Tls
 
 
 class Operator(Client):
@@ -13,8 +14,8 @@ class Operator(Client):
     Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
     """
 
-    def __init__(self, address: str, token: str, *, timeout_s: float = 30.0) -> None:
-        super().__init__(address, token)
+    def __init__(self, address: str, token: str = "", *, timeout_s: float = 30.0, tls: Tls | None = None) -> None:
+        super().__init__(address, token, tls=tls)
         self._timeout_s = timeout_s
 
     async def status(self) -> pb.Status:

@@ -27,6 +27,7 @@ from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.packed import split
+from dora.tls import Tls
 from dora.weights.files import laid_out, preamble
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 
@@ -66,13 +67,14 @@ class Session:
         self,
         address: str,
         *,
-        token: str,
+        token: str = "",
         name: str = "trainer",
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
         take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
     ) -> None:
         """Does not connect yet.
 
@@ -80,9 +82,11 @@ class Session:
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
         after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
-        service's, which requires a shared host. Raises InvalidValue for a token that is not printable ASCII.
+        service's, which requires a shared host. ``token`` may be empty for a client whose certificate has a role.
+        ``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
+        for TLS files that cannot be used.
         """
-        self.connection = Connection(address, token, max_message_bytes)
+        self.connection = Connection(address, token, max_message_bytes, tls)
         self.patience = Patience(reconnect_s)
         self._name = name
         self._take_over = take_over

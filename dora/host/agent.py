@@ -38,6 +38,7 @@ from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.rpc.proven import ProvenStream, Prover, proven_channel
 from dora.rpc.sealed import unsealed
 from dora.session.member import TOLD_TO_END, Member
+from dora.tls import Tls
 from dora.weights.reference import read_reference
 
 log = logging.getLogger("dora.host")
@@ -71,6 +72,7 @@ class AgentOptions:
     kv_host: str = ""
     zone: str = ""
     rejoin_s: float = 600.0  # how long it tries to join again
+    tls: Tls | None = None
 
 
 async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[str], None]) -> str:
@@ -141,7 +143,7 @@ class _Agent(Member):
     ) -> None:
         super().__init__(stop.is_set)
         self._options = options
-        self._prover = Prover(options.address, options.token)
+        self._prover = Prover(options.address, options.token, tls=options.tls)
         self._placement = placement
         self._digest = digest
         self._folder = folder
@@ -235,7 +237,13 @@ class _Agent(Member):
         options = self._options
         model = Path(options.model) if options.model else self._folder / MODEL
         context = LaunchContext(
-            options.address, model, options.name, str(self._folder), options.kv_host, device=self._placement.kind
+            options.address,
+            model,
+            options.name,
+            str(self._folder),
+            options.kv_host,
+            device=self._placement.kind,
+            tls=self._prover.tls,
         )
         runtime = HostRuntime(context, self._placement, self._send, has_model=bool(options.model))
         return runtime, runtime.run(welcome, orders, Files(stub))

@@ -8,6 +8,7 @@ from typing import Final
 from dora.config import KvConfig, WorkersConfig
 from dora.host.launcher import LOCAL, prefix_of
 from dora.system.environment import BATCH_INVARIANT
+from dora.tls import Tls
 
 WORKER_MODULE: Final = "dora.worker"
 POOL_MODULE: Final = "dora.pool"
@@ -33,6 +34,7 @@ class LaunchContext:
     kv_host: str = ""
     kv_tier: str = ""
     device: str = "cpu"  # the kind of the host's devices
+    tls: Tls | None = None  # of the host
 
 
 def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -> list[str]:
@@ -87,9 +89,9 @@ def is_started_so(name: str, argv: Sequence[str]) -> bool:
     return option in argv and argv[argv.index(option) + 1 :][:1] == [name]
 
 
-def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
+def worker_environment(config: WorkersConfig, token: str, tls: Tls | None = None) -> dict[str, str]:
     """Fixes the number of threads and vLLM's mode before numpy, torch and vLLM load, and carries the token, which other
-    users cannot read here.
+    users cannot read here, and the names of the host's TLS files.
     """
     threads = str(config.threads)
     return {
@@ -98,4 +100,5 @@ def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         BATCH_INVARIANT: str(int(config.batch_invariant)),
+        **(tls.environment() if tls is not None else {}),
     }

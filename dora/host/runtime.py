@@ -35,6 +35,7 @@ from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.tls.contexts import Contexts
 from dora.weights.files import WeightFile
 from dora.weights.host_store import HostStore
 
@@ -190,7 +191,7 @@ class HostRuntime:
 
         def environment(worker_id: str) -> Mapping[str, str]:
             workers = self._workers
-            environment = worker_environment(workers, self._tokens[worker_id])
+            environment = worker_environment(workers, self._tokens[worker_id], self._context.tls)
             if worker_id == pool_id:
                 return environment
             return {**environment, **self._placement.environment(number_of(prefix, worker_id), workers.ranks)}
@@ -252,7 +253,8 @@ class HostRuntime:
 
         own = Identity(context.host, welcome.epoch, store.name(0), this_host())
         listener = Listener(context.kv_host or local_host(context.address))
-        relay = Relay(store, listener, own, RelaySettings(welcome.relay_secret), tell)
+        tls = Contexts(context.tls) if context.tls is not None else None
+        relay = Relay(store, listener, own, RelaySettings(welcome.relay_secret, tls=tls), tell)
         held = [store.name(version) for version in store.versions() if version]
         self._send(pb.HostMessage(ready=pb.HostReady(relay_address=relay.address, held=held)))
         return relay

@@ -4,13 +4,17 @@ One thread accepts connections. Each connection has a thread of its own, which r
 """
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
 from typing import Final
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, TransferFailed
 from dora.kvtransfer.wire import Stream
+from dora.tls.contexts import Contexts
+
+log = logging.getLogger("dora.kv")
 
 TICK_S: Final = 0.25  # how soon a thread notices that it must end
 CONNECTIONS_MAX: Final = 4096
@@ -26,11 +30,17 @@ class Listener:
             raise InvalidValue("kv address", f"{host}:{port}", f"an address of this host ({error.strerror})") from error
         self.address = _shown(host, self._socket.getsockname()[1])
         self._stopping = threading.Event()
+        self._tls: Contexts | None = None
         self._threads: dict[threading.Thread, Stream] = {}
         self._listening: threading.Thread | None = None
 
-    def open(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
-        """Runs ``serve`` for each connection in a thread of its own, until the event is set."""
+    def open(
+        self, serve: Callable[[Stream, threading.Event], None], timeout_s: float, tls: Contexts | None = None
+    ) -> None:
+        """Runs ``serve`` for each connection in a thread of its own, until the event is set. ``tls``: only for those of
+        the run's own processes.
+        """
+        self._tls = tls
         self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)
         self._listening.start()
 
@@ -64,7 +74,10 @@ class Listener:
 
     def _run(self, serve: Callable[[Stream, threading.Event], None], stream: Stream) -> None:
         try:
+            stream.secure(self._tls, server=True)
             serve(stream, self._stopping)
+        except TransferFailed as error:
+            log.warning("refused a connection: %s", error)
         finally:
             stream.close()
 

@@ -25,6 +25,7 @@ from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.transfer import Transfer
 from dora.kvtransfer.transport import Sender, Sum, cut, summed
 from dora.kvtransfer.wire import Kind, Stream
+from dora.tls.contexts import Contexts
 
 log = logging.getLogger("dora.worker")
 
@@ -48,6 +49,7 @@ class Pair:
         timeout_s: float,
         idle_s: float = IDLE_S,
         device: DeviceMemory | None = None,
+        tls: Contexts | None = None,
     ) -> None:
         """``senders``: by name, in order of preference; only those that the peer has too are used.
 
@@ -63,6 +65,7 @@ class Pair:
         self._timeout_s = timeout_s
         self._idle_s = idle_s
         self._device = device
+        self._tls = tls
         self._straight: set[str] = set()  # transports that take bodies from this device to one of the target
         self._waiting: queue.Queue[Transfer | None] = queue.Queue()
         self._lock = threading.RLock()
@@ -128,6 +131,7 @@ class Pair:
         if self.broken:  # broken meanwhile; after this point ``_break`` stops the stream
             raise TransferFailed(self.broken)
         try:
+            stream.secure(self._tls, server=False)
             found = greet(stream, self._own, self._peer, self._secret)
         except TransferFailed as error:
             raise TransferFailed(f"{self._peer.worker_id}: {error}") from error

@@ -38,6 +38,7 @@ from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.transfer import Transfer
 from dora.kvtransfer.transport import Receiver, Sender
 from dora.kvtransfer.wire import Stream
+from dora.tls.contexts import Contexts
 
 HELPERS: Final = 2  # threads
 
@@ -52,6 +53,7 @@ class PlaneSettings:
     bandwidth_bytes_per_s: float = 0.0  # limit for everything that a worker sends; 0: no cap
     memory_bytes: int = 1 << 30  # limit in flight, for shared-memory sends and again for receives
     timeout_s: float = 10.0  # a peer that stalls this long has failed
+    tls: Contexts | None = None  # of this process; None: in the clear
 
 
 class Arrived(NamedTuple):
@@ -111,7 +113,7 @@ class DataPlane:
         self._incoming = incoming = Incoming(
             own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s
         )
-        listener.open(incoming.serve, settings.timeout_s)
+        listener.open(incoming.serve, settings.timeout_s, settings.tls)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
         """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must not change.
@@ -225,6 +227,7 @@ class DataPlane:
                     self._throttle,
                     settings.timeout_s,
                     device=self._incoming.device,
+                    tls=settings.tls,
                 )
                 self._pairs[peer.worker_id, peer.epoch] = pair
             return pair

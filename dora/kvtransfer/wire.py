@@ -31,6 +31,8 @@ import msgpack
 from blake3 import blake3
 
 from dora.errors import TransferFailed
+from dora.tls.contexts import Contexts
+from dora.tls.sockets import SecureSocket
 
 MAGIC: Final = b"DKV2"
 HEAD_MAX: Final = 64 << 10
@@ -103,7 +105,7 @@ class Stream:
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
-        self._socket = connected
+        self._socket: socket.socket | SecureSocket = connected
         self._timeout_s = timeout_s
         # Not Python's own timeout, which adds a poll to each call and rules out MSG_WAITALL.
         connected.settimeout(None)
@@ -117,6 +119,17 @@ class Stream:
         self._received = _Pace(timeout_s)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
+
+    def secure(self, contexts: Contexts | None, *, server: bool) -> None:
+        """Continues under TLS, before the first frame; None: in the clear. Raises TransferFailed for another end than a
+        process of the run.
+        """
+        if contexts is not None:
+            plain = self._socket
+            assert isinstance(plain, socket.socket)
+            self._poll.unregister(plain)
+            self._socket = guarded = SecureSocket(plain, contexts, self._timeout_s, server=server)
+            guarded.shake_hands()
 
     def authenticate(self, sending_key: bytes, receiving_key: bytes) -> None:
         """Requires these keys (32 bytes) for each direction's frames from the next one on."""
@@ -150,6 +163,8 @@ class Stream:
     def is_readable(self, wait_s: float) -> bool:
         """Whether a frame, or the end of the stream, arrives within the time."""
         try:
+            if isinstance(self._socket, SecureSocket):
+                return self._socket.is_readable(wait_s)
             return bool(self._poll.poll(wait_s * 1000))
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "says nothing")) from error

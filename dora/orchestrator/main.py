@@ -26,6 +26,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.first_canary import first_canary
+from dora.orchestrator.guard import check_tls, contexts_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.metrics.exporter import Exporter
 from dora.orchestrator.metrics.server import serving_metrics
@@ -116,6 +117,7 @@ async def serve(
     check_live(config.balance, config.window)
     check_engine(config)
     check_traces(config.service)
+    progress(f"TLS: {await asyncio.to_thread(check_tls, config)}")
     await check_tier(config)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
@@ -207,12 +209,13 @@ class _Start:
             tokens.known_again(name, mark)
         self.orphaned = set(found)
         pool_id, workers = pool_id_of(LOCAL), config.workers
+        tls = tls_of(config)
         placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
         placement.check(workers.count, workers.ranks)
         log_unbound(placement)
 
         def environment(name: str) -> Mapping[str, str]:
-            given = worker_environment(self.config.workers, tokens.started(name))
+            given = worker_environment(self.config.workers, tokens.started(name), tls)
             if name == pool_id:
                 return given
             shows_trainers = workers.weights_from == "trainer"
@@ -348,7 +351,8 @@ class _Start:
             self.metrics = await stack.enter_async_context(serving_metrics(config.service.metrics, exporter))
         self.position = lambda: position_of(runtime)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
-        runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
+        relay_host, oldest = config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0)
+        runtime.hosts.open_relay(relay_host, oldest, contexts_of(config))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
         runtime.tier = self.tier
         # agents end, or wait for the next start

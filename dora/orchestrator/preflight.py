@@ -18,6 +18,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import local_host
 from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.first_canary import first_canary
+from dora.orchestrator.guard import check_tls
 from dora.orchestrator.hosts.tier_server import check_socket, check_tier
 from dora.orchestrator.metrics.server import check_address as check_metrics
 from dora.orchestrator.model_check import check_model
@@ -59,6 +60,7 @@ async def run_preflight(config: Config, said: Said) -> None:
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
     check_traces(config.service)
+    said("TLS", await asyncio.to_thread(check_tls, config))
     said("KV tier", await check_tier(config))
     await asyncio.to_thread(Tokens, config.service.token)
     sizes = Sizes(compacts=not config.service.keep_events)

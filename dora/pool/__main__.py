@@ -17,6 +17,7 @@ from dora.pool.loop import PoolLoop
 from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
+from dora.session.guarded import add_options, check_token, tls_of
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
@@ -80,15 +81,17 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     with it.
     """
     token = os.environ.pop("DORA_TOKEN", "")
-    if not token:
-        raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")
+    tls = tls_of(options)
+    check_token(token, tls)
     if options.memory_mb < 1:
         raise InvalidValue("--memory-mb", options.memory_mb, "at least 1")
     memory_bytes, spill_bytes = options.memory_mb * MEGABYTE, options.spill_mb * MEGABYTE
     spill = SpillFolder(Path(options.spill_folder), spill_bytes) if options.spill_folder and spill_bytes else None
     if spill is not None:
         stack.callback(spill.close)
-    address = Address(options.orchestrator, token, options.pool_id, options.kv_host, options.host, options.host_folder)
+    address = Address(
+        options.orchestrator, token, options.pool_id, options.kv_host, options.host, options.host_folder, tls
+    )
     pool = PoolMember(address, memory_bytes, spill, stop)
     stack.callback(pool.close)
     pool.serve()
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-mb", type=int, default=2048, help="host memory for parked requests' KV")
     parser.add_argument("--spill-folder", default="", help="folder on a disk, for what has no room in memory")
     parser.add_argument("--spill-mb", type=int, default=0, help="of that folder; 0: none")
+    add_options(parser)
     parser.add_argument("--kv-host", default="", help="address at which workers reach this pool with KV")
     return parser
 

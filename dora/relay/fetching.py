@@ -23,6 +23,7 @@ from dora.relay.link import Link
 from dora.relay.numbering import packed
 from dora.relay.orders import Order, Upstream
 from dora.relay.serving import TCP, unsummed
+from dora.tls.contexts import Contexts
 from dora.weights.manifest import Manifest, read_manifest
 
 log = logging.getLogger("dora.relay")
@@ -72,6 +73,7 @@ class Fetch:
     helpers: Executor
     timeout_s: float
     wait_s: float  # an upstream that only says that more will come is left after this, and the timeout
+    tls: Contexts | None = None
     came_bytes: int = 0
     culprits: set[str] = field(default_factory=set)
     link: Link | None = None
@@ -172,6 +174,7 @@ class Fetch:
         receivers: dict[str, Receiver] = {}
         transport = TCP
         try:
+            stream.secure(self.tls, server=False)
             began_s = time.monotonic()
             peer = Peer(upstream.host, upstream.epoch, upstream.address, ())
             far = greet(stream, self.own, peer, self.secret).host != self.own.host

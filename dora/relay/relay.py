@@ -30,6 +30,7 @@ from dora.relay.fetching import Fetch, MakeReceiver
 from dora.relay.holding import Holding
 from dora.relay.orders import Arrived, Failed, Order, Outcome
 from dora.relay.serving import TCP, MakeSender, Serving
+from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import Manifest, parsed_name
 
@@ -50,6 +51,7 @@ class RelaySettings:
     bandwidth_bytes_per_s: float = 0.0  # limit of all that the relay sends; 0: none
     timeout_s: float = 30.0  # a peer that is silent for this long has failed; a busy host may answer late
     wait_s: float = 60.0  # an upstream that delivers nothing new for this long is left for the next one
+    tls: Contexts | None = None  # of this host; None: in the clear
 
 
 class Relay:
@@ -84,7 +86,7 @@ class Relay:
         self._is_closed = False
         throttle = Throttle(settings.bandwidth_bytes_per_s)
         serving = Serving(own, settings.secret, self.find, self._senders(), throttle, settings.wait_s)
-        listener.open(serving.serve, settings.timeout_s)
+        listener.open(serving.serve, settings.timeout_s, settings.tls)
 
     def fetch(self, order: Order) -> None:
         """Starts to bring a version here, or changes its upstreams. ``tell`` gets the outcome.
@@ -167,7 +169,9 @@ class Relay:
     def _made(self, order: Order) -> Fetch:
         settings = self._settings
         receivers, times_s = self._receivers(), (settings.timeout_s, settings.wait_s)
-        return Fetch(order, self._own, settings.secret, self._hold, receivers, self._helpers, *times_s)
+        return Fetch(
+            order, self._own, settings.secret, self._hold, receivers, self._helpers, *times_s, tls=settings.tls
+        )
 
     def _run(self, fetch: Fetch) -> None:
         began_s = monotonic()

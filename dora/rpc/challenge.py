@@ -17,8 +17,9 @@ from typing import Any, Final
 from dora.errors import MISSING, LimitExceeded
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
+from dora.rpc.access import name_of, token_for
 from dora.rpc.errors import Unauthenticated
-from dora.rpc.roles import Caller, Role, Tokens, token_for
+from dora.rpc.roles import Caller, Tokens
 
 FRESH_S: Final = 30.0  # from a challenge to the first call of its session
 SESSIONS_MAX: Final = 16384
@@ -58,6 +59,15 @@ class Admitted:
     is_ended: bool  # the token was valid once
 
 
+def authorization_of(metadata: Any) -> str:
+    """Returns the credential of a call; empty: it has none."""
+    given = ""
+    for key, value in metadata or ():
+        if key == proof.AUTHORIZATION:
+            given = value if isinstance(value, str) else value.decode(errors="replace")
+    return given
+
+
 class Challenges:
     """Belongs to one incarnation of a service."""
 
@@ -77,16 +87,13 @@ class Challenges:
         ]
         return pb.ChallengeReply(nonce=nonce, proofs=proofs)
 
-    def admit(self, metadata: Any, method: str, needed: Role) -> Admitted:
+    def admit(self, metadata: Any, method: str) -> Admitted:
         """Returns the caller of a call. Raises Unauthenticated for no proof, a wrong, an old or a used one, and
         LimitExceeded for too many new sessions.
         """
-        given = ""
-        for key, value in metadata or ():
-            if key == proof.AUTHORIZATION:
-                given = value if isinstance(value, str) else value.decode(errors="replace")
+        given = authorization_of(metadata)
         if not given:
-            raise Unauthenticated("token", MISSING, token_for(needed))
+            raise Unauthenticated("token", MISSING, token_for(name_of(method)))
         credential = proof.Credential.parsed(given)
         if credential is None:
             why = "is a token in the clear, which this release takes from no client"
@@ -99,7 +106,7 @@ class Challenges:
                 self._use(credential)
                 answer = proof.answer_proof(session, method, credential.number)
                 return Admitted(key.caller, session, answer, key.is_ended)
-        raise Unauthenticated("token", "(wrong)", token_for(needed))
+        raise Unauthenticated("token", "(wrong)", token_for(name_of(method)))
 
     def _use(self, credential: proof.Credential) -> None:
         """Takes the call's number, and makes the session's record if there is none. Raises Unauthenticated for a

@@ -69,8 +69,18 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True) -> grpc.aio.Channel:
+def open_channel(
+    address: str,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    *,
+    proxied: bool = True,
+    credentials: grpc.ChannelCredentials | None = None,
+    name: str = "",
+) -> grpc.aio.Channel:
     """Returns a channel to ``address`` (host:port), which connects with its first call. Needs a running event loop.
+
+    ``credentials``: of TLS; None: the connection is in the clear. ``name``: what the service's certificate must name;
+    empty: the host, or localhost for the wildcard address.
 
     This host is never reached through a proxy, because the proxy's own loopback is another host. ``proxied`` False: no
     host is. Raises InvalidValue for an address without port.
@@ -78,8 +88,12 @@ def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, pr
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise InvalidValue("address", address, "host:port with a port of 1 to 65535, e.g. 127.0.0.1:7070")
-    options = channel_options(max_message_bytes, proxied and not is_loopback(host))
-    return grpc.aio.insecure_channel(address, options=options)
+    options: list[tuple[str, str | int]] = [*channel_options(max_message_bytes, proxied and not is_loopback(host))]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if name or is_wildcard(host):
+        options.append(("grpc.ssl_target_name_override", name or "localhost"))
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def is_loopback(host: str) -> bool:
@@ -92,6 +106,14 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None) or address
     return mapped.is_loopback or mapped.is_unspecified
+
+
+def is_wildcard(host: str) -> bool:
+    """Returns whether a service that listens there listens at all addresses of its machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
 
 
 def check_message_bytes(what: str, message: Any, max_message_bytes: int) -> None:

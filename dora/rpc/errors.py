@@ -100,6 +100,13 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
+_OF_TLS: Final = (
+    ("CERTIFICATE_VERIFY_FAILED", "the service's certificate is not one that the authority of --tls-ca has issued"),
+    ("Hostname Verification", "the service's certificate does not name the host of its address (see DORA_TLS_NAME)"),
+    ("WRONG_VERSION_NUMBER", "the service speaks no TLS: leave --tls and DORA_TLS out, or start it with them"),
+)  # what gRPC's words of a failed handshake mean
+
+
 def is_broken(code: grpc.StatusCode, details: str | None) -> bool:
     """Returns whether a status is that of a connection, which needs no service to state it."""
     is_unsent = code is grpc.StatusCode.INTERNAL and details == _SEND_FAILED
@@ -112,7 +119,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoAnswer(details)
     if is_broken(error.code(), details):
-        return ServiceUnavailable(details)
+        return ServiceUnavailable(
+            next((f"{meaning} ({details})" for found, meaning in _OF_TLS if found in details), details)
+        )
     kind = _ERROR.get(error.code())
     if kind is None:
         return CallFailed(f"{error.code().name}: {details}")

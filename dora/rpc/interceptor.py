@@ -1,15 +1,16 @@
 """Identifies the caller before a message is read, and limits the bytes read before memory is taken.
 
-Every call passes this interceptor first. It answers challenges itself. A call without a proof of a token, or with
-another role's, ends before a byte of its message is read: HTTP/2 lets a caller send at most ``LOOKAHEAD_BYTES`` unread
-bytes. gRPC's own handlers of unary calls read before authentication, so every call is handled as a stream, which is the
-same on the wire.
+Every call passes this interceptor first. It answers challenges itself. A call without a proof of a token and without a
+certificate of a role, or with another role's, ends before a byte of its message is read: HTTP/2 lets a caller send at
+most ``LOOKAHEAD_BYTES`` unread bytes. gRPC's own handlers of unary calls read before authentication, so every call is
+handled as a stream, which is the same on the wire.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -18,7 +19,8 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.errors import MISSING, DoraError, InvalidValue
-from dora.rpc.challenge import Admitted, Challenges
+from dora.rpc.access import caller_by, check_certificate, may_call, name_of, token_for
+from dora.rpc.challenge import Admitted, Challenges, authorization_of
 from dora.rpc.channel import MAX_MESSAGE_BYTES, connections_most
 from dora.rpc.errors import (
     ErrorInterceptor,
@@ -30,9 +32,10 @@ from dora.rpc.errors import (
     abort,
 )
 from dora.rpc.proof import ANSWER_KEY, CHALLENGE, NONCE_BYTES, NONCE_KEY, WORKER_KEY, bytes_of, text_of
-from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, Tokens, token_for
+from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, Tokens
 from dora.rpc.room import Room
 from dora.system.memory import give_back_memory
+from dora.tls.certificate import Holder, holder_of
 
 SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
 COMMIT_BYTES: Final = 4 << 20  # of a commit with its file names and canary, and of many prompts' ids
@@ -92,19 +95,21 @@ class Pool:
 
 
 def server_interceptors(
-    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None
+    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None, domain: str = ""
 ) -> Sequence[ServerInterceptor]:
     """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
 
-    ``room`` learns which peers prove a token.
+    ``room`` learns which peers prove a token. ``domain``: of the names in certificates, as for ``holder_of``.
     """
-    return (AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most())), ErrorInterceptor())
+    access = AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most()), domain)
+    return (access, ErrorInterceptor())
 
 
 class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
-    def __init__(self, tokens: Tokens, max_message_bytes: int, room: Room) -> None:
+    def __init__(self, tokens: Tokens, max_message_bytes: int, room: Room, domain: str) -> None:
+        self._domain = domain
         self.challenges = Challenges(tokens)
         self._room = room
         self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
@@ -131,21 +136,24 @@ class AccessInterceptor(ServerInterceptor):
         if handler is None:
             return None
         service, _, name = method.rpartition("/")
-        needed = SERVICES[service.rpartition(".")[2]]
-        try:
-            admitted = self.challenges.admit(metadata, method, needed)
-        except DoraError as error:
-            return grpc.stream_stream_rpc_method_handler(self._refusing(error))
-        pool = self._pools[needed]
+        pool = self._pools[SERVICES[service.rpartition(".")[2]]]
         answer = _answering(handler, pool, self._limits.get(name, Limits()))
         return grpc.stream_stream_rpc_method_handler(
-            self._admitted(answer, admitted, needed, pool), response_serializer=_serializer(handler)
+            self._guarded(answer, method, metadata, pool), response_serializer=_serializer(handler)
         )
 
-    def _admitted(self, answer: Behaviour, admitted: Admitted, needed: Role, pool: Pool) -> Behaviour:
-        """Returns ``answer`` for this caller, counted among its service's open calls, after the service's proof."""
+    def _guarded(self, answer: Behaviour, method: str, metadata: Any, pool: Pool) -> Behaviour:
+        """Returns ``answer`` for a caller that is known and may call the method, counted among its service's open
+        calls, after the service's proof.
+        """
 
         async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
+            holder = _holder(context, self._domain)
+            try:
+                admitted = self._admitted(method, metadata, holder)
+            except DoraError as error:
+                self._room.refused(context.peer())
+                await abort(context, error)
             self._room.proven(context.peer())
             CALLER.set(admitted.caller)
             SESSION.set(admitted.session)
@@ -153,7 +161,7 @@ class AccessInterceptor(ServerInterceptor):
             await context.send_initial_metadata(answer_proof)
             context.set_trailing_metadata(answer_proof)
             try:
-                _check(admitted, needed)
+                _check(admitted, name_of(method), holder)
                 with pool.calls.one():
                     async for reply in answer(requests, context):
                         yield reply
@@ -164,15 +172,13 @@ class AccessInterceptor(ServerInterceptor):
 
         return behaviour
 
-    def _refusing(self, error: DoraError) -> Behaviour:
-        """Ends a call of any kind without reading."""
-
-        async def refuse(_: Any, context: ServicerContext) -> AsyncIterator[Any]:
-            self._room.refused(context.peer())
-            await abort(context, error)
-            yield  # an async generator, as every streaming method is
-
-        return refuse
+    def _admitted(self, method: str, metadata: Any, holder: Holder | None) -> Admitted:
+        """Returns the caller: of its token, or of its certificate alone. Raises Unauthenticated and LimitExceeded."""
+        if holder is not None and not authorization_of(metadata):
+            caller = caller_by(holder, name_of(method))
+            if caller is not None:
+                return Admitted(caller, b"", b"", False)
+        return self.challenges.admit(metadata, method)
 
     def _challenged(self, metadata: Any) -> Behaviour:
         """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
@@ -191,12 +197,22 @@ class AccessInterceptor(ServerInterceptor):
         return answer
 
 
-def _check(admitted: Admitted, needed: Role) -> None:
-    """Raises Unauthenticated for a token that is not valid any more, PermissionDenied for another role's."""
+def _holder(context: ServicerContext, domain: str) -> Holder | None:
+    """Returns the holder of the certificate that the connection's client has shown; None: it has shown none."""
+    shown = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
+    return holder_of(shown, domain) if shown else None
+
+
+def _check(admitted: Admitted, method: str, holder: Holder | None) -> None:
+    """Raises Unauthenticated for a token or certificate that is not valid any more, PermissionDenied for one of
+    another role. If the caller has both, both must permit the method.
+    """
+    if holder is not None:
+        check_certificate(holder, method, datetime.now(UTC))
     if admitted.is_ended:
-        raise Unauthenticated("token", "(ended)", token_for(needed))
-    if not admitted.caller.may(needed):
-        raise PermissionDenied("token", f"the {admitted.caller.role}'s", token_for(needed))
+        raise Unauthenticated("token", "(ended)", token_for(method))
+    if not may_call(admitted.caller.role, method):
+        raise PermissionDenied("token", f"the {admitted.caller.role}'s", token_for(method))
 
 
 def _serializer(handler: Any) -> Callable[[Any], bytes]:

@@ -21,10 +21,12 @@ from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type s
 from dora.errors import MISSING, DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
+from dora.rpc.access import name_of, token_for
 from dora.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated, is_broken
-from dora.rpc.roles import SERVICES, Role, token_for
+from dora.rpc.secure import client_credentials
 from dora.rpc.sending import Sending
+from dora.tls import Tls
 
 CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
 PROOF_S: Final = 60.0  # so does a call whose answer does not begin
@@ -36,7 +38,9 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Session:
-    """One session with a service that has proved itself."""
+    """One session with a service that has proved itself. ``key`` empty: both ends have shown certificates, and the
+    client has no token.
+    """
 
     holder: str
     client_nonce: bytes
@@ -45,6 +49,8 @@ class Session:
     calls: int = 0
 
     def credential(self, method: str) -> "Call":
+        if not self.key:
+            return Call(self, (), b"")
         self.calls += 1
         mac = proof.call_proof(self.key, method, self.calls)
         header = proof.Credential(self.holder, self.client_nonce, self.service_nonce, self.calls, mac).header()
@@ -53,7 +59,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The metadata of one call, and the proof that its answer must have."""
+    """The metadata of one call, and the proof that its answer must have; empty: the service's certificate is proof."""
 
     session: Session
     metadata: Metadata
@@ -66,6 +72,8 @@ class Call:
         metadata then. So a status has the proof too.
         """
         begun = await call.initial_metadata()
+        if not self.answer:
+            return True
         return self._proves(begun) or (call.done() and self._proves(await call.trailing_metadata()))
 
     def _proves(self, metadata: Any) -> bool:
@@ -85,13 +93,24 @@ class Prover:
     stops to prove itself is taken for absent: another may have its address for a time.
     """
 
-    def __init__(self, address: str, token: str, worker_id: str = "") -> None:
-        """``worker_id``: the name of a worker or pool. Raises InvalidValue for a token that is not printable ASCII."""
+    def __init__(self, address: str, token: str, worker_id: str = "", tls: Tls | None = None) -> None:
+        """``token`` may be empty for a client with a certificate. ``worker_id``: the name of a worker or pool. ``tls``:
+        None: that of DORA_TLS and the like.
+
+        Raises InvalidValue for a token that is not printable ASCII, and for TLS files that cannot be used.
+        """
         proof.check_token(token)
+        self.tls = tls or Tls.from_environment()
+        self._credentials = client_credentials(self.tls) if self.tls is not None else None
         self.address = address
         self.worker_id = worker_id
         self._token = token
         self._was_proven = False
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """The credentials for a new connection; None: connections are in the clear."""
+        return self._credentials.current() if self._credentials is not None else None
 
     async def challenge(self, channel: grpc.aio.Channel, method: str, timeout_s: float | None = None) -> Session:
         """Begins a session for a call of ``method``.
@@ -99,6 +118,8 @@ class Prover:
         Raises grpc.aio.AioRpcError if nobody answers, Unauthenticated without a token or if the service proves another,
         ServiceUnavailable if it did prove ours before.
         """
+        if not self._token and self.tls is not None and self.tls.cert:
+            return Session("", b"", b"", b"")
         nonce = secrets.token_bytes(proof.NONCE_BYTES)
         metadata: Metadata = ((proof.NONCE_KEY, proof.text_of(nonce)),)
         if self.worker_id:
@@ -132,8 +153,7 @@ class Prover:
         if why:
             allowed = "the address of a DORA service of this release, which proves that it knows the token"
             return Unauthenticated("address", self.address, allowed, why)
-        needed = SERVICES.get(method.rpartition("/")[0].rpartition(".")[2], Role.OWNER)
-        return Unauthenticated("token", "(wrong)" if self._token else MISSING, token_for(needed))
+        return Unauthenticated("token", "(wrong)" if self._token else MISSING, token_for(name_of(method)))
 
     def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> Session | None:
         """The session of the holder whose proof our token gives. The owner's key takes longest, and is tried last."""
@@ -149,9 +169,17 @@ class ProvenChannel(grpc.aio.Channel):
     status or an unreachable service; for others as ``Prover.challenge``.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, prover: Prover) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        prover: Prover,
+        reopened: Callable[[], grpc.aio.Channel | None] = lambda: None,
+    ) -> None:
+        """``reopened`` returns another channel if this one's certificate has been replaced since."""
         self._channel = channel
         self._prover = prover
+        self._reopened = reopened
+        self._closing: set[asyncio.Task[None]] = set()
         self._session: Session | None = None
         self._asking = asyncio.Lock()
 
@@ -190,12 +218,17 @@ class ProvenChannel(grpc.aio.Channel):
         """Returns what one call sends, of a session with a service that has proved itself over this connection."""
         async with self._asking:
             is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
+            if not is_connected and (channel := self._reopened()) is not None:
+                left, self._channel, self._session = self._channel, channel, None
+                self._closing.add(closing := asyncio.create_task(left.close(None)))
+                closing.add_done_callback(self._closing.discard)
             if self._session is None or not is_connected:
                 self._session = await self._prover.challenge(self._channel, method, timeout_s)
             return self._session.credential(method)
 
     def unary_unary(self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any) -> Any:
-        make = self._channel.unary_unary(method, *serializers, **named)
+        def make(request: Any, **sent: Any) -> Any:
+            return self._channel.unary_unary(method, *serializers, **named)(request, **sent)
 
         async def call(request: Any, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 gRPC's own name
             begun, _ = await self.begin(method, lambda sent: make(request, metadata=sent, timeout=timeout), timeout)
@@ -206,7 +239,8 @@ class ProvenChannel(grpc.aio.Channel):
     def unary_stream(
         self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
     ) -> Any:
-        make = self._channel.unary_stream(method, *serializers, **named)
+        def make(request: Any, **sent: Any) -> Any:
+            return self._channel.unary_stream(method, *serializers, **named)(request, **sent)
 
         def call(request: Any, *, timeout: float | None = None) -> ProvenStream:
             return ProvenStream(self.begin(method, lambda sent: make(request, metadata=sent, timeout=timeout), timeout))
@@ -216,7 +250,8 @@ class ProvenChannel(grpc.aio.Channel):
     def stream_unary(
         self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
     ) -> Any:
-        make = self._channel.stream_unary(method, *serializers, **named)
+        def make(messages: Any, **sent: Any) -> Any:
+            return self._channel.stream_unary(method, *serializers, **named)(messages, **sent)
 
         async def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
             sending = Sending(messages)
@@ -234,7 +269,8 @@ class ProvenChannel(grpc.aio.Channel):
     def stream_stream(
         self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any
     ) -> Any:
-        make = self._channel.stream_stream(method, *serializers, **named)
+        def make(messages: Any, **sent: Any) -> Any:
+            return self._channel.stream_stream(method, *serializers, **named)(messages, **sent)
 
         def call(messages: AsyncIterable[Any], *, timeout: float | None = None) -> ProvenStream:
             sending = Sending(messages)
@@ -245,6 +281,8 @@ class ProvenChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect)
@@ -314,7 +352,19 @@ class ProvenStream:
 def proven_channel(
     address: str, prover: Prover | str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True
 ) -> ProvenChannel:
-    """Returns a channel as ``open_channel`` does. ``prover``: or a token, for one connection alone."""
-    if isinstance(prover, str):
-        prover = Prover(address, prover)
-    return ProvenChannel(open_channel(address, max_message_bytes, proxied=proxied), prover)
+    """Returns a channel as ``open_channel`` does, with the prover's TLS. ``prover``: or a token, for one connection.
+
+    After a broken connection it connects with the certificate that the files have by then.
+    """
+    known = Prover(address, prover) if isinstance(prover, str) else prover
+    used: grpc.ChannelCredentials | None = None
+
+    def opened() -> grpc.aio.Channel:
+        nonlocal used
+        used, name = known.credentials, known.tls.name if known.tls is not None else ""
+        return open_channel(address, max_message_bytes, proxied=proxied, credentials=used, name=name)
+
+    def reopened() -> grpc.aio.Channel | None:
+        return opened() if known.credentials is not used else None
+
+    return ProvenChannel(opened(), known, reopened)

@@ -1,4 +1,4 @@
-"""Roles: the calls of each, its token, and the caller that a token identifies.
+"""Roles: the token of each, and the caller that a token or a certificate identifies. ``access`` says who may call what.
 
 The owner's token may do everything that a client or a host may. The other tokens are derived from it by a hash that is
 slow to invert (scrypt; RFC 7914), so a service restarted with the same token has the same tokens for all roles. A
@@ -31,6 +31,9 @@ class Role(StrEnum):
     OPERATOR = "operator"
     WORKER = "worker"
     HOST = "host"
+    ENVIRONMENT = "environment"  # attends sessions
+    SESSION = "session"  # asks turns of sessions, and ends them
+    METRICS = "metrics"  # reads the state of the service
 
 
 SERVICES: Final[Mapping[str, Role]] = {
@@ -40,7 +43,12 @@ SERVICES: Final[Mapping[str, Role]] = {
     "Operator": Role.OPERATOR,
     "Worker": Role.WORKER,
     "Host": Role.HOST,
-}  # services of dora.proto, with the role for each
+}  # services of dora.proto, with the role that may use all of each
+CERTIFIED: Final[Mapping[str, tuple[Role, ...]]] = {
+    **{str(role): (role,) for role in Role},
+    "service": (Role.WORKER,),
+    "host": (Role.HOST, Role.WORKER),
+}  # by the role in a certificate: those that its holder has. Workers use the certificate of their machine.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +58,11 @@ class Caller:
     role: Role
     worker_id: str = ""
     grant: int = field(default=0, compare=False)  # counts the tokens that the service gave out
-
-    def may(self, needed: Role) -> bool:
-        return self.role is needed or (self.role is Role.OWNER and needed is not Role.WORKER)
+    name: str = field(default="", compare=False)  # in its certificate
 
 
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller")  # of the current call
 SESSION: Final[ContextVar[bytes]] = ContextVar("session")  # its session's key, for sealing
-
-
-def token_for(needed: Role) -> str:
-    """Names the tokens that may call a role's service."""
-    return f"the service's {needed} token" + ("" if needed is Role.WORKER else ", or its owner's")
 
 
 @dataclass(frozen=True, slots=True)

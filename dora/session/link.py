@@ -24,6 +24,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.rpc.proven import Prover, proven_channel
 from dora.rpc.sealed import unsealed
+from dora.tls.contexts import Contexts
 
 MESSAGES_QUEUED_MAX = 65536  # unread reports, beyond which the service counts as lost
 OUTCOMES_TOGETHER_MAX = 256
@@ -40,8 +41,11 @@ def plane_of(
     welcome: pb.Welcome,
     arena_bytes: int = 0,
     arena: Arena | None = None,
+    tls: Contexts | None = None,
 ) -> DataPlane:
-    """This process's data plane, with the service's settings. ``arena_bytes``, ``arena``: of a pool."""
+    """This process's data plane, with the service's settings and its own ``tls``. ``arena_bytes``, ``arena``: of a
+    pool.
+    """
     settings = PlaneSettings(
         secret=welcome.kv.secret,
         folder=Path(welcome.snapshot_folder),
@@ -49,6 +53,7 @@ def plane_of(
         bandwidth_bytes_per_s=welcome.kv.bandwidth_bytes_per_s,
         memory_bytes=welcome.kv.memory_bytes,
         timeout_s=welcome.kv.timeout_s,
+        tls=tls,
     )
     return DataPlane(listener, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
 

@@ -19,6 +19,8 @@ from dora.rpc.proven import Prover
 from dora.session.commands import CommandLoop
 from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
 from dora.session.member import TOLD_TO_END, Member, run_blocking
+from dora.tls import Tls
+from dora.tls.contexts import Contexts
 
 log = logging.getLogger("dora.worker")
 
@@ -35,6 +37,7 @@ class Address:
     kv_host: str = ""  # empty: that by which we reach the service
     host: str = ""  # the name of ours; empty: what the system calls it
     host_folder: str = ""  # with this host's store; empty: on the service's host
+    tls: Tls | None = None  # None: that of DORA_TLS and the like
 
 
 class LinkedMember(Member):
@@ -54,7 +57,8 @@ class LinkedMember(Member):
     ) -> None:
         super().__init__(stop.is_set)
         self._address = address
-        self._prover = Prover(address.orchestrator, address.token, address.name)
+        self._prover = Prover(address.orchestrator, address.token, address.name, address.tls)
+        self._tls = Contexts(self._prover.tls) if self._prover.tls is not None else None
         self._capability = capability
         self._fingerprint = fingerprint
         self._stop = stop
@@ -145,10 +149,10 @@ class LinkedMember(Member):
         before, name = self._plane, self._address.name
         if before is None:
             self._secret = welcome.kv.secret
-            return plane_of(listener, name, self._fingerprint, welcome, self._arena_bytes)
+            return plane_of(listener, name, self._fingerprint, welcome, self._arena_bytes, tls=self._tls)
         if welcome.kv.secret != self._secret:  # what is parked is under the other's sums
             raise ServiceUnavailable("the service is another one")
-        plane = plane_of(listener, name, self._fingerprint, welcome, arena=before.give_arena())
+        plane = plane_of(listener, name, self._fingerprint, welcome, arena=before.give_arena(), tls=self._tls)
         self._plane = None
         before.close()
         return plane

@@ -13,9 +13,10 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from dora.errors import DoraError, InvalidValue
+from dora.errors import DoraError
 from dora.kvtransfer.plane import DataPlane
 from dora.rpc import dora_pb2 as pb
+from dora.session.guarded import add_options, check_token, tls_of
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.numa import bind
@@ -65,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         log.info("%s", bound)
     token = os.environ.pop("DORA_TOKEN", "")  # its own children, such as the ranks of an engine, need none
     try:
-        if not token:
-            raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")
+        tls = tls_of(options)
+        check_token(token, tls)
         engine = make_engine(options)
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             stack.callback(engine.close)
             address = Address(
-                options.orchestrator, token, options.worker_id, options.kv_host, options.host, options.host_folder
+                options.orchestrator, token, options.worker_id, options.kv_host, options.host, options.host_folder, tls
             )
             member = WorkerMember(address, engine, stop)
             stack.callback(member.close)
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-invariant", action="store_true", help="on GPUs: logits independent of neighbours")
     parser.add_argument("--router-replay", action="store_true", help="report the experts of each token")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
+    add_options(parser)
     parser.add_argument("--kv-tier", default="", help="address of the service's shared KV tier; empty: none")
     return parser
 

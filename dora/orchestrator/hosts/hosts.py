@@ -36,6 +36,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.roles import Tokens
+from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 
 log = logging.getLogger("dora.service")
@@ -113,12 +114,12 @@ class Hosts:
         self._tokens = tokens
         self.folder = folder
 
-    def open_relay(self, listen_host: str, oldest: int = 0) -> None:
+    def open_relay(self, listen_host: str, oldest: int = 0, tls: Contexts | None = None) -> None:
         """Opens the relay of the service's own host at this address; hosts may join.
 
         ``oldest``: stored versions below it are not live; the trainers' reference version may be among them.
         """
-        self._distributor.begin(listen_host, oldest)
+        self._distributor.begin(listen_host, oldest, tls)
         self._opened.set()
 
     async def opened(self) -> None:

@@ -22,6 +22,7 @@ from dora.relay.link import Link
 from dora.relay.orders import Arrived, Failed, Order, Outcome
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
+from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import parsed_name
 
@@ -57,7 +58,7 @@ class WeightDistributor:
         self._anew = -1  # the version that is being republished
         self._canaries: dict[int, Canary | None] = {}  # of live versions, as published
 
-    def begin(self, listen_host: str, oldest: int = 0) -> None:
+    def begin(self, listen_host: str, oldest: int = 0, tls: Contexts | None = None) -> None:
         """Opens the relay of the service's own host. Stored versions from ``oldest`` on are live.
 
         Raises InvalidValue for an address that this host lacks.
@@ -68,7 +69,7 @@ class WeightDistributor:
         def tell(outcome: Outcome) -> None:
             loop.call_soon_threadsafe(self._told, LOCAL, OWN_EPOCH, outcome)
 
-        self._relay = Relay(self._store, Listener(listen_host), own, RelaySettings(self.secret), tell)
+        self._relay = Relay(self._store, Listener(listen_host), own, RelaySettings(self.secret, tls=tls), tell)
         live = [self._store.manifest(version) for version in self._store.versions() if version >= max(1, oldest)]
         for manifest in live:
             self._canaries[manifest.version] = manifest.canary

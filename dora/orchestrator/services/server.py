@@ -9,6 +9,7 @@ import grpc
 
 from dora.config import Config
 from dora.errors import InvalidValue
+from dora.orchestrator.guard import tls_of
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.operator import OperatorService, PromptService
@@ -21,6 +22,7 @@ from dora.rpc.channel import connections_most, server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
 from dora.rpc.room import Room
+from dora.rpc.secure import server_credentials
 from dora.system.process_tree import listener_of
 
 STREAM_END_S = 1.0  # time for open streams to end by themselves
@@ -35,7 +37,7 @@ async def serving(
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
-    interceptors = (*server_interceptors(tokens, limit_bytes, room), WakingInterceptor(runtime))
+    interceptors = (*server_interceptors(tokens, limit_bytes, room, config.tls.domain), WakingInterceptor(runtime))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
@@ -63,10 +65,16 @@ async def check_address(config: Config) -> None:
 
 
 def _bound(server: grpc.aio.Server, config: Config) -> str:
-    """The address at which the server will listen."""
+    """The address at which the server will listen. Raises InvalidValue for one in use, and for TLS files that it cannot
+    use.
+    """
     host, _, port = config.service.listen.rpartition(":")
+    tls = tls_of(config)
     try:
-        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+        if tls is None:
+            return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+        credentials = server_credentials(tls, mutual=config.tls.clients == "certificate")
+        return f"{host}:{server.add_secure_port(f'{host}:{port}', credentials)}"
     except RuntimeError as error:
         owner = listener_of(int(port))
         why = f"is in use by process {owner}" if owner else ""

@@ -181,8 +181,8 @@ def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path
     assert load_config(file).record == "new/record"
     lines = [line.removeprefix("dora: checked ").partition(":")[0] for line in shown.stderr.splitlines()]
     assert lines == [
-        "policy", "KV tier", "state folder", "token", "run folder", "workers", "model", "weights", "prompts", "record",
-        "reward", "filter", "address", "metrics", "dora",
+        "policy", "TLS", "KV tier", "state folder", "token", "run folder", "workers", "model", "weights", "prompts",
+        "record", "reward", "filter", "address", "metrics", "dora",
     ]  # fmt: skip
     assert "some.jsonl, the first has" in shown.stderr and "hush" not in shown.stderr
 

@@ -1,0 +1,33 @@
+"""The TLS files of a service: found by its settings, and checked before a start."""
+
+from dora.config import Config
+from dora.rpc.channel import is_wildcard
+from dora.tls import Tls
+from dora.tls.certificate import holder_of
+from dora.tls.contexts import Contexts
+from dora.tls.files import check_names
+
+
+def tls_of(config: Config) -> Tls | None:
+    """Returns the service's TLS files; None: it has none. Raises InvalidValue if one is lacking."""
+    named = config.tls
+    return Tls.given(named.folder, cert=named.cert, key=named.key, ca=named.ca, domain=named.domain)
+
+
+def contexts_of(config: Config) -> Contexts | None:
+    """Returns what the service's own relay needs; None: it is in the clear. Raises as ``tls_of``."""
+    tls = tls_of(config)
+    return Contexts(tls) if tls is not None else None
+
+
+def check_tls(config: Config) -> str:
+    """Describes the service's TLS. Raises InvalidValue for files that a start cannot use."""
+    tls = tls_of(config)
+    if tls is None:
+        return "none: connections are in the clear"
+    found = tls.check(serves=True)
+    host = config.service.listen.rpartition(":")[0].strip("[]")
+    check_names(tls, found, "localhost" if is_wildcard(host) else host)
+    ends = holder_of(found.cert).ends
+    guarded = "certificates" if config.tls.clients == "certificate" else "a token"
+    return f"{tls.cert}, valid until {ends:%Y-%m-%d %H:%M:%S} UTC; clients show {guarded}"
