@@ -6,8 +6,24 @@ from typing import Annotated
 
 import typer
 
-from dora.cli import demo, doctor, evaluate, host, plan, prepare, profile, replay, role, serve, service, verify, version
+from dora.cli import (
+    demo,
+    doctor,
+    evaluate,
+    host,
+    plan,
+    prepare,
+    profile,
+    replay,
+    role,
+    serve,
+    service,
+    tls,
+    verify,
+    version,
+)
 from dora.cli.exits import MEANINGS, DoraGroup
+from dora.cli.guarded import guarded
 from dora.cli.simulate import presets, run, sweep
 
 EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
@@ -15,10 +31,10 @@ EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo.demo, demo.EXAMPLE),
     "serve": (serve.serve, serve.EXAMPLE),
-    "host": (host.host, host.EXAMPLE),
-    **service.COMMANDS,
-    "eval": (evaluate.evaluate, evaluate.EXAMPLE),
-    "token": (role.token, role.EXAMPLE),
+    "host": (guarded(host.host), host.EXAMPLE),
+    **{name: (guarded(command), example) for name, (command, example) in service.COMMANDS.items()},
+    "eval": (guarded(evaluate.evaluate), evaluate.EXAMPLE),
+    "token": (guarded(role.token), role.EXAMPLE),
     "replay": (replay.replay, replay.EXAMPLE),
     "plan": (plan.plan, plan.EXAMPLE),
     "profile": (profile.profile, profile.EXAMPLE),
@@ -32,6 +48,9 @@ SIMULATE_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "sweep": (sweep.sweep, sweep.EXAMPLE),
     "presets": (presets.presets, presets.EXAMPLE),
 }
+
+TLS_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"make": (tls.make, tls.EXAMPLE)}
+tls_app = typer.Typer(cls=DoraGroup, no_args_is_help=True, help="Make certificates for a private cluster.")
 
 app = typer.Typer(
     name="dora",
@@ -69,7 +88,8 @@ def help_of(function: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-for _app, _commands in ((app, COMMANDS), (run.app, SIMULATE_COMMANDS)):
+for _app, _commands in ((app, COMMANDS), (run.app, SIMULATE_COMMANDS), (tls_app, TLS_COMMANDS)):
     for _name, (_function, _example) in _commands.items():
         _app.command(_name, help=help_of(_function), epilog=f"Example: {_example}")(_function)
+app.add_typer(tls_app, name="tls", cls=DoraGroup)
 app.add_typer(run.app, name="simulate", cls=DoraGroup, help=help_of(run.simulate))

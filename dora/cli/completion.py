@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 import typer
 
-from dora.cli.token import DEFAULT_ADDRESS, find_token
+from dora.cli.token import DEFAULT_ADDRESS, secret_for
 from dora.errors import DoraError, InvalidValue
 from dora.system.secret_file import read_token
 
@@ -165,7 +165,7 @@ def _served(context: typer.Context, *kinds: Literal["worker", "host", "pool", "r
     from dora.client import Operator
 
     address = str(context.params.get("address") or os.environ.get("DORA_ADDRESS") or DEFAULT_ADDRESS)
-    token = os.environ.get("DORA_TOKEN") or find_token(address)
+    token = os.environ.get("DORA_TOKEN") or secret_for(address)
     if (file := context.params.get("token")) and file != token:  # --token-file
         try:
             token = read_token(Path(str(file)))

@@ -9,10 +9,11 @@ import typer
 
 from dora.cli.exits import say
 from dora.cli.options import token_option
-from dora.cli.token import WHERE, find_token
+from dora.cli.token import WHERE, secret_for
 from dora.errors import MISSING
 from dora.system.log_lines import TEXT
 from dora.system.signals import drain_on_signals
+from dora.tls import Tls
 
 if TYPE_CHECKING:
     from dora.host.agent import AgentOptions
@@ -69,8 +70,11 @@ def host(
     from dora.host.agent import AS_THE_SERVICE, AgentOptions
     from dora.rpc.errors import Unauthenticated
 
-    secret = token or find_token(join)
-    if not secret:
+    tls = Tls.from_environment()
+    if tls is not None:
+        tls.check(serves=True)  # its workers and its relay listen
+    secret = token or secret_for(join)
+    if not secret and tls is None:
         raise Unauthenticated("token", MISSING, f"the service's host token, or its owner's: {WHERE}")
     options = AgentOptions(
         address=join,
@@ -84,6 +88,7 @@ def host(
         kv_host=kv_host,
         zone=zone,
         rejoin_s=rejoin_s,
+        tls=tls,
     )
     try:
         asyncio.run(_run(options))

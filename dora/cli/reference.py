@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from dora.cli import tls
 from dora.cli.app import COMMANDS
 from dora.cli.exits import MEANINGS, exit_code_of
 from dora.cli.limits import limits
@@ -162,7 +163,7 @@ def _metrics(declared: Iterable[Declared[Any]], histograms: Iterable[Distributio
 
 
 def _commands() -> Rows:
-    companions = {"simulate": run, "simulate sweep": sweep, "simulate presets": presets}
+    companions = {"simulate": run, "simulate sweep": sweep, "simulate presets": presets, "tls make": tls}
     own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
     for name, (function, example) in (COMMANDS | own).items():
         yield f"`{name}`", (function.__doc__ or "").partition("\n")[0], f"`{example}`"

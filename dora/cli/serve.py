@@ -18,6 +18,7 @@ from dora.config import Config, given, load_config
 from dora.system.log_limit import LogLimit
 from dora.system.log_lines import JsonLines, formatter_of
 from dora.system.signals import drain_on_signals
+from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle
@@ -129,6 +130,27 @@ def serve(
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
     ] = None,
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            "--tls", metavar="DIR", envvar=FOLDER_VARIABLE, help="Folder with cert.pem, key.pem, ca.pem (tls.folder)."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert)."),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca)."),
+    ] = None,
+    tls_clients: Annotated[
+        str | None,
+        typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients)."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit."),
@@ -161,6 +183,11 @@ def serve(
             "service.log_format": log_format,
             "service.traces": traces,
             "service.token": token or None,
+            "tls.folder": tls,
+            "tls.cert": tls_cert,
+            "tls.key": tls_key,
+            "tls.ca": tls_ca,
+            "tls.clients": tls_clients,
         }
     )
     check_no_secret(settings)

@@ -13,7 +13,7 @@ from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import AddressOption, JsonOption, TokenOption
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
-from dora.cli.token import DEFAULT_ADDRESS, WHERE, find_token
+from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
 from dora.errors import MISSING
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def ask(
     from dora.client import Operator
     from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated
 
-    secret = token or find_token(address)
+    secret = token or secret_for(address)
 
     async def run() -> Answer:
         async with (kind or Operator)(address, secret) as client:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dora.system.ownership import hold_new, is_abandoned
+from dora.tls import Tls
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 WHERE = "--token-file, DORA_TOKEN, or a service that you started on this host"  # sources of a token
@@ -41,6 +42,12 @@ def find_token(address: str) -> str:
             if not _shared(folder) or _private(folder):
                 return (folder / _name(address)).read_text(encoding="utf-8").strip()
     return ""
+
+
+def secret_for(address: str) -> str:
+    """Returns the token for a command without one: none if it has a certificate, else what ``find_token`` finds."""
+    tls = Tls.from_environment()
+    return "" if tls is not None and tls.cert else find_token(address)
 
 
 @contextmanager

@@ -205,6 +205,7 @@ async def surroundings(config: Config, place: Place) -> bool:
 
 
 E2E: Final = "tests/e2e/"
+STARTED: Final = "tests/e2e/test_guarded_fake.py::test_a_service_takes_single_files_and_a_folder"
 EVALUATION: Final = "tests/unit/test_evaluation.py::"
 
 ROWS: Final[dict[str, Row]] = {
@@ -237,6 +238,12 @@ ROWS: Final[dict[str, Row]] = {
     ),
     "service.evaluation_versions": Shown(EVALUATION + "test_so_many_versions_are_kept_and_no_more"),
     "service.tick_s": Seen(2.0, ticks, 5),
+    "tls.folder": Shown(STARTED),
+    "tls.cert": Shown(STARTED),
+    "tls.key": Shown(STARTED),
+    "tls.ca": Shown(STARTED),
+    "tls.clients": Shown(E2E + "test_guarded_fake.py::test_clients_may_need_no_certificate"),
+    "tls.domain": Shown(E2E + "test_guarded_fake.py::test_only_names_of_the_domain_give_roles"),
     "selection.filter": Shown("tests/abuse/test_rewards.py::test_the_settings_reach_reward_function_and_filter"),
     "reward.function": Seen(LIMITS, components, ["memory_mb", "open_files", "process"]),
     "reward.timeout_s": Seen(0.2, ended, True, {"reward.function": f"{FUNCTIONS}:misbehaves"}),

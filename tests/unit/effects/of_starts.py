@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import dora
-from dora.cli import demo
+from dora.cli import demo, tls
+from dora.cli.guarded import OPTIONS as TLS_OPTIONS
+from dora.cli.service import COMMANDS as SERVICE_COMMANDS
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Sets, Shown
 from tests.unit.effects.of_operators import is_json
 
@@ -49,6 +51,11 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "log_format"): Sets("service.log_format", ["--log-format", "json"], "json"),
     ("serve", "traces"): Sets("service.traces", ["--traces", "http://127.0.0.1:4318"], "http://127.0.0.1:4318"),
     ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], "correct-horse"),
+    ("serve", "tls"): Sets("tls.folder", ["--tls", "certificates"], "certificates"),
+    ("serve", "tls_cert"): Sets("tls.cert", ["--tls-cert", "c.pem"], "c.pem"),
+    ("serve", "tls_key"): Sets("tls.key", ["--tls-key", "k.pem"], "k.pem"),
+    ("serve", "tls_ca"): Sets("tls.ca", ["--tls-ca", "a.pem"], "a.pem"),
+    ("serve", "tls_clients"): Sets("tls.clients", ["--tls-clients", "token"], "token"),
     ("serve", "dry_run"): Ran(
         [*(each for each in CHECKED if each != "--dry-run"), *FAKE],
         ["--dry-run"],
@@ -99,9 +106,16 @@ def version(done: Done) -> bool:
     return done.code == 0 and dora.__version__ in done.out
 
 
+GUARD: Final = "tests/unit/cli/test_tls.py::"
+TAKEN: Final = Shown(GUARD + "test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line")
+MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
+GUARDED: Final = ("host", *SERVICE_COMMANDS, "eval", "token")
+
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **SERVE,
     **HOSTS,
+    **{(command, option): TAKEN for command in GUARDED for option in TLS_OPTIONS},
+    **{("tls make", option): MADE for option in inspect.signature(tls.make).parameters},
     **{("demo", name): DEMO for name in inspect.signature(demo.demo).parameters},
     ("prepare", "model"): Ran(["prepare", "--cache", "{folder}/own"], ["tiny"], lambda d: "tiny" in d.out, home),
     ("prepare", "cache"): Ran(
