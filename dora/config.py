@@ -376,6 +376,13 @@ class ServiceConfig(Section):
     token: str = Field(
         "", repr=False, description="the owner's; the roles' follow from it; empty: made at start and shown"
     )
+    token_file: str = Field(
+        "",
+        description="file (mode 0600) with service.token, read again when it changes; empty: none",
+    )
+    token_overlap_s: Seconds = Field(
+        600.0, description="how long the owner's earlier token, and those of roles, stay valid after it was replaced"
+    )
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
     begin_from: str = Field(

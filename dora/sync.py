@@ -93,7 +93,7 @@ class Trainer(Client[client.Trainer]):
         self,
         address: str,
         *,
-        token: str = "",
+        token: str | Path = "",
         name: str = "trainer",
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
@@ -234,7 +234,12 @@ class Prompts(Client[client.Prompts]):
     """``dora.Prompts`` for synchronous code; see there."""
 
     def __init__(
-        self, address: str, token: str = "", *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+        self,
+        address: str,
+        token: str | Path = "",
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
     ) -> None:
         """As in ``dora.Prompts``."""
         own = client.Prompts(address, token, max_message_bytes=max_message_bytes, tls=tls)

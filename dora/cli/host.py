@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dora.cli.exits import say
-from dora.cli.options import token_option
+from dora.cli.options import source_of, token_option
 from dora.cli.token import WHERE, secret_for
 from dora.errors import MISSING
 from dora.system.log_lines import TEXT
@@ -78,7 +78,7 @@ def host(
         raise Unauthenticated("token", MISSING, f"the service's host token, or its owner's: {WHERE}")
     options = AgentOptions(
         address=join,
-        token=secret,
+        token=source_of(secret),
         name=name or socket.gethostname().partition(".")[0],
         workers=AS_THE_SERVICE if workers is None else workers,
         device=device,

@@ -18,12 +18,22 @@ AddressOption = Annotated[
 ]
 
 
+_FILES: Final[dict[str, Path]] = {}  # of the tokens that this process has read from one
+
+
+def source_of(token: str) -> str | Path:
+    """Returns the file from which a token was read, for clients that read it again; else the token itself."""
+    return _FILES.get(token, token)
+
+
 def token_given(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Returns the token of ``--token-file`` or DORA_TOKEN. A token is no argument: every user can read arguments."""
     source = context.get_parameter_source(parameter.name or "")
     if value is None or source is None or source.name != "COMMANDLINE" or context.resilient_parsing:
         return value
-    return read_token(Path(value))
+    found = read_token(Path(value))
+    _FILES[found] = Path(value)
+    return found
 
 
 def token_option(meaning: str) -> Any:

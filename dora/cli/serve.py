@@ -11,7 +11,7 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import say
-from dora.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, token_option, window_size
+from dora.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, source_of, token_option, window_size
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
@@ -183,6 +183,7 @@ def serve(
             "service.log_format": log_format,
             "service.traces": traces,
             "service.token": token or None,
+            "service.token_file": str(source) if isinstance(source := source_of(token or ""), Path) else None,
             "tls.folder": tls,
             "tls.cert": tls_cert,
             "tls.key": tls_key,
@@ -231,10 +232,15 @@ async def _serve(config: Config, as_json: bool) -> int:
     if not has_folder:  # report it before the workers start
         _print_progress(TOKEN_NOT_LEFT)
     with ExitStack() as until_end:
+        left = until_end.enter_context(ExitStack())
+
+        def leave(handle: "ServiceHandle") -> None:
+            left.close()
+            if left.enter_context(left_token(handle.address, handle.token)) is None and has_folder:
+                _print_progress("cannot store the token for commands; set DORA_TOKEN for them")
 
         def ready(handle: "ServiceHandle") -> None:
-            if until_end.enter_context(left_token(handle.address, handle.token)) is None and has_folder:
-                _print_progress("cannot store the token for commands; set DORA_TOKEN for them")
+            leave(handle)
             _print_attach(handle, config, as_json)
 
         telling = asyncio.create_task(limit.telling())
@@ -245,7 +251,9 @@ async def _serve(config: Config, as_json: bool) -> int:
             if isinstance(lines, JsonLines):
                 lines.position = handle.position
 
-        return await run_service(config, ready=ready, stop=stop, progress=_print_progress, listening=listening)
+        return await run_service(
+            config, ready=ready, stop=stop, progress=_print_progress, listening=listening, rotated=leave
+        )
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

@@ -5,13 +5,14 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dora.cli import completion
 from dora.cli.exits import ExitCode
-from dora.cli.options import AddressOption, JsonOption, TokenOption
+from dora.cli.options import AddressOption, JsonOption, TokenOption, source_of
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
 from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
 from dora.errors import MISSING
@@ -270,7 +271,7 @@ def ask(
     address: str,
     token: str | None,
     call: Callable[[Any], Awaitable[Answer]],
-    kind: "Callable[[str, str], Prompts] | None" = None,
+    kind: "Callable[[str, str | Path], Prompts] | None" = None,
 ) -> Answer:
     """Runs ``call`` with a connected client: an operator's, or one of ``kind``.
 
@@ -282,7 +283,7 @@ def ask(
     secret = token or secret_for(address)
 
     async def run() -> Answer:
-        async with (kind or Operator)(address, secret) as client:
+        async with (kind or Operator)(address, source_of(secret)) as client:
             try:
                 return await call(client)
             except ServiceUnavailable as error:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -38,7 +39,7 @@ class Connection:
     """A connection that opens its channel at the first call, in the running event loop, and closes it once."""
 
     def __init__(
-        self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+        self, address: str, token: str | Path, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
     ) -> None:
         """``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
         for TLS files that cannot be used.
@@ -141,9 +142,16 @@ class Client:
     """A client with a connection of its own. Use it with ``async with``, or call :meth:`close`."""
 
     def __init__(
-        self, address: str, token: str = "", *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+        self,
+        address: str,
+        token: str | Path = "",
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
     ) -> None:
-        """``token`` may be empty for a client whose certificate has a role. Raises as :class:`Connection`."""
+        """``token``: or the Path of a private file that has it, which is read again for each session; it may be empty
+        for a client whose certificate has a role. Raises as :class:`Connection`.
+        """
         self._connection = Connection(address, token, max_message_bytes, tls)
 
     async def close(self) -> None:

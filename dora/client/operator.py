@@ -1,6 +1,7 @@
 """The operator's client."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from dora.client.connection import Client, check_count
 from dora.rpc import dora_pb2 as pb
@@ -14,7 +15,9 @@ class Operator(Client):
     Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
     """
 
-    def __init__(self, address: str, token: str = "", *, timeout_s: float = 30.0, tls: Tls | None = None) -> None:
+    def __init__(
+        self, address: str, token: str | Path = "", *, timeout_s: float = 30.0, tls: Tls | None = None
+    ) -> None:
         super().__init__(address, token, tls=tls)
         self._timeout_s = timeout_s
 

@@ -67,7 +67,7 @@ class Session:
         self,
         address: str,
         *,
-        token: str = "",
+        token: str | Path = "",
         name: str = "trainer",
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
@@ -82,7 +82,8 @@ class Session:
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
         after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
-        service's, which requires a shared host. ``token`` may be empty for a client whose certificate has a role.
+        service's, which requires a shared host. ``token``: or the Path of a private file that has it,
+        which is read again for each session; it may be empty for a client whose certificate has a role.
         ``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
         for TLS files that cannot be used.
         """

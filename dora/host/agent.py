@@ -62,7 +62,7 @@ class AgentOptions:
     """
 
     address: str
-    token: str = field(repr=False)
+    token: str | Path = field(repr=False)  # or the file that has it
     name: str
     workers: int = AS_THE_SERVICE
     device: str = ""

@@ -41,6 +41,7 @@ from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rotation import follow_token, with_token
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.evaluation_series import OwnEvaluations, evaluation_prompts
@@ -105,15 +106,17 @@ async def serve(
     stop: asyncio.Event,
     progress: Callable[[str], None],
     listening: Callable[[ServiceHandle], None] = lambda handle: None,
+    rotated: Callable[[ServiceHandle], None] = lambda handle: None,
 ) -> int:
     """Runs a service until ``stop`` is set, then drains it. Calls ``listening`` once clients can connect, while the
-    workers start, and ``ready`` once all workers answer.
+    workers start, ``ready`` once all workers answer, and ``rotated`` once the owner's token has been replaced.
 
     While draining, the service admits nothing. An attached trainer gets the admitted groups and has
     ``service.drain_timeout_s`` to commit them; then the workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError if the workers do not start.
     """
     load_strategies()
+    config = await asyncio.to_thread(with_token, config)
     check_live(config.balance, config.window)
     check_engine(config)
     check_traces(config.service)
@@ -146,6 +149,9 @@ async def serve(
         listening(start.handle)
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
+        if config.service.token_file:
+            following = start.follow_token(rotated)
+            stack.callback(following.cancel)
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
         if await _until_ready(config, runtime, launcher, stop, failures):
@@ -363,6 +369,19 @@ class _Start:
         await runtime.restore(restored)
         if self.evaluations is not None:
             self.evaluations.at(runtime.machine.state.window.newest)
+
+    def follow_token(self, rotated: Callable[[ServiceHandle], None]) -> asyncio.Task[None]:
+        """Follows the file of the owner's token; a state folder remembers the newest."""
+        state, service = self.state, self.config.service
+
+        def changed() -> None:
+            if state is not None:
+                with self.storage.tidying(STATE):
+                    state.remember(token=self.tokens.of[Role.OWNER])
+            rotated(self.handle)
+
+        file = Path(service.token_file)
+        return asyncio.create_task(follow_token(file, self.tokens, service.token_overlap_s, changed))
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,7 @@ from dora.orchestrator.recovery.begin_from import check_from
 from dora.orchestrator.recovery.binding import check_binding, content_of
 from dora.orchestrator.recovery.state_folder import StateFolder, reading_state
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rotation import with_token
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.evaluation_series import evaluation_prompts
 from dora.orchestrator.services.server import check_address
@@ -56,6 +57,7 @@ Said = Callable[[str, str], None]  # the subject of a check, and its result
 async def run_preflight(config: Config, said: Said) -> None:
     """Raises InvalidValue for the first setting that a start would refuse, with the same message."""
     load_strategies()
+    config = await asyncio.to_thread(with_token, config)
     check_live(config.balance, config.window)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)

@@ -7,18 +7,20 @@ stream, returns a message, or raises the service's refusal.
 """
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
-from dora.errors import MISSING, DoraError
+from dora.errors import MISSING, DoraError, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
 from dora.rpc.access import name_of, token_for
@@ -26,6 +28,7 @@ from dora.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated, is_broken
 from dora.rpc.secure import client_credentials
 from dora.rpc.sending import Sending
+from dora.system.secret_file import read_token
 from dora.tls import Tls
 
 CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
@@ -93,18 +96,20 @@ class Prover:
     stops to prove itself is taken for absent: another may have its address for a time.
     """
 
-    def __init__(self, address: str, token: str, worker_id: str = "", tls: Tls | None = None) -> None:
-        """``token`` may be empty for a client with a certificate. ``worker_id``: the name of a worker or pool. ``tls``:
+    def __init__(self, address: str, token: str | Path, worker_id: str = "", tls: Tls | None = None) -> None:
+        """``token``: or the file that has it, which is read again for each session; it may be empty for a client with a
+        certificate. ``worker_id``: the name of a worker or pool. ``tls``:
         None: that of DORA_TLS and the like.
 
         Raises InvalidValue for a token that is not printable ASCII, and for TLS files that cannot be used.
         """
-        proof.check_token(token)
+        self._file = token if isinstance(token, Path) else None
+        self._token = read_token(token) if isinstance(token, Path) else token
+        proof.check_token(self._token)
         self.tls = tls or Tls.from_environment()
         self._credentials = client_credentials(self.tls) if self.tls is not None else None
         self.address = address
         self.worker_id = worker_id
-        self._token = token
         self._was_proven = False
 
     @property
@@ -118,6 +123,7 @@ class Prover:
         Raises grpc.aio.AioRpcError if nobody answers, Unauthenticated without a token or if the service proves another,
         ServiceUnavailable if it did prove ours before.
         """
+        self._read_again()
         if not self._token and self.tls is not None and self.tls.cert:
             return Session("", b"", b"", b"")
         nonce = secrets.token_bytes(proof.NONCE_BYTES)
@@ -142,6 +148,14 @@ class Prover:
             raise self.doubted(method)
         self._was_proven = True
         return found
+
+    def _read_again(self) -> None:
+        """Takes the token that the file has now, if there is one."""
+        if self._file is not None:
+            with contextlib.suppress(InvalidValue):  # it is being replaced: the one before may still be valid
+                found = read_token(self._file)
+                proof.check_token(found)
+                self._token = found or self._token
 
     def doubted(self, method: str, why: str = "") -> DoraError:
         """Returns the error of a call to a service that does not prove that it knows the token. ``why``: about an

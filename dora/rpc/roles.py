@@ -9,16 +9,18 @@ worker is restarted or its host is lost. Tokens never cross a connection: both e
 import base64
 import hmac
 import secrets
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
 from urllib.parse import unquote
 
 from dora.rpc import proof
 
 _TOKEN_BYTES: Final = 24
+_REPLACED_MAX: Final = 4  # owner's tokens that are valid beside the newest
 _ENDED_MAX: Final = 4  # earlier tokens of a worker, to which the service still proves itself
 
 
@@ -74,24 +76,57 @@ class Key:
     is_ended: bool = False
 
 
-class Tokens:
-    """The tokens of one service."""
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An owner's token and those that follow from it."""
 
-    def __init__(self, owner: str = "") -> None:
-        """``owner``: the owner's token; empty: a new one. Raises InvalidValue for one that is not printable ASCII."""
-        owner = owner or secrets.token_urlsafe(_TOKEN_BYTES)
+    of: Mapping[Role, str] = field(repr=False)
+    keys: Mapping[Role, Key]
+
+    @classmethod
+    def following(cls, owner: str) -> Self:
+        """Takes some 50 ms. Raises InvalidValue for a token that is not printable ASCII."""
         proof.check_token(owner)
         root = proof.root_of(owner)
         derived: dict[Role, str] = {role: _derived(root, role) for role in Role if role is not Role.OWNER}
-        self.of: Mapping[Role, str] = {Role.OWNER: owner, **derived}
-        self._roles = {role: Key(proof.key_of(token), Caller(role)) for role, token in derived.items()}
-        self._roles[Role.OWNER] = Key(proof.owner_key_of(root), Caller(Role.OWNER))
+        keys = {role: Key(proof.key_of(token), Caller(role)) for role, token in derived.items()}
+        return cls(
+            {Role.OWNER: owner, **derived}, {Role.OWNER: Key(proof.owner_key_of(root), Caller(Role.OWNER)), **keys}
+        )
+
+
+class Tokens:
+    """The tokens of one service. Earlier ones stay valid for an overlap after they were replaced."""
+
+    def __init__(self, owner: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """``owner``: the owner's token; empty: a new one. Raises InvalidValue for one that is not printable ASCII."""
+        self._clock = clock
+        self._newest = Generation.following(owner or secrets.token_urlsafe(_TOKEN_BYTES))
+        self._replaced: list[tuple[float, Generation]] = []  # each with the end of its overlap, the latest last
         self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0
 
+    @property
+    def of(self) -> Mapping[Role, str]:
+        """The newest token of each role."""
+        return self._newest.of
+
+    def replace(self, newest: Generation, overlap_s: float) -> None:
+        """Makes these tokens the valid ones. Those before stay valid for so long; of many replaced ones, the last."""
+        self._replaced.append((self._clock() + overlap_s, self._newest))
+        del self._replaced[:-_REPLACED_MAX]
+        self._newest = newest
+
+    def _valid(self) -> Iterator[Generation]:
+        now_s = self._clock()
+        self._replaced = [each for each in self._replaced if now_s < each[0]]
+        yield self._newest
+        yield from (generation for _, generation in reversed(self._replaced))
+
     def keys(self, worker_id: str) -> Iterator[tuple[str, Key]]:
         """Yields the holders' names, and their keys: of all roles, and of a started worker's tokens, ended ones too."""
-        yield from self._roles.items()
+        for generation in self._valid():
+            yield from generation.keys.items()
         for each in self._started.get(worker_id, ()):
             yield proof.holder_of_worker(worker_id), each
 
@@ -100,7 +135,7 @@ class Tokens:
         role, _, worker_id = holder.partition("/")
         if worker_id:
             return list(self._started.get(unquote(worker_id), ())) if role == Role.WORKER else []
-        return [self._roles[Role(role)]] if role in self._roles else []
+        return [generation.keys[Role(role)] for generation in self._valid()] if role in list(Role) else []
 
     def started(self, worker_id: str) -> str:
         """Returns a new token for a worker that is being started; its previous one becomes invalid."""

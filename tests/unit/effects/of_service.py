@@ -205,6 +205,7 @@ async def surroundings(config: Config, place: Place) -> bool:
 
 
 E2E: Final = "tests/e2e/"
+ROTATED: Final = "tests/unit/test_token_rotation.py::test_a_service_and_its_clients_follow_their_files"
 STARTED: Final = "tests/e2e/test_guarded_fake.py::test_a_service_takes_single_files_and_a_folder"
 EVALUATION: Final = "tests/unit/test_evaluation.py::"
 
@@ -222,6 +223,8 @@ ROWS: Final[dict[str, Row]] = {
         "tests/unit/test_traces.py::test_no_span_is_kept_of_a_session_that_is_not_sampled"
     ),
     "service.token": Seen("correct-horse", owner, "correct-horse"),
+    "service.token_file": Shown(ROTATED),
+    "service.token_overlap_s": Shown(ROTATED),
     "service.run_folder": Seen("mine", run_folder, "mine"),
     "service.state": Seen("state", state, ["state/ledger.db"]),
     "service.begin_from": Shown(E2E + "test_begin_from_fake.py::test_a_new_run_begins_with_a_version_of_another"),
