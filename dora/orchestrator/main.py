@@ -32,6 +32,7 @@ from dora.orchestrator.metrics.exporter import Exporter
 from dora.orchestrator.metrics.server import serving_metrics
 from dora.orchestrator.model_check import check_model
 from dora.orchestrator.plugins import load_strategies
+from dora.orchestrator.recording.audit import Audit
 from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
 from dora.orchestrator.recovery.begin_from import begun_from
 from dora.orchestrator.recovery.binding import bind, content_of
@@ -347,7 +348,8 @@ class _Start:
             restored = runtime.resume(state.found, orphaned | elsewhere)
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
-        served = serving(config, runtime, self.model, snapshots, self.tokens, secret)
+        audit = None if state is None else Audit(state.folder)
+        served = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit)
         self.address = await stack.enter_async_context(served)
         if state is not None:
             with writable(STATE_SETTING, state.folder):

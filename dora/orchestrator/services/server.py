@@ -10,6 +10,7 @@ import grpc
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.orchestrator.guard import tls_of
+from dora.orchestrator.recording.audit import Audit, AuditInterceptor
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.operator import OperatorService, PromptService
@@ -30,14 +31,22 @@ STREAM_END_S = 1.0  # time for open streams to end by themselves
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, runtime: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b""
+    config: Config,
+    runtime: Runtime,
+    model: Path,
+    snapshots: Path,
+    tokens: Tokens,
+    kv_secret: bytes = b"",
+    audit: Audit | None = None,
 ) -> AsyncIterator[str]:
     """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``kv_secret``: of the run,
-    if an earlier incarnation made one.
+    if an earlier incarnation made one. ``audit``: where acts are noted; None: nowhere.
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
-    interceptors = (*server_interceptors(tokens, limit_bytes, room, config.tls.domain), WakingInterceptor(runtime))
+    noting = () if audit is None else (AuditInterceptor(audit),)
+    access = server_interceptors(tokens, limit_bytes, room, config.tls.domain)
+    interceptors = (*access, *noting, WakingInterceptor(runtime))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
