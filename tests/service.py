@@ -103,8 +103,7 @@ class _WorkerThreads:
         pool, loop = ThreadPoolExecutor(len(names), "worker"), asyncio.get_running_loop()
         self._running = asyncio.gather(*(loop.run_in_executor(pool, self._serve, handle, name) for name in names))
         pool.shutdown(wait=False)
-        cluster = Path(self._config.tls.folder).parent  # of tests.tls_files
-        tls = Tls.of_folder(cluster / "operator") if self._tls is not None else None
+        tls = None if self._tls is None else Tls.of_folder(Path(self._tls.cert).parents[1] / "operator")
         async with Operator(handle.address, handle.token, tls=tls) as operator:
             are_ready = until(operator, lambda status: sum(each.version >= 0 for each in status.workers) == len(names))
             await during(self._running, are_ready)

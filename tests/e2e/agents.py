@@ -40,7 +40,7 @@ async def joining(
         return await asyncio.create_subprocess_exec(
             *inside,
             *argv,
-            env={**os.environ, "DORA_TOKEN": token},
+            env={**os.environ, **({"DORA_TOKEN": token} if token else {})},
             stdout=sink,
             stderr=sink,
             start_new_session=True,

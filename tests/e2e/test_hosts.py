@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from dora.rpc.roles import Role
+from dora.tls.authority import make_cluster
 from tests.hosts import GOOD, Hosts, Link, address_of, has_hosts
 
 pytestmark = pytest.mark.skipif(not has_hosts(), reason="no network namespaces and TUN devices for this user")
@@ -33,13 +35,24 @@ SETTINGS = {
 class Run:
     """The three hosts' processes: a service with its trainer, and two workers, or agents that have one each."""
 
-    def __init__(self, hosts: Hosts, model: Path, folder: Path, *, agents: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        model: Path,
+        folder: Path,
+        *,
+        agents: bool = False,
+        certificates: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """``certificates``: of ``make_cluster``, for mutual TLS; agents then have no token."""
         self.hosts = hosts
         orders = json.dumps({"model": str(model), "settings": {**SETTINGS, **settings}})
         self._logs = [folder / f"host-{host}.log" for host in range(3)]
         python = [sys.executable, "-m"]
         with self._logs[0].open("w") as log:
-            self._service = hosts.start(0, [*python, "tests.e2e.service_host", orders], stderr=log)
+            own = {} if certificates is None else {"DORA_TLS": str(certificates / "owner")}
+            self._service = hosts.start(0, [*python, "tests.e2e.service_host", orders], own, stderr=log)
         reached = self._said()
         for host in (1, 2):
             argv = [*python, "dora.worker", "--orchestrator", reached["address"], "--worker-id", f"w{host}"]
@@ -47,8 +60,11 @@ class Run:
             if agents:
                 argv = [*python, "dora", "host", "--join", reached["address"], "--name", f"h{host}", "--workers", "1"]
                 argv += ["--model", str(model), "--folder", str(folder / f"h{host}"), "--kv-host", address_of(host)]
+            surroundings = {"DORA_TOKEN": reached["host_token" if agents else "token"]}
+            if certificates is not None:
+                surroundings = {"DORA_TLS": str(certificates / f"host-{address_of(host)}")}
             with self._logs[host].open("w") as log:
-                hosts.start(host, argv, {"DORA_TOKEN": reached["host_token" if agents else "token"]}, stderr=log)
+                hosts.start(host, argv, surroundings, stderr=log)
         assert self._said() == {"workers": 2}
 
     def until(self, counter: str, more: int) -> dict[str, float]:
@@ -115,3 +131,26 @@ def test_one_way_of_a_link_is_cut(hosts: Hosts, tiny_dense: Path, tmp_path: Path
     assert found["farthest_logprob"] == 0.0 and found["kv_use"] == 0
     counters = found["counters"]
     assert counters["groups_lost"] == counters["c1_violations"] == 0
+
+
+@pytest.mark.full
+def test_a_run_with_mutual_tls_over_three_hosts(hosts: Hosts, tiny_dense: Path, tmp_path: Path) -> None:
+    """Agents, their workers and relays have certificates and no token of a role. All certificates are replaced."""
+    folder, machines = tmp_path / "tls", [address_of(host) for host in range(3)]
+
+    def made(*, new_authority: bool) -> None:
+        make_cluster(folder, machines, list(Role), days=1, authority_days=2, new_authority=new_authority)
+
+    made(new_authority=False)
+    settings = {"tls__folder": str(folder / "service"), "kv__transports": "tcp"}
+    run = Run(hosts, tiny_dense, tmp_path, agents=True, certificates=folder, **settings)
+    run.until("migrations_kv", 2)
+    made(new_authority=True)
+    hosts.link(1, 2, Link(is_up=False))
+    run.until("migrations_failed", 1)
+    hosts.link(1, 2, GOOD)
+    run.until("migrations_kv", 2)
+    found = run.end()
+    assert found["farthest_logprob"] == 0.0 and found["moved"] >= 2 and found["kv_use"] == 0
+    counters = found["counters"]
+    assert counters["groups_lost"] == counters["c1_violations"] == counters["workers_lost"] == 0

@@ -1,0 +1,151 @@
+"""Runs with mutual TLS: a service, hosts, workers and a trainer with certificates, which are replaced meanwhile."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+import dora
+from dora.client import Operator, Prompts
+from dora.orchestrator.main import ServiceHandle
+from dora.rpc.errors import PermissionDenied, ServiceUnavailable, Unauthenticated
+from dora.rpc.roles import Role
+from dora.tls import Tls
+from dora.tls.authority import AUTHORITY, make_cluster
+from tests.e2e.agents import are_ready, ended, joining
+from tests.service import ask_move, check_promises, configured, during, running, train, until
+from tests.tls_files import cluster, tls
+
+GROUPS = 4
+LONG = {
+    "workers__engine": "fake",
+    "rollout__ignore_eos": True,
+    "rollout__max_tokens": 1500,
+    "workers__max_model_len_tokens": 2048,
+    "workers__kv_tokens": 16384,
+    "kv__pool_mb": 64,
+    "kv__transports": "tcp",
+}
+IDLE = {"workers__engine": "fake", "workers__count": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cluster(tmp_path_factory.mktemp("tls"))
+
+
+async def asked(handle: ServiceHandle, own: Tls | None, token: str = "") -> None:
+    async with Operator(handle.address, token, tls=own, timeout_s=10.0) as operator:
+        await operator.status()
+
+
+@pytest.mark.full
+async def test_a_run_with_mutual_tls_whose_certificates_and_authority_are_replaced(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    """The service's host and a joined one; certificates alone identify all, except the workers that a host starts."""
+    folder = cluster(tmp_path / "tls")
+    service = str(folder / "service")
+    config = configured(tiny_dense, window__size=2, workers__count=1, tls__folder=service, **LONG)
+    async with AsyncExitStack() as stack:
+        handle = await stack.enter_async_context(running(config, processes=True))
+        operator = await stack.enter_async_context(Operator(handle.address, tls=tls(folder, "operator")))
+        trainer = await stack.enter_async_context(dora.Trainer(handle.address, tls=tls(folder, "trainer")))
+        as_host = ("--tls", str(folder / "host-127.0.0.1"))
+        h1 = await joining(handle.address, "", "h1", tmp_path / "h1.log", *as_host)
+        stack.push_async_callback(ended, h1)
+        await until(operator, are_ready(2))
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS, enough=enough))
+        await during(training, moves(operator, 2))
+        before = (folder / "service/cert.pem").read_bytes()
+        make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
+        assert (folder / "service/cert.pem").read_bytes() != before
+        async with Operator(handle.address, tls=tls(folder, "operator")) as renewed:
+            await during(training, moves(renewed, 2))  # between workers that read the files again
+        h2 = await joining(handle.address, "", "h2", tmp_path / "h2.log", *as_host)
+        stack.push_async_callback(ended, h2)
+        await during(training, until(operator, are_ready(3)))
+        await during(training, moves(operator, 2))
+        enough.set()
+        steps = await training
+        status = await operator.status()
+    check_promises(steps, window=2, groups=GROUPS)
+    counters = status.counters
+    assert counters["groups_trained"] == len(steps) * GROUPS
+    assert counters["groups_lost"] == counters["workers_lost"] == counters["c1_violations"] == 0
+    assert counters["migrations_kv"] >= 6 and counters["migrations_failed"] == 0
+    assert "refused" not in (tmp_path / "h1.log").read_text() + (tmp_path / "h2.log").read_text()
+
+
+async def test_a_short_run_with_mutual_tls_whose_certificates_are_replaced(tiny_dense: Path, tmp_path: Path) -> None:
+    folder = cluster(tmp_path / "tls")
+    config = configured(tiny_dense, workers__count=2, tls__folder=str(folder / "service"), **{**LONG, "kv__pool_mb": 0})
+    async with (
+        running(config) as handle,
+        Operator(handle.address, tls=tls(folder, "operator")) as operator,
+        dora.Trainer(handle.address, tls=tls(folder, "trainer")) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=1, groups=2))
+        await during(training, moves(operator, 1))
+        make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
+        await asked(handle, tls(folder, "operator"))
+        steps = await training
+        counters = (await operator.status()).counters
+    check_promises(steps, window=2, groups=2)
+    assert counters["groups_lost"] == counters["workers_lost"] == counters["migrations_failed"] == 0
+
+
+async def moves(operator: Operator, more: int) -> None:
+    """Moves requests until so many more have moved with their KV."""
+    before = (await operator.status()).counters["migrations_kv"]
+    async for status in operator.watch(period_ms=50):
+        if status.counters["migrations_kv"] >= before + more:
+            return
+        await ask_move(operator, status)
+
+
+async def test_a_service_takes_single_files_and_a_folder(folder: Path, tiny_dense: Path) -> None:
+    parts = {part: str(folder / "service" / f"{part}.pem") for part in ("cert", "key", "ca")}
+    single = {"tls__cert": parts["cert"], "tls__key": parts["key"], "tls__ca": parts["ca"]}
+    for fields in (single, {"tls__folder": str(folder / "service")}):
+        async with running(configured(tiny_dense, **IDLE, **fields)) as handle:
+            await asked(handle, tls(folder, "operator"))
+            with pytest.raises(ServiceUnavailable):
+                await asked(handle, None, handle.token)
+            with pytest.raises(PermissionDenied):
+                await asked(handle, tls(folder, "trainer"), handle.token)
+
+
+async def test_clients_may_need_no_certificate(folder: Path, tiny_dense: Path) -> None:
+    """With tls.clients = token the connection is encrypted, and tokens are needed as in the clear."""
+    config = configured(tiny_dense, **IDLE, tls__folder=str(folder / "service"), tls__clients="token")
+    async with running(config) as handle:
+        only_ca = Tls(tls(folder, "operator").ca)
+        await asked(handle, only_ca, handle.token)
+        for token in ("", "wrong"):
+            with pytest.raises(Unauthenticated):
+                await asked(handle, only_ca, token)
+        with pytest.raises(Unauthenticated):
+            await asked(handle, tls(folder, "operator"))  # it is not asked for its certificate
+        with pytest.raises(ServiceUnavailable, match="authority of --tls-ca"):
+            stranger = cluster(folder / "stranger")
+            await asked(handle, Tls(tls(stranger, "operator").ca), handle.token)
+
+
+async def test_only_names_of_the_domain_give_roles(folder: Path, tiny_dense: Path) -> None:
+    config = configured(tiny_dense, **IDLE, tls__folder=str(folder / "service"), tls__domain="elsewhere")
+    async with running(config) as handle:
+        with pytest.raises(Unauthenticated):
+            await asked(handle, tls(folder, "operator"))
+        await asked(handle, tls(folder, "operator"), handle.token)
+        async with Prompts(handle.address, handle.token, tls=tls(folder, "session")) as prompts:
+            await prompts.cancel(["q1"])
+
+
+async def test_a_service_without_tls_says_so_to_a_client_with_it(folder: Path, tiny_dense: Path) -> None:
+    async with running(configured(tiny_dense, **IDLE)) as handle:
+        with pytest.raises(ServiceUnavailable, match="speaks no TLS"):
+            await asked(handle, tls(folder, "operator"), handle.token)
+        assert (folder / AUTHORITY).is_dir()
