@@ -46,6 +46,8 @@ from dora.rpc.channel import server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.packed import packed_batches
 from dora.rpc.roles import Tokens
+from dora.rpc.secure import server_credentials
+from dora.tls import Tls
 
 TOKEN: Final = "of-this-run"
 GROUP_SIZE: Final = 8
@@ -56,7 +58,7 @@ PEER_S: Final = 900.0  # it may take so long to be installed, and to run
 
 def main() -> None:
     if sys.argv[1:2] == ["service"]:
-        asyncio.run(be_service(int(sys.argv[2]), int(sys.argv[3])))
+        asyncio.run(be_service(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=4096, help="of a step")
@@ -150,9 +152,11 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def served(options: argparse.Namespace) -> AsyncIterator[Service]:
+async def served(options: argparse.Namespace, tls: Path | None = None) -> AsyncIterator[Service]:
+    """``tls``: the folder of the service's certificate, for mutual TLS."""
     pipe = asyncio.subprocess.PIPE
     command = (sys.executable, __file__, "service", str(options.trajectories), str(options.tokens))
+    command += (str(tls),) if tls is not None else ()
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     service = Service(process)
     try:
@@ -164,11 +168,14 @@ async def served(options: argparse.Namespace) -> AsyncIterator[Service]:
         await process.wait()
 
 
-async def be_service(trajectories: int, tokens: int) -> None:
+async def be_service(trajectories: int, tokens: int, tls: str = "") -> None:
     servicer = StepService(trajectories, tokens)
     server = grpc.aio.server(interceptors=server_interceptors(Tokens(TOKEN)), options=server_options())
     stubs.add_TrainerServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls:
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(Tls.of_folder(tls), mutual=True))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
     reader = asyncio.StreamReader()

@@ -38,6 +38,8 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.kvtransfer.torch_group import make_group
+from dora.tls import Tls
+from dora.tls.contexts import Contexts
 
 SECRET: Final = bytes(range(32))
 PIECE_BYTES: Final = 1 << 20  # of the bare sockets' loop
@@ -187,9 +189,11 @@ def raw_gloo(stack: ExitStack, body: np.ndarray, child: Connection) -> Way:
 # The other process.
 
 
-def serve(parent: Connection, folder: str, size_bytes: int) -> None:
+def serve(
+    parent: Connection, folder: str, size_bytes: int, names: str = "shm,tcp,gloo", tls: Tls | None = None
+) -> None:
     with (
-        a_plane(Path(folder), 1, "shm,tcp,gloo", "") as (plane, address),
+        a_plane(Path(folder), 1, names, "", tls) as (plane, address),
         socket.create_server(("127.0.0.1", 0)) as bare,
     ):
         target = np.zeros(size_bytes, np.uint8)
@@ -240,10 +244,14 @@ def receive_bare(server: socket.socket, target: np.ndarray) -> None:
 
 
 @contextmanager
-def a_plane(folder: Path, epoch: int, transports: str, host: str) -> Iterator[tuple[DataPlane, str]]:
+def a_plane(
+    folder: Path, epoch: int, transports: str, host: str, tls: Tls | None = None
+) -> Iterator[tuple[DataPlane, str]]:
     listener = Listener("127.0.0.1")
     name = "target" if epoch == 1 else f"source{epoch}"
-    settings = PlaneSettings(SECRET, folder, tuple(transports.split(",")), timeout_s=WAIT_S)
+    settings = PlaneSettings(
+        SECRET, folder, tuple(transports.split(",")), timeout_s=WAIT_S, tls=Contexts(tls) if tls is not None else None
+    )
     plane = DataPlane(listener, Identity(name, epoch, "f", host or this_host()), settings)
     try:
         yield plane, listener.address

@@ -56,7 +56,7 @@ class Incoming:
         except TransferFailed as error:
             log.warning("kv: %s", error)
             return
-        checksum: Checksum = "xxh3" if peer.host == self._own.host else "blake3"
+        checksum: Checksum = "blake3" if self._own.needs_proof(peer) else "xxh3"
         digest = digest_with(checksum, self._secret)
         device = self.device if peer.host == self._own.host else None  # its checksum finds no forgery
         connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, checksum, digest, device)

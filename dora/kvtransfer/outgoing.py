@@ -135,9 +135,10 @@ class Pair:
             found = greet(stream, self._own, self._peer, self._secret)
         except TransferFailed as error:
             raise TransferFailed(f"{self._peer.worker_id}: {error}") from error
-        if found.host != self._own.host:
+        if self._own.needs_proof(found):
             self._checksum = "blake3"
             self._digest = digest_with("blake3", self._secret)
+        if found.host != self._own.host:
             self._device = None  # the device's checksum finds no forgery
             self._choice.rule_out("shm")
         return stream

@@ -2,8 +2,8 @@
 
 Both ends hold the run's secret and prove it without sending it: each makes a keyed BLAKE3 of both greetings, to which
 each has added a random number. An end of another run, model or epoch is refused with the reason. Later frames have tags
-under a key derived from the same two numbers, so frames of another connection are rejected. Nothing is encrypted:
-workers communicate in a network of their own.
+under a key derived from the same two numbers, so frames of another connection are rejected. Nothing is encrypted,
+except under TLS (``Stream.secure``), which comes first.
 """
 
 import hmac
@@ -34,6 +34,11 @@ class Identity:
     epoch: int
     fingerprint: str  # EngineCapability.fingerprint; ANY_MODEL for a pool, which only stores snapshots
     host: str  # ``this_host()``: equal if shared memory may be shared
+    is_sealed: bool = False  # all that it sends to another host, or takes, goes under TLS
+
+    def needs_proof(self, other: "Identity") -> bool:
+        """Returns whether the checksum between the two must find forgeries, as nothing else does."""
+        return self.host != other.host and not (self.is_sealed and other.is_sealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,13 @@ def _check_model(found: Identity, own: Identity) -> None:
 
 
 def _named(own: Identity) -> dict[str, Any]:
-    return {"worker_id": own.worker_id, "epoch": own.epoch, "fingerprint": own.fingerprint, "host": own.host}
+    return {
+        "worker_id": own.worker_id,
+        "epoch": own.epoch,
+        "fingerprint": own.fingerprint,
+        "host": own.host,
+        "sealed": own.is_sealed,
+    }
 
 
 def _identity(said: dict[str, Any]) -> Identity:
@@ -115,7 +126,7 @@ def _identity(said: dict[str, Any]) -> Identity:
     if not isinstance(epoch, int) or not all(isinstance(text, str) and len(text) <= _TEXT_MAX for text in texts):
         raise TransferFailed("the other end did not identify itself")
     worker_id, fingerprint, host = map(str, texts)
-    return Identity(worker_id, epoch, fingerprint, host)
+    return Identity(worker_id, epoch, fingerprint, host, said.get("sealed") is True)
 
 
 def _proof(secret: bytes, role: bytes, greeting: dict[str, Any], challenge: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -41,6 +41,7 @@ from dora.kvtransfer.wire import Stream
 from dora.tls.contexts import Contexts
 
 HELPERS: Final = 2  # threads
+IN_STREAM: Final = frozenset({"shm", "tcp"})  # transports whose bytes leave a host on the pair's own stream, or never
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class DataPlane:
         """``arena_bytes``: size of a pool's arena for received bodies. ``arena``: that of its previous epoch."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
-        self._own = own
+        self._own = own = replace(own, is_sealed=settings.tls is not None and set(settings.transports) <= IN_STREAM)
         self._settings = settings
         self._listener = listener
         self._arrivals = Arrivals()

@@ -1,10 +1,9 @@
 """A connected socket under TLS, for one thread that sends and one that receives.
 
-OpenSSL's connections are not made for two threads at once. So the socket never blocks, each call of OpenSSL is under a
-lock, and a thread waits for the network outside it. OpenSSL takes and gives one record at a time.
+OpenSSL's connections are not made for two threads at once, and take one record at a time. So OpenSSL works in memory,
+under a lock, on many records together; the network's calls are made outside the lock.
 """
 
-import errno
 import select
 import socket
 import ssl
@@ -17,65 +16,83 @@ from dora.errors import TransferFailed
 from dora.tls.contexts import Contexts
 
 RECORD_BYTES: Final = 16 << 10  # of content, at most
-SENDING_SHARE: Final = 0.25  # of the timeout: a call that has sent for so long returns
+TOGETHER: Final = 64  # records that are encrypted before they are sent
+RECEIVED_BYTES: Final = 512 << 10  # of one call, at most
 
 
 class SecureSocket:
-    """Has the methods of a socket that ``dora.kvtransfer.wire.Stream`` uses."""
+    """Has the methods of a socket that ``dora.kvtransfer.wire.Stream`` uses. The socket blocks, with timeouts of its
+    own.
+    """
 
     def __init__(self, connected: socket.socket, contexts: Contexts, timeout_s: float, *, server: bool) -> None:
-        """Takes over the socket. ``shake_hands`` must follow."""
+        """``shake_hands`` must follow."""
+        self._socket = connected
         self._contexts = contexts
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._ahead = b""  # received to find out that something has come
-        connected.setblocking(False)
+        self._lock = threading.Lock()  # of what OpenSSL has
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = contexts.context(server=server)
-        self._tls = context.wrap_socket(connected, server_side=server, do_handshake_on_connect=False)
-        self.family = self._tls.family
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(self._tls, select.POLLIN)
-        self._writable.register(self._tls, select.POLLOUT)
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._received = memoryview(bytearray(RECEIVED_BYTES))
+        self._ahead = b""  # content that was received to find out that some has come
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self.family = connected.family
 
     def shake_hands(self) -> None:
         """Raises TransferFailed if the other end is none of the run's."""
+        ends_s = time.monotonic() + self._timeout_s
         try:
-            self._shake_hands(time.monotonic() + self._timeout_s)
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._flush()
+                    if time.monotonic() > ends_s or not self._receive():
+                        raise ConnectionError("the other end ends, or is too slow") from None
+                except ssl.SSLError:
+                    self._flush()  # tells it why
+                    raise
+            self._flush()
             self._contexts.check_peer(self._tls.getpeercert(binary_form=True))
         except (OSError, ValueError) as error:
             said = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
             raise TransferFailed(f"no TLS connection came about: {said}") from error
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Sends some or all of ``parts``, as a socket does. Raises BlockingIOError if nothing goes for the timeout."""
-        began_s = time.monotonic()
+        """Sends as many records of ``parts`` as are encrypted together; returns the bytes of content."""
         sent = 0
-        for record in _records(parts):
-            self._write(record)
-            sent += len(record)
-            if time.monotonic() - began_s > SENDING_SHARE * self._timeout_s:
-                break
+        with self._lock:
+            for number, record in enumerate(_records(parts), start=1):
+                sent += self._tls.write(record)
+                if number == TOGETHER:
+                    break
+        self._flush()
         return sent
 
     def recv_into(self, target: memoryview, count: int = 0, flags: int = 0) -> int:
-        """Fills ``target``; with less if the other end closes, or is silent for the timeout after some bytes."""
+        """Fills ``target``; with less if the other end closes, or takes longer than the timeout."""
         taken = min(len(self._ahead), target.nbytes)
         target[:taken], self._ahead = self._ahead[:taken], self._ahead[taken:]
         ends_s = time.monotonic() + self._timeout_s
-        while taken < target.nbytes:
+        while True:
             try:
                 with self._lock:
-                    come = self._tls.recv_into(target[taken:])
-            except ssl.SSLWantReadError:
-                if not self._wait(self._readable, ends_s):
-                    break
-                continue
-            if not come:
+                    while taken < target.nbytes:
+                        come = self._tls.read(target.nbytes - taken, target[taken:])
+                        if not come:
+                            return taken
+                        taken += int(come)
                 return taken
-            taken += come
-        if not taken:
-            raise BlockingIOError(errno.EAGAIN, "nothing came")
-        return taken
+            except ssl.SSLWantReadError:
+                if taken and time.monotonic() > ends_s:
+                    return taken
+            except ssl.SSLEOFError:
+                return taken
+            if not self._receive():
+                return taken
 
     def is_readable(self, wait_s: float) -> bool:
         """Returns whether content, or the end, comes within the time. TLS's own messages do not count."""
@@ -83,52 +100,46 @@ class SecureSocket:
         while not self._ahead:
             try:
                 with self._lock:
-                    self._ahead = self._tls.recv(RECORD_BYTES)
+                    self._ahead = self._tls.read(RECORD_BYTES)
                 if not self._ahead:
                     return True
             except ssl.SSLWantReadError:
-                if not self._wait(self._readable, ends_s):
+                if not self._poll.poll(max(0.0, ends_s - time.monotonic()) * 1000):
                     return False
+                if not self._receive():
+                    return True
+            except ssl.SSLEOFError:
+                return True
         return True
 
     def setsockopt(self, *option: Any) -> None:
-        self._tls.setsockopt(*option)
+        self._socket.setsockopt(*option)
 
     def getsockname(self) -> Any:
-        return self._tls.getsockname()
+        return self._socket.getsockname()
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection for threads that wait. Not as ssl does, which would continue in the clear."""
-        socket.socket.shutdown(self._tls, how)
+        self._socket.shutdown(how)
 
     def close(self) -> None:
-        self._tls.close()
+        self._socket.close()
 
-    def _shake_hands(self, ends_s: float) -> None:
-        while True:
-            try:
-                return self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                waiting = self._readable
-            except ssl.SSLWantWriteError:
-                waiting = self._writable
-            if not self._wait(waiting, ends_s):
-                raise BlockingIOError(errno.EAGAIN, f"the other end is silent for {self._timeout_s:g} s")
+    def _flush(self) -> None:
+        """Sends what is encrypted. Only the thread that sends calls it, so records stay in order."""
+        with self._lock:
+            waiting = memoryview(self._outgoing.read())
+        while waiting:
+            waiting = waiting[self._socket.send(waiting) :]
 
-    def _write(self, record: memoryview) -> None:
-        ends_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                with self._lock:
-                    self._tls.send(record)
-                return
-            except ssl.SSLWantWriteError:
-                if not self._wait(self._writable, ends_s):
-                    raise BlockingIOError(errno.EAGAIN, "nothing goes") from None
-
-    @staticmethod
-    def _wait(poll: select.poll, ends_s: float) -> bool:
-        return bool(poll.poll(max(0.0, ends_s - time.monotonic()) * 1000))
+    def _receive(self) -> int:
+        """Receives some bytes for OpenSSL; 0: the other end has closed."""
+        came = self._socket.recv_into(self._received)
+        with self._lock:
+            if came:
+                self._incoming.write(self._received[:came])
+            else:
+                self._incoming.write_eof()
+        return came
 
 
 def _records(parts: Sequence[memoryview]) -> Iterator[memoryview]:
