@@ -1,6 +1,7 @@
 """``dora demo``"""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from dora.cli.exits import ExitCode
 from dora.cli.options import WINDOW_METAVAR, JsonOption, SettingsOption, check_no_secret, window_size
 from dora.cli.output import print_json, stderr, stdout
 from dora.system.signals import drain_on_signals
+from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
 if TYPE_CHECKING:
     from dora.demo.folder import OutFolder
@@ -60,6 +62,8 @@ def demo(
     from dora.demo.summary import print_summary
 
     check_no_secret(settings)
+    for variable in (FOLDER_VARIABLE, *VARIABLES.values()):  # its own service listens on loopback, in the clear
+        os.environ.pop(variable, None)
     options = DemoOptions(
         model=model,
         out=out,

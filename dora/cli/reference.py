@@ -31,6 +31,7 @@ from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.recovery.replay import Known, Summary
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
+from dora.rpc.access import ACCESS, may_call
 from dora.rpc.errors import (
     CallFailed,
     NoAnswer,
@@ -39,6 +40,7 @@ from dora.rpc.errors import (
     Unauthenticated,
     status_of,
 )
+from dora.rpc.roles import Role
 from dora.sim.fault_kinds import KINDS
 from dora.sim.report import BrokenReport, Report
 from dora.sim.scenario import Scenario
@@ -94,6 +96,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Commands", ("command", "what it does", "example"), _commands()
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
     yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
+    yield "Who may call what", ("method of `dora.proto`", *Role), _access()
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
@@ -167,6 +170,12 @@ def _commands() -> Rows:
     own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
     for name, (function, example) in (COMMANDS | own).items():
         yield f"`{name}`", (function.__doc__ or "").partition("\n")[0], f"`{example}`"
+
+
+def _access() -> Rows:
+    """A row for each method: which roles may call it."""
+    for method in ACCESS:
+        yield f"`{method}`", *("yes" if may_call(role, method) else "" for role in Role)
 
 
 def _errors() -> Rows:

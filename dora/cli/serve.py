@@ -29,7 +29,7 @@ TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it 
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers.
 Weights: {versions}.
-{ends}
+{ends}{tls}
 
   export DORA_TOKEN={token}
   dora watch --address {address}
@@ -47,6 +47,7 @@ That is the owner's token: it may do all that follows. For those who are to do o
           step.commit(weights=model)
 """
 
+GUARDED = "\nIt is under TLS: clients need --tls DIR, or DORA_TLS=DIR, with a certificate of the same authority."
 DRAINS = "Ctrl-C drains and stops."
 CARRIES_ON = "Ctrl-C stops without draining; the next start with --state {state} carries on."
 
@@ -269,6 +270,8 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> None:
+    from dora.orchestrator.guard import tls_of
+
     if as_json:
         print_json(
             {
@@ -285,6 +288,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
             ATTACH.format(
                 address=handle.address,
                 token=handle.token,
+                tls=GUARDED if tls_of(config) is not None else "",
                 ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
                 roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
                 model=config.service.begin_from or config.model,

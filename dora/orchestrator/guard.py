@@ -1,6 +1,7 @@
 """The TLS files of a service: found by its settings, and checked before a start."""
 
 from dora.config import Config
+from dora.kvtransfer.plane import IN_STREAM
 from dora.rpc.channel import is_wildcard
 from dora.tls import Tls
 from dora.tls.certificate import holder_of
@@ -30,4 +31,6 @@ def check_tls(config: Config) -> str:
     check_names(tls, found, "localhost" if is_wildcard(host) else host)
     ends = holder_of(found.cert).ends
     guarded = "certificates" if config.tls.clients == "certificate" else "a token"
-    return f"{tls.cert}, valid until {ends:%Y-%m-%d %H:%M:%S} UTC; clients show {guarded}"
+    described = f"{tls.cert}, valid until {ends:%Y-%m-%d %H:%M:%S} UTC; clients show {guarded}"
+    unguarded = [name for name in config.kv.transports.split(",") if name not in IN_STREAM]
+    return described + (f"; KV by {', '.join(unguarded)} is not guarded" if unguarded else "")

@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ CHALLENGE_S: Final = 30.0  # a connection that answers nothing is given up
 PROOF_S: Final = 60.0  # so does a call whose answer does not begin
 CROWDED_S: Final = 5.0  # a service that closes connections as they come, because it has too many, is tried for so long
 CROWDED_PAUSE_S: Final = 0.1
+LOOK_S: Final = 1.0  # between two looks at the files of a certificate, while its connection stands
+EARLIER_MAX: Final = 3  # channels with earlier certificates that are kept for their open calls
 CROWDED: Final = ("Socket closed", "reset by peer", "Broken pipe")  # in gRPC's words of such a connection
 Metadata = tuple[tuple[str, str], ...]
 
@@ -193,7 +196,8 @@ class ProvenChannel(grpc.aio.Channel):
         self._channel = channel
         self._prover = prover
         self._reopened = reopened
-        self._closing: set[asyncio.Task[None]] = set()
+        self._earlier: deque[grpc.aio.Channel] = deque()  # on which calls may still be open
+        self._looked_s = 0.0
         self._session: Session | None = None
         self._asking = asyncio.Lock()
 
@@ -232,13 +236,20 @@ class ProvenChannel(grpc.aio.Channel):
         """Returns what one call sends, of a session with a service that has proved itself over this connection."""
         async with self._asking:
             is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
-            if not is_connected and (channel := self._reopened()) is not None:
-                left, self._channel, self._session = self._channel, channel, None
-                self._closing.add(closing := asyncio.create_task(left.close(None)))
-                closing.add_done_callback(self._closing.discard)
+            if not is_connected or time.monotonic() - self._looked_s > LOOK_S:
+                self._looked_s = time.monotonic()
+                await self._replace()
             if self._session is None or not is_connected:
                 self._session = await self._prover.challenge(self._channel, method, timeout_s)
             return self._session.credential(method)
+
+    async def _replace(self) -> None:
+        """Makes later calls on another channel if the certificate of this one has been replaced. Open calls stay."""
+        if (channel := self._reopened()) is not None:
+            self._earlier.append(self._channel)
+            self._channel, self._session = channel, None
+            if len(self._earlier) > EARLIER_MAX:
+                await self._earlier.popleft().close(None)
 
     def unary_unary(self, method: str, *serializers: Any, _registered_method: bool | None = False, **named: Any) -> Any:
         def make(request: Any, **sent: Any) -> Any:
@@ -295,8 +306,8 @@ class ProvenChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
-        if self._closing:
-            await asyncio.wait(self._closing)
+        while self._earlier:
+            await self._earlier.popleft().close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect)
@@ -368,7 +379,7 @@ def proven_channel(
 ) -> ProvenChannel:
     """Returns a channel as ``open_channel`` does, with the prover's TLS. ``prover``: or a token, for one connection.
 
-    After a broken connection it connects with the certificate that the files have by then.
+    Once the files have another certificate, later calls use a connection with that one; open calls stay on theirs.
     """
     known = Prover(address, prover) if isinstance(prover, str) else prover
     used: grpc.ChannelCredentials | None = None

@@ -66,7 +66,10 @@ def _holder(certificate: x509.Certificate, domain: str) -> Holder:
 
 def _of_uri(uri: str, domain: str) -> tuple[str, str] | None:
     """The role and name of a SPIFFE URI, if it has one."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return None
     mark, _, rest = parts.path.removeprefix("/").partition("/")
     role, _, name = rest.partition("/")
     is_ours = parts.scheme == "spiffe" and not parts.query and not parts.fragment and mark == MARK and bool(role)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError
-from dora.kvtransfer.plane import DataPlane
+from dora.kvtransfer.plane import DataPlane, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import add_options, check_token, tls_of
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.interfaces import restrict_groups
 from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import stop_on_signals
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tls = tls_of(options)
         check_token(token, tls)
+        restrict_groups(options.kv_host or local_host(options.orchestrator))
         engine = make_engine(options)
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
