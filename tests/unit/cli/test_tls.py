@@ -92,7 +92,7 @@ def test_a_service_refuses_bad_files_in_one_line_at_its_start(dry_run: bool, tmp
     readable.chmod(0o644)
     settings = ("workers.engine=fake", "workers.max_model_len_tokens=512", "prompts.source=tiny")
     base = ("serve", "--model", str(tiny_dense), *(part for each in settings for part in ("--set", each)))
-    for given, words in (
+    refusals = (
         (("--tls", str(tmp_path / "none")), "No such file"),
         (("--tls", str(service), "--tls-key", str(folder / "trainer/key.pem")), "does not fit"),
         (("--tls", str(service), "--tls-key", str(readable)), "mode 0644"),
@@ -102,7 +102,8 @@ def test_a_service_refuses_bad_files_in_one_line_at_its_start(dry_run: bool, tmp
         (("--tls", str(service), "--tls-ca", str(cluster(tmp_path / "other") / "service/ca.pem")), "is not accepted"),
         (("--tls", str(service), "--tls-clients", "all"), "tls.clients"),
         (("--tls", str(service), "--listen", "127.0.0.2:0"), "not 127.0.0.2"),
-    ):
+    )
+    for given, words in refusals if dry_run else refusals[4:6]:
         code, shown = said(*base, *(("--dry-run",) if dry_run else ()), *given)
         assert code == 2 and words in shown and "Traceback" not in shown, (given, shown)
         errors = [line for line in shown.splitlines() if "checked" not in line]
