@@ -16,6 +16,7 @@ from dora.cli.options import AddressOption, JsonOption, TokenOption, source_of
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
 from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
 from dora.errors import MISSING
+from dora.tls import Tls
 
 if TYPE_CHECKING:
     from dora.client import Operator, Prompts
@@ -288,8 +289,9 @@ def ask(
                 return await call(client)
             except ServiceUnavailable as error:
                 if isinstance(error, NoAnswer) or await _listens(address):
+                    hint = "" if Tls.from_environment() else "; a service under TLS needs --tls"
                     raise NoAnswer(
-                        f"{address} accepts connections, but no service answered in time: {error}"
+                        f"{address} accepts connections, but no service answered in time{hint}: {error}"
                     ) from error
                 raise ServiceUnavailable(f"no service answers at {address}: {error}") from error
             except Unauthenticated as error:

@@ -17,11 +17,12 @@ from dora.pool.loop import PoolLoop
 from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.session.guarded import add_options, check_token, tls_of
+from dora.session.guarded import check_token
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import stop_on_signals
+from dora.tls.options import add_options, tls_of
 
 MEGABYTE = 10**6
 

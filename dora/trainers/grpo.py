@@ -64,6 +64,7 @@ async def train(
     client = Trainer(
         config.address,
         token=config.token,
+        tls=config.tls,
         name="grpo",
         reconnect_s=config.reconnect_s,
         take_over=config.take_over,

@@ -11,6 +11,8 @@ import torch
 
 from dora.errors import InvalidValue
 from dora.system.secret_file import read_token
+from dora.tls import Tls
+from dora.tls.options import add_options, tls_of
 from dora.trainers.learner import LearnerConfig
 from dora.trainers.objectives.presets import add_objective, objective_of
 
@@ -23,7 +25,7 @@ _COMMON: Final = (
 @dataclass(frozen=True, slots=True)
 class GrpoConfig:
     address: str
-    token: str = field(repr=False)
+    token: str | Path = field(repr=False)  # or the file that has it, which is read again
     model: str = ""  # Hugging Face folder; empty: the service's newest version, which requires a shared host
     groups: int = 0  # prompt groups per step; 0: the service's setting
     steps: int = 0  # 0: until the prompts are exhausted
@@ -39,6 +41,7 @@ class GrpoConfig:
     rank_timeout_s: float = 120.0  # how long one of several ranks may take for a micro-batch
     tensorboard: str = ""  # folder for event files; empty: none
     wandb: str = ""  # project; empty: none
+    tls: Tls | None = None  # None: that of DORA_TLS and the like
     learner: LearnerConfig = field(default_factory=LearnerConfig)
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     defaults = LearnerConfig()
     parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
     parser.add_argument("--token-file", metavar="FILE", help="readable by its owner only; default: $DORA_TOKEN")
+    add_options(parser)
     parser.add_argument("--token", action=_RefuseSecret, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="", help="Hugging Face folder; default: the service's newest version")
     parser.add_argument("--groups", type=int, default=0, help="prompt groups per step; 0: the service's setting")
@@ -115,9 +119,12 @@ def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
         clip_alarm=given.clip_alarm,
         **learner,
     )
-    token = os.environ.get("DORA_TOKEN", "") if given.token_file is None else read_token(Path(given.token_file))
+    token = os.environ.get("DORA_TOKEN", "") if given.token_file is None else Path(given.token_file)
+    if isinstance(token, Path):
+        read_token(token)  # it is refused before the model is loaded
     return {name: getattr(given, name) for name in _COMMON} | {
         "token": token,
+        "tls": tls_of(given),
         "rank_timeout_s": given.rank_timeout,
         "learner": config,
     }

@@ -16,13 +16,14 @@ from typing import Final
 from dora.errors import DoraError
 from dora.kvtransfer.plane import DataPlane, local_host
 from dora.rpc import dora_pb2 as pb
-from dora.session.guarded import add_options, check_token, tls_of
+from dora.session.guarded import check_token
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.interfaces import restrict_groups
 from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import stop_on_signals
+from dora.tls.options import add_options, tls_of
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine

@@ -16,7 +16,7 @@ from dora.rpc.access import caller_by, check_certificate
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import Role
 from dora.session import guarded
-from dora.tls import Tls
+from dora.tls import Tls, options
 from dora.tls.certificate import Holder, holder_of
 from dora.tls.files import VARIABLES
 from dora.tls.watched import Watched
@@ -101,15 +101,15 @@ def test_workers_and_pools_take_options_or_variables(tmp_path: Path, monkeypatch
     for variable in ("DORA_TLS", *VARIABLES.values()):
         monkeypatch.delenv(variable, raising=False)
     folder, parser = cluster(tmp_path), argparse.ArgumentParser()
-    guarded.add_options(parser)
-    assert guarded.tls_of(parser.parse_args([])) is None
+    options.add_options(parser)
+    assert options.tls_of(parser.parse_args([])) is None
     own = tls(folder, "worker")
     single = ["--tls-cert", own.cert, "--tls-key", own.key, "--tls-ca", own.ca]
-    assert guarded.tls_of(parser.parse_args(["--tls", str(folder / "worker")])) == own
-    assert guarded.tls_of(parser.parse_args(single)) == own
+    assert options.tls_of(parser.parse_args(["--tls", str(folder / "worker")])) == own
+    assert options.tls_of(parser.parse_args(single)) == own
     for name, value in own.environment().items():
         monkeypatch.setenv(name, value)
-    assert guarded.tls_of(parser.parse_args([])) == own
+    assert options.tls_of(parser.parse_args([])) == own
     guarded.check_token("", own)
     for nothing in (None, Tls(own.ca)):
         with refused(InvalidValue, field="DORA_TOKEN"):
