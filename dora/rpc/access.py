@@ -37,6 +37,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Prompts/Cancel": _SUBMITTER,
         "Prompts/Evaluate": _SUBMITTER,
         "Sessions/Attend": _ENVIRONMENT,
+        "Sessions/Open": _ENVIRONMENT,
         "Sessions/Turn": _SESSION,
         "Sessions/EndSession": _SESSION,
         "Sessions/FailSession": _SESSION,

@@ -690,7 +690,7 @@ class SessionsStub:
     A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
     and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
     first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
-    A caller has the token of Prompts.
+    A caller has the token of Prompts, or one of the narrower roles environment and session: docs/security.md.
     """
 
     def __init__(self, channel):
@@ -732,7 +732,7 @@ class SessionsServicer:
     A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
     and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
     first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
-    A caller has the token of Prompts.
+    A caller has the token of Prompts, or one of the narrower roles environment and session: docs/security.md.
     """
 
     def Attend(self, request, context):
@@ -820,7 +820,7 @@ class Sessions:
     A session is one response of a prompt with an environment. Its turns alternate between tokens that the policy samples
     and tokens that the environment gives (tool results, user turns). All turns are sampled by one policy version. The
     first turn begins by itself. Between two turns the session holds no slot of an engine, and its KV is kept.
-    A caller has the token of Prompts.
+    A caller has the token of Prompts, or one of the narrower roles environment and session: docs/security.md.
     """
 
     @staticmethod

@@ -13,7 +13,13 @@ from tests.abuse.callers import answer
 LEAST = {
     Role.METRICS: {"Operator/GetStatus", "Operator/WatchStatus"},
     Role.SESSION: {"Sessions/Turn", "Sessions/EndSession", "Sessions/FailSession"},
-    Role.ENVIRONMENT: {"Sessions/Attend", "Sessions/Turn", "Sessions/EndSession", "Sessions/FailSession"},
+    Role.ENVIRONMENT: {
+        "Sessions/Attend",
+        "Sessions/Open",
+        "Sessions/Turn",
+        "Sessions/EndSession",
+        "Sessions/FailSession",
+    },
     Role.WORKER: {"Worker/Connect"},
     Role.HOST: {"Host/Join", "Host/ListFiles", "Host/FetchFile"},
 }  # of the narrow roles: all that each may call
