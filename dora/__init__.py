@@ -1,8 +1,9 @@
 """DORA: a rollout service for reinforcement-learning post-training of language models.
 
 ``import dora`` is light: it loads neither torch nor vLLM. ``dora.Trainer`` is the trainer's client, ``dora.Prompts``
-the client for prompts, ``dora.Prompt`` a submitted prompt, ``dora.Sessions`` the client of an environment, and
-``dora.AllRanks`` weights that several ranks hold together. ``dora.sync`` has the first two for synchronous code.
+the client for prompts, ``dora.Prompt`` a submitted prompt, ``dora.Sessions`` the client of an environment,
+``dora.AllRanks`` weights that several ranks hold together, and ``dora.Tls`` a client's certificate. ``dora.sync`` has
+the first two for synchronous code.
 """
 
 import os
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from dora import sync
     from dora.client import AllRanks, Prompts, Sessions, Trainer
     from dora.data.types import Prompt
+    from dora.tls import Tls
 
-__all__ = ["AllRanks", "Prompt", "Prompts", "Sessions", "Trainer", "__version__", "sync"]
+__all__ = ["AllRanks", "Prompt", "Prompts", "Sessions", "Tls", "Trainer", "__version__", "sync"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from dora.data.types import Prompt
 
         return Prompt
+    if name == "Tls":
+        from dora.tls import Tls
+
+        return Tls
     if name == "sync":
         return import_module("dora.sync")
     raise AttributeError(f"module 'dora' has no attribute {name!r}")
