@@ -17,7 +17,7 @@ from dora.pool.loop import PoolLoop
 from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.session.guarded import check_token
+from dora.session.guarded import check_credentials
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     """
     token = os.environ.pop("DORA_TOKEN", "")
     tls = tls_of(options)
-    check_token(token, tls)
+    check_credentials(token, tls)
     if options.memory_mb < 1:
         raise InvalidValue("--memory-mb", options.memory_mb, "at least 1")
     memory_bytes, spill_bytes = options.memory_mb * MEGABYTE, options.spill_mb * MEGABYTE

@@ -16,7 +16,7 @@ from typing import Final
 from dora.errors import DoraError
 from dora.kvtransfer.plane import DataPlane, local_host
 from dora.rpc import dora_pb2 as pb
-from dora.session.guarded import check_token
+from dora.session.guarded import check_credentials
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.interfaces import restrict_groups
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     token = os.environ.pop("DORA_TOKEN", "")  # its own children, such as the ranks of an engine, need none
     try:
         tls = tls_of(options)
-        check_token(token, tls)
+        check_credentials(token, tls)
         restrict_groups(options.kv_host or local_host(options.orchestrator))
         engine = make_engine(options)
     except DoraError as error:

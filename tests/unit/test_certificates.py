@@ -15,7 +15,7 @@ from dora.errors import InvalidValue
 from dora.rpc.access import caller_by, check_certificate
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import Role
-from dora.session import guarded
+from dora.session.guarded import check_credentials
 from dora.tls import Tls, options
 from dora.tls.certificate import Holder, holder_of
 from dora.tls.files import VARIABLES
@@ -110,7 +110,9 @@ def test_workers_and_pools_take_options_or_variables(tmp_path: Path, monkeypatch
     for name, value in own.environment().items():
         monkeypatch.setenv(name, value)
     assert options.tls_of(parser.parse_args([])) == own
-    guarded.check_token("", own)
-    for nothing in (None, Tls(own.ca)):
-        with refused(InvalidValue, field="DORA_TOKEN"):
-            guarded.check_token("", nothing)
+    check_credentials("", own)
+    with refused(InvalidValue, field="DORA_TOKEN"):
+        check_credentials("", None)
+    for unfit in (Tls(own.ca), tls(folder, "trainer")):  # none, and one that no server may use
+        with refused(InvalidValue, field="tls.cert"):
+            check_credentials("secret", unfit)
