@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import SessionsStub
 from dora.rpc.errors import ServiceUnavailable
+from dora.tls import Tls
 
 log = logging.getLogger("dora.client")
 
@@ -176,10 +178,17 @@ class Session:
 class Sessions(Client):
     """Attends an environment: gets sessions of the prompts that name it."""
 
-    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """Raises InvalidValue for a token that is not printable ASCII."""
-        super().__init__(address, token, max_message_bytes=max_message_bytes)
-        self._connections = Connections(address, token, max_message_bytes)
+    def __init__(
+        self,
+        address: str,
+        token: str | Path = "",
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
+    ) -> None:
+        """Arguments and errors as those of :class:`Client`."""
+        super().__init__(address, token, max_message_bytes=max_message_bytes, tls=tls)
+        self._connections = Connections(address, token, max_message_bytes, tls)
 
     async def close(self) -> None:
         await self._connections.close()
