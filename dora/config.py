@@ -22,6 +22,7 @@ from dora.data.limits import (
     Count,
     Fraction,
     GroupSize,
+    GroupSizeMin,
     Period,
     PositiveShare,
     Seconds,
@@ -32,6 +33,7 @@ from dora.data.limits import (
     Timeout,
     VariableName,
     Versions,
+    check_size_min,
 )
 from dora.data.types import EngineNumerics
 from dora.data.validation import kind_of, validated_as, words_of
@@ -126,6 +128,9 @@ class RolloutConfig(Section):
     """The sampling of responses, unless their prompt says otherwise."""
 
     group_size: GroupSize = Field(8, description="responses per prompt")
+    group_size_min: GroupSizeMin = Field(
+        0, description="of these, so many start at once, and the rest once two rewards differ; 0: all start at once"
+    )
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
     temperature: float = Field(
         1.0, ge=0.0, le=TEMPERATURE_MAX, description="of sampling; 0: the likeliest token, else at least 0.01"
@@ -150,6 +155,11 @@ class RolloutConfig(Section):
     def _is_sampled_as_it_says(self) -> Self:
         if 0.0 < self.temperature < TEMPERATURE_MIN:  # an engine would raise it
             raise InvalidValue("rollout.temperature", self.temperature, f"0, or a number from {TEMPERATURE_MIN:g} on")
+        return self
+
+    @model_validator(mode="after")
+    def _starts_some_at_once(self) -> Self:
+        check_size_min(self.group_size_min, self.group_size, "rollout.group_size_min")
         return self
 
 
@@ -496,6 +506,7 @@ class ColumnsConfig(Section):
     answer: str = Field("", description='what the reward function gets as verifier["answer"]')
     verifier: str = Field("", description="an object that the reward function gets")
     group_size: str = Field("", description="responses to it")
+    group_size_min: str = Field("", description="responses that start at once, the rest once two rewards differ")
     sampling: str = Field("", description="an object of sampling parameters")
     priority: str = Field("", description="of prompts that wait, the highest goes first")
     environment: str = Field("", description="the environment that drives its responses, as sessions of several turns")

@@ -24,6 +24,7 @@ _FIELDS: Final = (
     "answer",
     "verifier",
     "group_size",
+    "group_size_min",
     "sampling",
     "priority",
     "environment",
@@ -56,8 +57,8 @@ class Prompts(Client):
 
         A prompt is a Prompt, a text, or a mapping with the fields of a row of a prompts file: one of ``prompt`` (or
         ``text``), ``messages`` (a chat) and ``prompt_token_ids`` (or ``token_ids``); then ``prompt_id`` (default: a new
-        one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling``, ``priority`` and ``environment``. The
-        service tokenizes texts and chats.
+        one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``group_size_min``, ``sampling``, ``priority`` and
+        ``environment``. The service tokenizes texts and chats.
 
         Raises InvalidValue for a refused prompt (for example, one that is too long), Conflict for a duplicate id,
         LimitExceeded if the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
@@ -175,6 +176,7 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
                 verifier_json=json.dumps(verifier),
                 priority=record.get("priority", 0),
                 environment=record.get("environment", ""),
+                group_size_min=record.get("group_size_min", 0),
             )
         )
         if "messages" in record:

@@ -27,6 +27,14 @@ class AdmitGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowGroup:
+    """The rewards of a group differ; these members, dormant so far, start."""
+
+    group_id: str
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DropPrompt:
     """Forget an offered prompt that was cancelled."""
 
@@ -290,6 +298,7 @@ class Thaw(WorkerCommand):
 Command = (
     DrawPrompts
     | AdmitGroup
+    | GrowGroup
     | DropPrompt
     | ScoreRequest
     | BreakOffSession

@@ -40,6 +40,12 @@ class OfferedPrompt:
     known_tokens: tuple[int, ...] = ()
     priority: int = 0
     sessions: bool = False  # its responses are sessions: each may have several turns, and its environment ends it
+    group_size_min: int = 0  # members that start at once; 0: all
+
+    @property
+    def at_once(self) -> int:
+        """The number of members that start at the admission."""
+        return self.group_size_min or self.group_size
 
     @property
     def begins_idle(self) -> bool:
@@ -69,9 +75,11 @@ class AdmissionEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestScored:
-    """The verifier has scored a finished request."""
+    """The verifier has scored a finished request. ``reward`` counts if ``valid``."""
 
     request_id: str
+    reward: float = 0.0
+    valid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +385,7 @@ class RestoredGroup:
     version: int
     deadline: int  # the last step that may train on it, by the window at its admission
     age_s: float = 0.0  # since its admission
+    rewards: tuple[float, ...] = ()  # State.undecided of a group with dormant members
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -385,7 +394,7 @@ class RestoredRequests:
 
     rows: Int32Column  # names in reports, all different
     tokens: Int32Column  # response tokens that the service has
-    stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored. 3: idle
+    stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored. 3: idle. 4: dormant. 5: skipped
     attempts: Uint8Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # replacements before it; (0,): none
     given: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))  # State.requests["given"]; (0,): none
     # of prompts that environments have given; 0: it has that of its group. (0,): all have

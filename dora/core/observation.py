@@ -4,7 +4,7 @@ import numpy as np
 
 from dora.core.groups.window import Window
 from dora.core.rules.admission import admissible
-from dora.core.state import RUNNING, State, unfinished
+from dora.core.state import DORMANT, RUNNING, SKIPPED, State, unfinished
 from dora.core.table import Column, Table
 from dora.core.view import RequestColumns, View, WorkerColumns
 
@@ -15,7 +15,8 @@ def view_of(state: State) -> View:
     live = range(window.oldest_live, window.newest_sound + 1)
     dried_up = state.exhausted and not state.backlog
     groups = max(1, state.groups.used)
-    tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
+    start = np.where(status == DORMANT, state.rates.growth, status != SKIPPED)  # the chance that a request ever runs
+    tokens, prompt_tokens = (float(start @ requests[name]) for name in ("expected", "prompt_tokens"))  # free rows are 0
     return View(
         now_s=state.now_s,
         step=window.step,

@@ -35,10 +35,12 @@ class RequestStatus(IntEnum):
     FINISHED = 3  # complete, being scored
     SCORED = 4
     IDLE = 5  # a session between two turns; its KV is on a worker (resident), in a pool (parked) or nowhere (cold)
+    DORMANT = 6  # starts if the rewards of its group differ (rules/growth.py)
+    SKIPPED = 7  # never started: the rewards of its group do not differ
 
 
 # plain integers: numpy takes sixty times as long to compare a cell with a member of an enumeration
-WAITING, RUNNING, FINISHED, SCORED, IDLE = map(int, RequestStatus)
+WAITING, RUNNING, FINISHED, SCORED, IDLE, DORMANT, SKIPPED = map(int, RequestStatus)
 
 
 class GroupStatus(IntEnum):
@@ -109,6 +111,8 @@ class Counters:
     turns_resumed: int = 0  # next turns that began where the KV was, or after its move
     turns_forked: int = 0  # turns that left the branch of their session
     turns_reprefilled: int = 0  # next turns that began without KV
+    members_started_late: int = 0  # of groups that grew, as their rewards differ
+    members_skipped: int = 0  # of groups that were settled without them
     sessions_replaced: int = 0
     sessions_broken_off: int = 0  # ended by a time limit or after too many failures
     workers_lost: int = 0
@@ -145,8 +149,9 @@ class State:
                 "status": np.int8,
                 "version": np.int64,
                 "deadline": np.int64,  # the last step that may train on it, set at its admission
-                "unfinished": np.int64,
-                "unscored": np.int64,
+                "at_once": np.int64,  # members that started with it
+                "unfinished": np.int64,  # of the members that have started
+                "unscored": np.int64,  # likewise
                 "admitted_s": np.float64,
             }
         )
@@ -184,6 +189,7 @@ class State:
         )
         self.request_id: dict[int, str] = {}
         self.request_row: dict[str, int] = {}
+        self.undecided: dict[int, tuple[float, ...]] = {}  # group row with dormant members -> its valid reward, if any
         self.traits: dict[int, PromptTraits] = {}  # group row -> traits that lengths are predicted from
         self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows that wait to run
         self.idle: dict[int, set[int]] = {}  # version -> rows of idle sessions; no empty entries

@@ -20,6 +20,8 @@ COUNTERS: Final = {
     "kv_tokens_parked": "KV tokens now in pools, or on the way there",
     "loads_failed": "failed loads of weights by workers",
     "messages_refused": "invalid reports of workers: each was discarded and its worker replaced",
+    "members_skipped": "responses that were not sampled, as the rewards of their group do not differ",
+    "members_started_late": "responses that began after rewards of their group differed",
     "migrations_failed": "failed handoffs; the request stayed at its worker",
     "migrations_kv": "requests moved with their KV cache",
     "migrations_overtaken": "handoffs cancelled because the response ended first",

@@ -9,6 +9,8 @@ from typing import Annotated, Final
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import Strict, StringConstraints
 
+from dora.errors import InvalidValue
+
 WINDOW_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 20
 GROUP_SIZE_MAX: Final = 4096
@@ -43,6 +45,7 @@ StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's s
 Count = Annotated[int, Ge(1), Le(COUNT_MAX)]  # of accelerators, slots, parts of a batch
 Groups = Annotated[int, Ge(1), Le(GROUPS_MAX)]  # prompt groups of a step
 GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MAX)]
+GroupSizeMin = Annotated[int, Ge(0), Le(GROUP_SIZE_MAX)]  # 0: not given (validation.check_size_min)
 Versions = Annotated[int, Ge(1), Le(WINDOW_MAX)]  # that may be live
 Turns = Annotated[int, Ge(1), Le(4096)]  # of one trajectory
 Tokens = Annotated[int, Ge(1), Le(TOKENS_MAX)]  # of one response: its square has to fit into 64 bits
@@ -62,3 +65,12 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_*][A-Za-z0-9_
 LogTokens = Annotated[float, Ge(-50.0), Le(50.0)]  # e^21 is the most Tokens
 Sigma = Annotated[float, Ge(0.0), Le(20.0)]  # of log lengths
 LatencySigma = Annotated[float, Ge(0.0), Le(3.0)]  # of a million calls the longest then takes 17,000 times the mean
+
+
+def check_size_min(size_min: object, group_size: int, field: str) -> None:
+    """Raises InvalidValue for a number of members that cannot start a group of ``group_size`` alone; 0: not given.
+
+    One reward differs from no other, so a group of several starts with two at least.
+    """
+    if type(size_min) is not int or (size_min and not min(2, group_size) <= size_min <= group_size):
+        raise InvalidValue(field, size_min, f"0, or a whole number from 2 to the group size of {group_size}")

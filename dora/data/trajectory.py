@@ -51,7 +51,7 @@ class Trajectory:
     prompt_id: Annotated[str, "the prompt", Declared(SAME, ADMITTED)]
     task_id: Annotated[str, "the prompt's task, as its source names it", Declared(SAME, ADMITTED)]
     sample_index: Annotated[int, "0 to group_size - 1", Declared(EACH, ADMITTED, column="sample_indexes")]
-    group_size: Annotated[int, "responses to the prompt", Declared(SAME, ADMITTED)]
+    group_size: Annotated[int, "responses to the prompt that are delivered", Declared(SAME, ADMITTED)]
     behaviour_version: Annotated[int, "the policy version that sampled every token", Declared(SAME, ADMITTED)]
     reference_version: Annotated[int, "the frozen version a KL term refers to", Declared(SAME, NOWHERE)]
     trained_step: Annotated[int, "the step that the group is leased to", Declared(SAME, NOWHERE)]

@@ -47,6 +47,12 @@ class Prompt:
     verifier_json: str = "{}"  # whatever the reward function needs: the answer, the entry, ...
     priority: int = 0  # of those that wait, the highest is admitted first
     environment: str = ""  # drives its responses, which are sessions of several turns; empty: single answers
+    group_size_min: int = 0  # responses that start at once, the rest once rewards differ; 0: the service's default
+
+    @property
+    def at_once(self) -> int:
+        """The number of responses that start at the group's admission, once the service has checked the prompt."""
+        return self.group_size_min or self.group_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora.data.growth import members_started
 from dora.journal import records
 from dora.journal.compaction import Live
 from dora.journal.ledger import OPEN, LiveGroup
@@ -36,6 +37,18 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.counts)
+
+
+def started(requests: Requests, group: LiveGroup, first: int) -> int:
+    """Returns the number of a group's members that have started. ``first``: the position of its first request."""
+    at_once, size = group.prompt.at_once, len(group.rows)
+    if at_once == size:
+        return size
+    late = slice(first + at_once, first + size)
+    verdicts = (requests.verdicts.get(position) for position in range(first, first + size))
+    rewards = (each.value for each in verdicts if each is not None and each.valid)
+    late_has_begun = bool(requests.counts[late].any() or requests.attempts[late].any())
+    return members_started(size, at_once, rewards, late_has_begun)
 
 
 class Kept:
@@ -142,7 +155,7 @@ class Content:
         lost = set((np.searchsorted(self._starts, broken, "right") - 1).tolist())
         for index, group in enumerate(self._groups):
             begin = int(self._starts[index])
-            if group.step != OPEN and not scored[begin : begin + len(group.rows)].all():
+            if group.step != OPEN and not scored[begin : begin + started(requests, group, begin)].all():
                 lost.add(index)
         requests.damaged = sorted(lost)
 

@@ -321,15 +321,18 @@ def prompt_values(prompt: Prompt) -> list[Any]:
     sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.sampling.items()}
     token_ids = np.array(prompt.token_ids, "<i8").tobytes()
     named = (prompt.prompt_id, prompt.task_id, token_ids, prompt.text, prompt.group_size, sampling)
-    return [*named, prompt.verifier_json, prompt.priority, prompt.environment]
+    return [*named, prompt.verifier_json, prompt.priority, prompt.environment, prompt.group_size_min]
 
 
 def prompt_of(values: list[Any]) -> Prompt:
     prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, *others = values
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
     ids = tuple(np.frombuffer(token_ids, "<i8").tolist())
-    environment = others[0] if others else ""  # an older DORA's prompts have none
-    return Prompt(prompt_id, task_id, ids, text, group_size, sampling, verifier_json, priority, environment)
+    environment = others[0] if others else ""  # older DORAs' prompts have none
+    group_size_min = others[1] if len(others) > 1 else 0  # likewise
+    return Prompt(
+        prompt_id, task_id, ids, text, group_size, sampling, verifier_json, priority, environment, group_size_min
+    )
 
 
 def only(tokens: Tokens, chosen: Column) -> Tokens:

@@ -27,8 +27,13 @@ def _from_3(values: Values) -> Values:
     return [*values, [], b""] if values[0] == _TOKENS else values
 
 
+def _from_4(values: Values) -> Values:
+    """Changes nothing: prompts of older DORAs have no least group size (``records.prompt_of``)."""
+    return values
+
+
 # version -> function that converts its records to the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
 
 
 def upgraded(

@@ -32,7 +32,7 @@ from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.response_state import ResponseState, started
 from dora.orchestrator.rollout.streams import Sessions
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -135,6 +135,7 @@ class Executor:
         self._method_of: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw_prompts,
             do.AdmitGroup: self._admit_group,
+            do.GrowGroup: self._grow_group,
             do.DropPrompt: self._drop_prompt,
             do.ScoreRequest: self._score_request,
             do.BreakOffSession: self._break_off_session,
@@ -179,8 +180,13 @@ class Executor:
         entries = self._buffer.admit(command.group_id, prompt, command.version, rows, self._now())
         self._prompts.admit(entries, command.version + self._buffer.window_versions - 1)
         if not prompt.token_ids:
-            for entry in entries:
+            for entry in started(entries):
                 self._session_idles(entry.request_id)
+
+    def _grow_group(self, command: do.GrowGroup) -> None:
+        for request_id in command.request_ids:
+            if not self._buffer[request_id].prompt.token_ids:
+                self._session_idles(request_id)
 
     def _drop_prompt(self, command: do.DropPrompt) -> None:
         self._prompts.drop(command.prompt_id)
@@ -214,21 +220,21 @@ class Executor:
         self._spawn(self._score_one_evaluated(self._buffer[command.request_id]))
 
     async def _score(self, entry: ResponseState) -> None:
-        await self._judge(entry)
+        reward = await self._judge(entry)
         self._telemetry.trajectories_finished += 1
         if not await self._filtered(entry):
             self._journal.verdict(entry, self._now())
-            self._post(on.RequestScored(entry.request_id))
+            self._post(on.RequestScored(entry.request_id, reward.value if reward.valid else 0.0, reward.valid))
 
     async def _score_one_evaluated(self, entry: ResponseState) -> None:
         await self._judge(entry)
         self._telemetry.trajectories_evaluated += 1
         self._post(on.RequestScored(entry.request_id))
 
-    async def _judge(self, entry: ResponseState) -> None:
-        """Scores a finished response and enters the verdict, unless its environment gave one."""
+    async def _judge(self, entry: ResponseState) -> Reward:
+        """Scores a finished response and enters the verdict, unless its environment gave one. Returns it."""
         if entry.reward is not None:
-            return
+            return entry.reward
         prompt, began_s = entry.prompt, time.monotonic()
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
         self._telemetry.observe(SCORE, time.monotonic() - began_s)
@@ -237,6 +243,7 @@ class Executor:
             which = about(request=entry.request_id, version=entry.version)
             log.error("%s: the verdict failed: %s", entry.request_id, reward.log, extra=which)
         entry.reward = reward
+        return reward
 
     async def _filtered(self, entry: ResponseState) -> bool:
         """Returns whether the user's filter cancels the group after its last verdict. No step has seen the group yet.
@@ -405,10 +412,12 @@ def offer(buffer: ResponseBuffer, prompt: Prompt) -> on.OfferedPrompt:
         features_of(prompt),
         priority=prompt.priority,
         sessions=bool(prompt.environment),
+        group_size_min=prompt.group_size_min,
     )
 
 
 def _cancelled(entries: tuple[ResponseState, ...], command: do.DropGroup, at: float) -> CancelledGroup:
+    entries = started(entries)
     return CancelledGroup(
         group_id=command.group_id,
         prompt_id=entries[0].prompt.prompt_id,

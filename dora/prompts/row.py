@@ -10,6 +10,7 @@ and, each optional,
     answer            any JSON value, passed to the reward function as verifier["answer"]
     verifier          object, passed to the reward function unchanged (except for "answer", if given)
     group_size        responses per prompt; 0: the service's default
+    group_size_min    so many start at once, and the rest once two rewards differ; 0: the service's default
     sampling          object of SamplingParams fields, e.g. {"temperature": 0.7, "max_tokens": 64}
     priority          waiting prompts of the highest priority are admitted first; default: 0
     environment       drives its responses, which are sessions of several turns; default: none, single answers
@@ -126,11 +127,12 @@ def prompt_of_row(
         task_id=task_id,
         token_ids=token_ids,
         text=text,
-        group_size=_group_size(record, place),
+        group_size=_group_size(record, "group_size", place),
         sampling=checked_overrides(_field(record, "sampling", dict, {}, place), place.of("sampling")),
         verifier_json=verifier_json,
         priority=priority,
         environment=environment,
+        group_size_min=_group_size(record, "group_size_min", place),
     )
 
 
@@ -164,10 +166,10 @@ def _tokens(record: dict[str, Any], place: RowLocation, tokenizer: ChatTokenizer
     return tokenizer.decode(token_ids), tuple(token_ids)
 
 
-def _group_size(record: dict[str, Any], place: RowLocation) -> int:
-    value: int = _field(record, "group_size", int, 0, place)
+def _group_size(record: dict[str, Any], name: str, place: RowLocation) -> int:
+    value: int = _field(record, name, int, 0, place)
     if not 0 <= value <= GROUP_SIZE_MAX:
-        raise place.invalid("group_size", value, f"an integer from 0 to {GROUP_SIZE_MAX} (0: the service's default)")
+        raise place.invalid(name, value, f"an integer from 0 to {GROUP_SIZE_MAX} (0: the service's default)")
     return value
 
 

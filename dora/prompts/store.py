@@ -49,6 +49,7 @@ class PromptStore:
                 prompt.verifier_json,
                 prompt.priority,
                 prompt.environment,
+                prompt.group_size_min,
             )
         )
         try:
@@ -81,7 +82,7 @@ class PromptStore:
         start = self._ends[number]
         self._file.seek(start)
         values = msgpack.unpackb(self._file.read(self._ends[number + 1] - start))
-        prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, environment = values
+        prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, environment, least = values
         return Prompt(
             prompt_id=prompt_id,
             task_id=task_id,
@@ -92,6 +93,7 @@ class PromptStore:
             verifier_json=verifier_json,
             priority=priority,
             environment=environment,
+            group_size_min=least,
         )
 
     def _place(self, number: int) -> tuple[Path, int]:

@@ -197,6 +197,7 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
         verifier_json=prompt.verifier_json,
         priority=prompt.priority,
         environment=prompt.environment,
+        group_size_min=prompt.group_size_min,
     )
 
 

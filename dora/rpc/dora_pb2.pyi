@@ -608,7 +608,7 @@ class FailSessionReply(_message.Message):
     def __init__(self, replacement_id: _Optional[str] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json", "messages_json", "priority", "environment")
+    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json", "messages_json", "priority", "environment", "group_size_min")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -619,6 +619,7 @@ class Prompt(_message.Message):
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_MIN_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     task_id: str
     token_ids: bytes
@@ -629,7 +630,8 @@ class Prompt(_message.Message):
     messages_json: str
     priority: int
     environment: str
-    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ..., messages_json: _Optional[str] = ..., priority: _Optional[int] = ..., environment: _Optional[str] = ...) -> None: ...
+    group_size_min: int
+    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ..., messages_json: _Optional[str] = ..., priority: _Optional[int] = ..., environment: _Optional[str] = ..., group_size_min: _Optional[int] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("accepted", "queue_free")

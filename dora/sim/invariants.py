@@ -21,7 +21,7 @@ from dora.sim.ledger import Violation
 
 # plain integers, as comparing enumerations would take most of the time
 WAITING, RUNNING, SCORED = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.SCORED)
-IDLE = int(RequestStatus.IDLE)
+IDLE, DORMANT, SKIPPED = int(RequestStatus.IDLE), int(RequestStatus.DORMANT), int(RequestStatus.SKIPPED)
 LEASED = int(GroupStatus.LEASED)
 
 
@@ -247,11 +247,29 @@ def check_groups(state: State) -> None:
     for group, rows in state.members.items():
         values = [status[row] for row in rows]
         open_ones = values.count(WAITING) + values.count(RUNNING) + values.count(IDLE)
-        found = (open_ones, len(values) - values.count(SCORED))
+        rests = values.count(DORMANT) + values.count(SKIPPED)
+        found = (open_ones, len(values) - values.count(SCORED) - rests)
         if (unfinished[group], unscored[group]) != found:
             raise counts_differ(state, group, found)
         if queued[group] != (found[1] == 0):
             raise Violation(f"{state.group_id[group]} waits {queued[group]} times for a step (C2)")
+        if rests or group in state.undecided:
+            check_growth(state, group, found[1])
+
+
+def check_growth(state: State, group: int, unscored: int) -> None:
+    """A dormant member has no place and waits for a verdict that is due; a skipped one is of a finished group."""
+    name, rows = state.group_id[group], np.array(state.members[group])
+    status = state.requests["status"][rows]
+    resting = rows[(status == DORMANT) | (status == SKIPPED)]
+    kinds = np.unique(state.requests["status"][resting]).tolist()
+    if kinds not in ([DORMANT], [SKIPPED]) or (kinds == [DORMANT]) != (group in state.undecided):
+        raise Violation(f"{name} has members in the states {kinds}, of {DORMANT} while it is undecided")
+    if bool(unscored) != (kinds == [DORMANT]) or len(state.undecided.get(group, ())) > 1:
+        raise Violation(f"{name} lacks {unscored} verdicts, and has members in the state {kinds}: it is stuck (C2)")
+    for column in ("tokens", "worker", "pool", "claim", "moving", "starting", "began_s"):
+        if state.requests[column][resting].any():
+            raise Violation(f"{name}: a member that has not started has a {column}")
 
 
 def counts_differ(state: State, group: int, found: tuple[int, int]) -> Violation:

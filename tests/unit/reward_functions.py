@@ -18,6 +18,11 @@ def echo(prompt_text: str, response_text: str, response_token_ids: list[int], ve
     }
 
 
+def parity(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    """Returns 1 for an odd sum of token ids, else 0."""
+    return float(sum(response_token_ids) % 2)
+
+
 def process_id(*_: object) -> int:
     return os.getpid()
 

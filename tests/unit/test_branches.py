@@ -100,7 +100,7 @@ class Session:
         self.buffer.close(self.entry, 13.0)
         self.entry.reward = Reward(0.5)
         self.entry.window_versions = 1
-        return list(trajectories(self.entry, 0, 0))
+        return list(trajectories(self.entry, 0, 0, 1))
 
 
 def check_branches(session: Session, found: list[Trajectory]) -> None:

@@ -108,7 +108,7 @@ def test_requests_prompts_canaries_and_capabilities_round_trip() -> None:
     request = RequestSpec("r", 3, (1, 2), SAMPLING, (4, 5, 6), LOGPROBS)
     assert request_from_wire(over_the_wire(request_to_wire(request))) == request
     sampling = {"temperature": 0.5, "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3,)}
-    prompt = Prompt("p", "t", (1, 2), "text", 4, sampling, '{"answer": 3}', priority=-7)
+    prompt = Prompt("p", "t", (1, 2), "text", 4, sampling, '{"answer": 3}', priority=-7, group_size_min=3)
     assert PromptCheck(validated({})).from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
     canary = Canary((1, 2, 3, 4), LOGPROBS)
     assert canary_from_wire(over_the_wire(canary_to_wire(canary))) == canary

@@ -171,7 +171,7 @@ async def test_drawn_prompts_are_offered_and_become_entries_once_admitted() -> N
 async def test_a_response_is_scored() -> None:
     parts = Parts()
     await parts.admit()
-    assert await parts.carry_out(do.ScoreRequest("g0.1")) == [on.RequestScored("g0.1")]
+    assert await parts.carry_out(do.ScoreRequest("g0.1")) == [on.RequestScored("g0.1", 0.5, True)]
     assert parts.buffer["g0.1"].reward == Reward(0.5)
 
 

@@ -9,7 +9,7 @@ import dora
 
 ROOT = Path(dora.__file__).parent
 CORE = ROOT / "core"
-CORE_MAY_IMPORT = ("dora.data.types", "dora.config", "dora.errors", "dora.data.limits", "dora.core")
+CORE_MAY_IMPORT = ("dora.data.types", "dora.config", "dora.errors", "dora.data.limits", "dora.data.growth", "dora.core")
 IMPURE = {"asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys",
           "tempfile", "threading", "time", "uuid"}  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm")

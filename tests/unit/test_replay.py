@@ -212,7 +212,9 @@ def test_the_command_shows_what_was_known_and_what_was_chosen(tmp_path: Path) ->
     result = invoke(small(tmp_path / "log"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    at = lines.index("#4  +4.000 s  PromptsOffered prompts=[(p0, sum, 10, 2, 64, -, [], [], 0, False)] exhausted=False")
+    at = lines.index(
+        "#4  +4.000 s  PromptsOffered prompts=[(p0, sum, 10, 2, 64, -, [], [], 0, False, 0)] exhausted=False"
+    )
     assert lines[at + 1] == "  known  step 0 takes 2 more; newest v0; slack 2 4; admissible v0:4; backlog 0"
     assert lines[at + 2] == "         w0  v0  0/4 requests, KV 0% (0% claimed)"
     assert lines[at + 3].startswith("  chose  AdmitGroup group_id=g0 prompt_id=p0 version=0")

@@ -14,6 +14,7 @@ from dora.data.types import Prompt, RequestSpec, Reward, RoutingShape, SamplingP
 from dora.errors import InvalidValue
 from dora.models import routing
 from dora.models.experts import routing_of
+from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ReportError, ResponseState
@@ -103,7 +104,7 @@ def test_the_book_keeps_rows_as_they_were_first_told(buffer: ResponseBuffer, ent
     again = delta(0, 10, 11, 12, 13, 14, routed=rows(1, 8) + rows(7, 8), end=True)
     buffer.accept("w1", 0, again, 1.0)
     entry.reward = Reward(1.0)
-    trajectory = entry.trajectory(0, 0)
+    (trajectory,) = trajectories(entry, 0, 0, 1)
     assert trajectory.response_token_ids.tolist() == [10, 11, 12, 13, 14]
     assert trajectory.routed_experts is not None and trajectory.routed_experts.dtype == np.uint8
     assert trajectory.routed_experts.shape == (4 + 5 - 1, 3, 2)

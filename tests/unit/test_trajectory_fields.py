@@ -64,7 +64,7 @@ def test_every_kind_of_value_can_be_written() -> None:
 
 
 def test_the_service_computes_each_field() -> None:
-    lacking = DECLARED.keys() ^ readers(0, 0).keys()
+    lacking = DECLARED.keys() ^ readers(0, 0, 1).keys()
     assert not lacking, f"dora/orchestrator/rollout/response_state.py: no value is read for {lacking}"
 
 
@@ -141,7 +141,7 @@ def test_packed_columns_hold_what_the_service_reads_of_responses(tmp_path: Path,
     group, _ = book.deliver("g0", 5)
     assert isinstance(group, packed.PackedGroup)
     entries = [book["g0.0"], book["g0.1"]]
-    expected = [values_of(*trajectories(each, 5, config.rollout.reference_version)) for each in entries]
+    expected = [values_of(*trajectories(each, 5, config.rollout.reference_version, len(entries))) for each in entries]
     found = list(map(values_of, group.trajectories))
     for name in (name for name, declared in DECLARED.items() if declared.packing is packing):
         assert [each[name] for each in found] == [each[name] for each in expected], name

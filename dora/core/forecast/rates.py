@@ -19,6 +19,7 @@ OFFER_WEIGHT = 1.0 / 2048  # weight of one prompt in the running means of ``Leng
 CLASSES_AN_OCTAVE = 4  # of response lengths
 CLASSES = 24 * CLASSES_AN_OCTAVE
 RARE_RESPONSES = 1e-4  # per group
+GROWTH_WEIGHT = 1.0 / 64  # weight of one group in the chance that groups grow
 _LEARNT = ("step_s", "tail_s", "pace_s", "slowest_s", "_publishes")
 
 
@@ -74,6 +75,7 @@ class Rates:
         self.tail_s = 0.0  # mean time from there to the publish; 0: unknown
         self.pace_s = 0.0  # seconds per token; 0: unknown
         self.slowest_s = 0.0  # recent maximum of the pace at a publish, that is with the fullest workers
+        self.growth = 1.0  # chance that dormant members of a group start
         self.mix = LengthMix()  # of the prompts drawn
         self._publishes = 0
 
@@ -96,6 +98,10 @@ class Rates:
         """Records that the last group of a step went to the trainer."""
         self.filled_s = now_s
 
+    def decided(self, *, grows: bool) -> None:
+        """Records whether the dormant members of a group have started or are skipped."""
+        self.growth += GROWTH_WEIGHT * (grows - self.growth)
+
     def generated(self, tokens: int, took_s: float) -> None:
         """Records the tokens of one segment."""
         if tokens <= 0 or took_s <= 0.0:
@@ -110,7 +116,12 @@ class Rates:
         """The state that survives a crash, as plain values. Times are relative to ``now_s``."""
         values = {name: getattr(self, name) for name in _LEARNT}
         ago_s = [now_s - self.published_s, now_s - self.filled_s]
-        return values | {"ago_s": ago_s, "took_s": list(self.took_s), "mix": self.mix.learnt()}
+        return values | {
+            "ago_s": ago_s,
+            "took_s": list(self.took_s),
+            "mix": self.mix.learnt(),
+            "growth": self.growth,
+        }
 
     def learn_again(self, values: Mapping[str, Any], now_s: float) -> None:
         """Restores the state from ``learnt``."""
@@ -119,6 +130,7 @@ class Rates:
         self.published_s, self.filled_s = (now_s - ago_s for ago_s in values["ago_s"])
         self.took_s.extend(values["took_s"])
         self.mix.learn_again(values["mix"])
+        self.growth = values.get("growth", self.growth)  # an older DORA knew none
 
     @property
     def group_work(self) -> float:

@@ -63,9 +63,7 @@ class BasePolicy(ABC):
             return None
         hosts, first = dispatcher.workers_of(version), dispatcher.backlog.first()
         groups = max(0, min(len(dispatcher.backlog), dispatcher.admissible(version)))
-        supply = len(dispatcher.waiting_requests(version)) + groups * (
-            first.prompt.group_size if first is not None else 0
-        )
+        supply = len(dispatcher.waiting_requests(version)) + groups * (first.prompt.at_once if first is not None else 0)
         held = sum([len(worker.rows) + worker.inbound for worker in hosts])
         return ceil((supply + held) / (len(hosts) + loading))
 

@@ -14,6 +14,7 @@ from dora.core.forecast.lognormal import Estimate, longest_quantile
 from dora.core.forecast.prediction import PromptTraits
 from dora.core.groups.freshness import LOSS
 from dora.core.groups.queues import QueuedPrompt, WaitingRequests
+from dora.core.rules import growth
 from dora.core.state import GroupStatus, RequestStatus, State, unfinished
 from dora.core.table import Column
 from dora.errors import InvalidValue, NotFound
@@ -35,8 +36,9 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         return
     for prompt in event.prompts:
         estimate = state.predictor.predict(traits_of(prompt))
-        longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
-        entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
+        members = prompt.at_once + round(state.rates.growth * (prompt.group_size - prompt.at_once))
+        longest = longest_quantile(estimate, members, LONGEST_QUANTILE, prompt.max_tokens)
+        entry = state.backlog.add(prompt, longest, siblings(estimate, prompt, members))
         if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
             # before that, the predicted lengths are far too long
             state.rates.mix.add(entry.lengths, prompt.prompt_tokens)
@@ -60,13 +62,13 @@ def take_back(state: State, event: on.PromptCancelled) -> None:
     state.worklist.wake()
 
 
-def siblings(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[float, ...]:
-    """Predicted lengths of a prompt's responses: known, or the belief's quantiles at equal distances."""
+def siblings(estimate: Estimate, prompt: on.OfferedPrompt, members: int) -> tuple[float, ...]:
+    """Predicted lengths of so many of a prompt's responses: known, or the belief's quantiles at equal distances."""
     if estimate.known_tokens:
-        return tuple(float(min(tokens, prompt.max_tokens)) for tokens in estimate.known_tokens)
+        return tuple(float(min(tokens, prompt.max_tokens)) for tokens in estimate.known_tokens[:members])
     return tuple(
         min(exp(min(estimate.log_mean + estimate.log_sd * score, LOG_TOKENS_MAX)), float(prompt.max_tokens))
-        for score in _scores(prompt.group_size)
+        for score in _scores(members)
     )
 
 
@@ -136,12 +138,13 @@ def admit(
     state.groups_named += 1
     expected = enter(state, [group_id], [prompt], [version], [state.window.deadline(version)], rows)
     state.freshness.admitted()
+    started = growth.begin(state, state.group_row[group_id])
     if prompt.begins_idle:
-        for row in rows:
+        for row in started:
             state.idles(row)
     else:
         waiting_requests = state.waiting.setdefault(version, WaitingRequests())
-        for row, tokens in zip(rows, expected, strict=True):
+        for row, tokens in zip(started, expected, strict=False):
             waiting_requests.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
     state.counters.groups_admitted += 1
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, tuple(request_ids(group_id, len(rows)))))
@@ -164,6 +167,7 @@ def enter(
         ("status", GroupStatus.OPEN),
         ("version", versions),
         ("deadline", deadlines),
+        ("at_once", [prompt.at_once for prompt in prompts]),
         ("unfinished", sizes),
         ("unscored", sizes),
         ("admitted_s", state.now_s),

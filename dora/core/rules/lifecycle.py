@@ -12,7 +12,18 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
 from dora.core.handoff.table import Signal
-from dora.core.rules import arrival, evaluation, handoff, lease, membership, parking, placement, rejection, stalls
+from dora.core.rules import (
+    arrival,
+    evaluation,
+    growth,
+    handoff,
+    lease,
+    membership,
+    parking,
+    placement,
+    rejection,
+    stalls,
+)
 from dora.core.state import FINISHED, GROUP_FINISHED, IDLE, LEASED, SCORED, WAITING, State
 from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -95,6 +106,8 @@ def scored(state: State, event: on.RequestScored) -> None:
     group = int(state.requests["group"][row])
     unscored = state.groups["unscored"]
     unscored[group] -= 1
+    if group in state.undecided:
+        growth.scored(state, group, event)
     if not unscored[group]:
         state.groups["status"][group] = GROUP_FINISHED
         state.finished.setdefault(int(state.groups["deadline"][group]), deque()).append(group)
@@ -376,6 +389,7 @@ def _free(state: State, group: int) -> None:
     for row in rows:
         del state.request_row[state.request_id.pop(row)]
     state.requests.free(rows)
+    state.undecided.pop(group, None)
     del state.traits[group]
     del state.group_row[state.group_id.pop(group)]
     state.groups.free([group])

@@ -17,11 +17,22 @@ from dora.core.groups.queues import WaitingRequests
 from dora.core.groups.window import Window
 from dora.core.rules import arrival, learning, membership, parking
 from dora.core.rules.admission import attempt_id, enter
-from dora.core.state import FINISHED, GROUP_FINISHED, IDLE, LEASED, SCORED, WAITING, Counters, State
+from dora.core.state import (
+    DORMANT,
+    FINISHED,
+    GROUP_FINISHED,
+    IDLE,
+    LEASED,
+    SCORED,
+    SKIPPED,
+    WAITING,
+    Counters,
+    State,
+)
 from dora.core.table import Column
 from dora.errors import Conflict, IllegalTransition, InvalidValue
 
-STAGES = (WAITING, FINISHED, SCORED, IDLE)  # by the values of RestoredRequests.stages
+STAGES = (WAITING, FINISHED, SCORED, IDLE, DORMANT, SKIPPED)  # by the values of RestoredRequests.stages
 
 
 def restored(state: State, event: on.Restored) -> None:
@@ -105,11 +116,23 @@ def _checked(state: State, event: on.Restored) -> Window:
 
 
 def _done(event: on.Restored) -> set[str]:
-    """The groups whose responses are all scored."""
+    """The groups whose responses are all scored, but for skipped ones. Raises InvalidValue for a group of which all
+    are but its dormant ones, which nothing could start.
+    """
     sizes = np.array([group.prompt.group_size for group in event.groups], np.int64)
-    scored = np.concatenate(([0], np.cumsum(event.requests.stages == STAGES.index(SCORED))))
     ends = np.cumsum(sizes)
-    whole = scored[ends] - scored[ends - sizes] == sizes
+
+    def count(*statuses: int) -> Column:
+        """The number of each group's requests in these stages."""
+        chosen = np.isin(event.requests.stages, [STAGES.index(status) for status in statuses])
+        before: Column = np.concatenate(([0], np.cumsum(chosen)))
+        return before[ends] - before[ends - sizes]
+
+    whole = count(SCORED, SKIPPED) == sizes
+    stuck = ~whole & (count(SCORED, SKIPPED, DORMANT) == sizes)
+    if stuck.any():
+        name = event.groups[int(stuck.argmax())].group_id
+        raise InvalidValue("requests.stages", f"{name}: dormant requests beside scored ones", "started or skipped ones")
     return {group.group_id for group, is_whole in zip(event.groups, whole.tolist(), strict=True) if is_whole}
 
 
@@ -135,8 +158,14 @@ def _enter_all(state: State, event: on.Restored) -> Column:
     groups["admitted_s"][places] = state.now_s - np.array([each.age_s for each in event.groups])
     of_group = requests["group"][rows]
     unfinished = (given.stages == STAGES.index(WAITING)) | (given.stages == STAGES.index(IDLE))
-    for name, stages in (("unfinished", unfinished), ("unscored", given.stages != STAGES.index(SCORED))):
+    unscored = unfinished | (given.stages == STAGES.index(FINISHED))
+    for name, stages in (("unfinished", unfinished), ("unscored", unscored)):
         groups[name][places] = np.bincount(of_group[stages], minlength=groups.capacity)[places]
+    for group in np.unique(of_group[given.stages == STAGES.index(DORMANT)]).tolist():
+        state.undecided[group] = ()
+    for each in event.groups:
+        if each.rewards:
+            state.undecided[state.group_row[each.group_id]] = each.rewards
     for group_id in event.finished:
         group = state.group_row[group_id]
         groups["status"][group] = GROUP_FINISHED
@@ -221,7 +250,9 @@ def _group(state: State, group: int) -> on.RestoredGroup:
         traits.features,
         traits.known_tokens,
         sessions=bool(state.requests["session"][state.members[group][0]]),
+        group_size_min=int(groups["at_once"][group]),
     )
     version, deadline = int(groups["version"][group]), int(groups["deadline"][group])
     age_s = state.now_s - float(groups["admitted_s"][group])
-    return on.RestoredGroup(state.group_id[group], prompt, version, deadline, age_s)
+    rewards = state.undecided.get(group, ())
+    return on.RestoredGroup(state.group_id[group], prompt, version, deadline, age_s, rewards)

@@ -30,7 +30,7 @@ from dora.core.handoff.choice import Choice, cheapest
 from dora.core.handoff.table import Signal
 from dora.core.rules import handoff, lifecycle, placement
 from dora.core.rules.admission import admissible, attempt_id
-from dora.core.state import FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
+from dora.core.state import DORMANT, FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
 from dora.errors import Conflict, InvalidValue, NotFound
 
 TOTAL: Final = "in total"  # the end of a reason
@@ -130,7 +130,8 @@ def _session(state: State, request_id: str) -> int:
     if row is None or not state.requests["session"][row]:
         raise NotFound("session", request_id, "an open session", why="is not open")
     if state.requests["status"][row] not in (WAITING, RUNNING, IDLE):
-        raise Conflict("session", request_id, "an open session", why="has ended")
+        why = "has not begun" if state.requests["status"][row] == DORMANT else "has ended"
+        raise Conflict("session", request_id, "an open session", why=why)
     return row
 
 

@@ -1,8 +1,9 @@
 """The settings that a start on a state folder may change, and those that it may not.
 
-Window, groups per step, group size, prompts, and the lengths of responses and contexts may change. Admitted groups keep
-their deadlines, their window and their sampling (``pinned``); new ones get the new settings. A change that admitted
-groups do not allow is refused by name. Every other setting in ``FIXED`` would break a promise or mean another run.
+Window, groups per step, sizes of groups, prompts, and the lengths of responses and contexts may change. Admitted groups
+keep their deadlines, their window and their sampling (``pinned``); new ones get the new settings. A change that
+admitted groups do not allow is refused by name. Every other setting in ``FIXED`` would break a promise or mean another
+run.
 """
 
 import json
@@ -29,7 +30,9 @@ FIXED: Final = (
     "workers.quantisation",
     "workers.router_replay",
 )
-CHANGES: Final = frozenset({"rollout.group_size", "rollout.max_tokens"})  # may change although their section is fixed
+CHANGES: Final = frozenset(  # may change although their section is fixed
+    {"rollout.group_size", "rollout.group_size_min", "rollout.max_tokens"}
+)
 
 
 def check_changes(before: Config, now: Config, found: Found, folder: str) -> None:

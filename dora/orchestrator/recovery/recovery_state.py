@@ -1,6 +1,5 @@
 """Turns the journal's content into the event that restores a core. The simulator uses the same code."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,15 +10,16 @@ from dora.config import WindowConfig
 from dora.core import events as on
 from dora.core.commands import RejectVersion
 from dora.core.rules import learning
+from dora.core.table import Column
 from dora.data.types import Prompt
-from dora.journal.content import Requests
+from dora.journal.content import Requests, started
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
 from dora.journal.records import CLOSED
 from dora.orchestrator.rollout.session_paths import prompt_of, runs_of, shift_of
 
 COMMANDS_A_LIFE: Final = 1 << 32  # command ids of one incarnation
 GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more than a window holds
-UNFINISHED, FINISHED, SCORED, IDLE = range(4)  # stages of a request, as in the core
+UNFINISHED, FINISHED, SCORED, IDLE, DORMANT, SKIPPED = range(6)  # stages of a request, as in the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ def restored(
             waits = runs[-1].held_end == requests.counts[position] and not runs[-1].is_prompt
             given[position] = runs[-1].tokens if waits else 0
     stages[list(requests.verdicts)] = SCORED
+    rewards = _rest(groups, requests, stages)
     return on.Restored(
         newest=values["newest"],
         step=stands.step,
@@ -96,9 +97,14 @@ def restored(
         commands_sent=incarnation * COMMANDS_A_LIFE,
         groups=tuple(
             on.RestoredGroup(
-                group.group_id, offer(group.prompt), group.version, group.deadline, max(0.0, now - group.at)
+                group.group_id,
+                offer(group.prompt),
+                group.version,
+                group.deadline,
+                max(0.0, now - group.at),
+                rewards.get(index, ()),
             )
-            for group in groups
+            for index, group in enumerate(groups)
         ),
         requests=on.RestoredRequests(
             np.array([row for group in groups for row in group.rows], np.int32),
@@ -109,7 +115,7 @@ def restored(
             own_prompts,
         ),
         leased=tuple(group.group_id for group in taken),
-        finished=_finished(groups, requests),
+        finished=_finished(groups, requests, stages),
         left_behind=stands.left_behind,
         short_step=values["short_step"],
         rejected=tuple(
@@ -135,15 +141,32 @@ def _next_name(named: int, incarnation: int) -> int:
     return (-(-named // GROUPS_A_LIFE) + incarnation) * GROUPS_A_LIFE
 
 
-def _finished(groups: Sequence[LiveGroup], requests: Requests) -> tuple[str, ...]:
+def _rest(groups: Sequence[LiveGroup], requests: Requests, stages: Column) -> dict[int, tuple[float, ...]]:
+    """Sets the stages of members that have not started. Returns the valid reward, if there is one, of each group with
+    dormant members, by its index.
+    """
+    found: dict[int, tuple[float, ...]] = {}
+    first = 0
+    for index, group in enumerate(groups):
+        late, end = first + started(requests, group, first), first + len(group.rows)
+        if late < end and (stages[first:late] == SCORED).all():
+            stages[late:end] = SKIPPED
+        elif late < end:
+            stages[late:end] = DORMANT
+            verdicts = (requests.verdicts.get(position) for position in range(first, late))
+            found[index] = tuple({each.value for each in verdicts if each is not None and each.valid})
+        first = end
+    return found
+
+
+def _finished(groups: Sequence[LiveGroup], requests: Requests, stages: Column) -> tuple[str, ...]:
     """The groups that wait for a step, in the order of their last verdicts."""
-    scored: Counter[int] = Counter()
     last: dict[int, float] = {}
     starts = np.cumsum([0, *(len(group.rows) for group in groups)])
+    scored = np.concatenate(([0], np.cumsum((stages == SCORED) | (stages == SKIPPED))))
     for position, verdict in requests.verdicts.items():
         index = int(np.searchsorted(starts, position, "right")) - 1
-        scored[index] += 1
         last[index] = max(last.get(index, 0.0), verdict.at)
-    whole = [index for index, count in scored.items() if count == len(groups[index].rows)]
+    whole = np.flatnonzero(scored[starts[1:]] - scored[starts[:-1]] == np.diff(starts)).tolist()
     waiting = [index for index in whole if groups[index].step == OPEN]
     return tuple(groups[index].group_id for index in sorted(waiting, key=lambda index: (last[index], index)))

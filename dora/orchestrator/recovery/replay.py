@@ -32,6 +32,7 @@ ACKNOWLEDGEMENTS: Final = frozenset(
     {
         do.DrawPrompts,
         do.ScoreRequest,
+        do.GrowGroup,
         do.DropGroup,
         do.DropPrompt,
         do.CloseStep,

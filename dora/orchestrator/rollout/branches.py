@@ -17,9 +17,11 @@ from dora.orchestrator.rollout.response_state import ResponseState, readers
 from dora.orchestrator.rollout.session_paths import GivenRun, places, runs_on
 
 
-def trajectories(entry: ResponseState, step: int, reference_version: int) -> Iterator[Trajectory]:
-    """Yields a finished response as the trainer of ``step`` gets it: one trajectory, or one for each branch."""
-    read = readers(step, reference_version)
+def trajectories(entry: ResponseState, step: int, reference_version: int, group_size: int) -> Iterator[Trajectory]:
+    """Yields a finished response as the trainer of ``step`` gets it: one trajectory, or one for each branch.
+    ``group_size``: delivered members of its group.
+    """
+    read = readers(step, reference_version, group_size)
     if not entry.is_session:
         yield Trajectory(**{name: reader(entry) for name, reader in read.items()})
         return

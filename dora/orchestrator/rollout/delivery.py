@@ -12,9 +12,9 @@ from dora.rpc.packed_columns import packed_message
 
 def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
     """Returns the finished responses of one prompt as the trainer of ``step`` gets them."""
-    first = entries[0]
+    first, size = entries[0], len(entries)
     if first.routing is not None or first.is_session:  # rows of experts and given tokens are not packed in columns
-        each = (trajectories(entry, step, reference_version) for entry in entries)
+        each = (trajectories(entry, step, reference_version, size) for entry in entries)
         return TrajectoryGroup(first.group_id, tuple(chain.from_iterable(each)))
-    read = readers(step, reference_version).__getitem__
+    read = readers(step, reference_version, size).__getitem__
     return PackedGroup(packed_message(entries, read), [entry.delivered for entry in entries])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dora.config import Config
-from dora.data.limits import GROUP_SIZE_MAX, SAMPLING_BYTES_MAX, TEXT_BYTES_MAX
+from dora.data.limits import GROUP_SIZE_MAX, SAMPLING_BYTES_MAX, TEXT_BYTES_MAX, check_size_min
 from dora.data.sampling import check_sampling, checked_overrides
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt, RoutingShape, SamplingParams
@@ -57,11 +57,12 @@ class PromptCheck:
                 verifier_json=message.verifier_json or "{}",
                 priority=message.priority,
                 environment=message.environment,
+                group_size_min=message.group_size_min,
             )
         )
 
     def checked(self, prompt: Prompt) -> Prompt:
-        """Returns the prompt with its group size filled in and the declared types.
+        """Returns the prompt with its group sizes filled in and the declared types.
 
         Raises InvalidValue if it is malformed, or no engine could generate it.
         """
@@ -85,13 +86,15 @@ class PromptCheck:
         group_size = prompt.group_size or self._config.rollout.group_size
         if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MAX:
             raise InvalidValue(f"{position}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MAX}")
+        check_size_min(prompt.group_size_min, group_size, f"{position}: group_size_min")
+        at_once = prompt.group_size_min or min(self._config.rollout.group_size_min, group_size) or group_size
         overrides = checked_overrides(prompt.sampling, f"{position}: sampling")
         sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
         check_sampling(sampling, f"{position}: sampling", self._vocab_size)
         if not whatever_length:  # before each of its ids is checked
             self._check_length(prompt.token_ids, sampling, position)
         token_ids = () if prompt.environment and not prompt.token_ids else self._checked_ids(prompt.token_ids, position)
-        return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
+        return replace(prompt, token_ids=token_ids, group_size=group_size, group_size_min=at_once, sampling=overrides)
 
     def _check_environment(self, environment: object, field: str) -> None:
         """Raises InvalidValue for a name that no caller of Sessions could have."""

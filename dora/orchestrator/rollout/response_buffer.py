@@ -24,7 +24,7 @@ from dora.journal.ledger import LiveGroup
 from dora.orchestrator.rollout.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.delivery import delivered
 from dora.orchestrator.rollout.response_columns import ResponseColumns
-from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart, reseeded
+from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart, reseeded, started
 from dora.orchestrator.rollout.session_paths import GivenRun, runs_of, shift_of
 from dora.orchestrator.rollout.span_checks import check_spans
 
@@ -316,7 +316,7 @@ class ResponseBuffer:
         """The finished group as the trainer gets it; True on its first delivery."""
         first = group_id not in self._delivered
         if first:
-            self._delivered[group_id] = self.group_of(self._groups[group_id], step)
+            self._delivered[group_id] = self.group_of(started(self._groups[group_id]), step)
         return self._delivered[group_id], first
 
     def leased(self) -> list[TrajectoryGroup]:
@@ -324,8 +324,8 @@ class ResponseBuffer:
         return list(self._delivered.values())
 
     def rewards(self, group_id: str) -> list[Reward] | None:
-        """The verdicts on a group, in order of its samples; None while one is missing."""
-        entries = self._groups[group_id]
+        """The verdicts on a group's members that have started, in order of its samples; None while one is missing."""
+        entries = started(self._groups[group_id])
         rewards = [entry.reward for entry in entries if entry.reward is not None]
         return rewards if len(rewards) == len(entries) else None
 

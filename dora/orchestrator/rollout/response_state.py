@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from dora.data.given_digest import beginning_digest, given_digest
+from dora.data.growth import members_started
 from dora.data.token_spans import Column
 from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.trajectory_fields import ExpertArray, expert_rows
@@ -216,7 +217,6 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "prompt_id": lambda entry: entry.prompt.prompt_id,
     "task_id": lambda entry: entry.prompt.task_id,
     "sample_index": lambda entry: entry.sample_index,
-    "group_size": lambda entry: entry.prompt.group_size,
     "behaviour_version": lambda entry: entry.version,
     "prompt_token_ids": lambda entry: entry.prompt.token_ids,
     "response_token_ids": lambda entry: entry.tokens,
@@ -247,10 +247,21 @@ def reseeded(sampling: SamplingParams, mark: str) -> SamplingParams:
     return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
 
 
-def readers(step: int, reference_version: int) -> Mapping[str, Callable[[ResponseState], Any]]:
-    """The value of each field of a trajectory, by the field's name. ``step``: the one that takes the response."""
+def started(entries: tuple[ResponseState, ...]) -> tuple[ResponseState, ...]:
+    """The members of a group that have started, by its verdicts so far. ``entries``: all members."""
+    at_once = entries[0].prompt.at_once
+    rewards = (entry.reward.value for entry in entries if entry.reward is not None and entry.reward.valid)
+    late_has_begun = any(entry.held_tokens or entry.attempt for entry in entries[at_once:])
+    return entries[: members_started(len(entries), at_once, rewards, late_has_begun)]
+
+
+def readers(step: int, reference_version: int, group_size: int) -> Mapping[str, Callable[[ResponseState], Any]]:
+    """The value of each field of a trajectory, by the field's name. ``step``: the one that takes the response.
+    ``group_size``: members of its group that are delivered.
+    """
     return {
         **_READERS,
+        "group_size": lambda _: group_size,
         "reference_version": lambda _: reference_version,
         "trained_step": lambda _: step,
         "staleness": lambda entry: step - entry.version,

@@ -63,6 +63,7 @@ class SessionService(stubs.SessionsServicer):
         message.CopyFrom(prompt)
         message.environment = environment
         checked = await asyncio.to_thread(runtime.feed.check.from_wire, message)
+        checked = replace(checked, group_size_min=checked.group_size)  # its caller drives all that it has opened
         ledger.check_free(prompt.prompt_id)
         runtime.environments.check_room(prompt.prompt_id, checked.group_size, ledger, runtime.config.sessions.open_max)
         runtime.feed.queue([checked])

@@ -265,7 +265,7 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
     return pb.TrajectoriesReply(trajectories=found, total=total)
 
 
-STATES = ("waiting", "running", "moving", "parked", "idle", "finished", "leased")
+STATES = ("waiting", "running", "moving", "parked", "idle", "dormant", "skipped", "finished", "leased")
 
 
 def _request_state(state: State, row: int) -> str:
@@ -276,7 +276,7 @@ def _request_state(state: State, row: int) -> str:
         return "parked" if state.requests["pool"][row] else "waiting"
     if status is RequestStatus.RUNNING:
         return "running"
-    if status is RequestStatus.IDLE:
-        return "idle"
+    if status in (RequestStatus.IDLE, RequestStatus.DORMANT, RequestStatus.SKIPPED):
+        return status.name.lower()
     leased = state.groups["status"][state.requests["group"][row]] == GroupStatus.LEASED
     return "leased" if leased else "finished"

@@ -159,6 +159,10 @@ def responses(config: Config, _: Place) -> int:
     return PromptCheck(config).checked(Prompt("p0", "task", (1,))).group_size
 
 
+def responses_at_once(config: Config, _: Place) -> int:
+    return PromptCheck(config).checked(Prompt("p0", "task", (1,))).group_size_min
+
+
 def sampled(field: str) -> Callable[[Config, Place], Any]:
     """Observes one of vLLM's sampling parameters."""
 
@@ -203,6 +207,7 @@ DEVICE: Final = "cpu"
 
 ROWS: Final[dict[str, Row]] = {
     "rollout.group_size": Seen(3, responses, 3),
+    "rollout.group_size_min": Seen(2, responses_at_once, 2),
     "rollout.max_tokens": Seen(2, length, 2, FAKE | {"rollout.ignore_eos": True, "rollout.max_tokens": 20}),
     "rollout.temperature": Seen(0.0, generated, base=FAKE | {"rollout.max_tokens": 20, "rollout.ignore_eos": True}),
     "rollout.top_p": Seen(0.5, sampled_with("top_p"), 0.5),

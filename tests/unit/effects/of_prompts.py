@@ -20,6 +20,7 @@ OTHERS: Final[dict[str, Any]] = {  # a value of each field of a prompt, and what
     "answer": ("4", "verifier_json", '{"answer": "4"}'),
     "verifier": ({"a": 1}, "verifier_json", '{"a": 1}'),
     "group_size": (3, "group_size", 3),
+    "group_size_min": (2, "group_size_min", 2),
     "sampling": ({"top_k": 3}, "sampling", {"top_k": 3}),
     "priority": (7, "priority", 7),
     "environment": ("tool", "environment", "tool"),
