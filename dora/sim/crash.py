@@ -82,7 +82,7 @@ def check_kept(machine: Machine, kept: Kept) -> None:
     differing += [
         each.group_id
         for each in durable.groups
-        if each.group_id not in by_name or by_name[each.group_id].deadline != each.deadline
+        if each.group_id not in by_name or _kept_of(by_name[each.group_id]) != _kept_of(each)
     ]
     no_given = np.zeros(0, np.int32)  # the journal does not say whether a worker has the given tokens of a turn
     requests = [replace(each.requests, given=no_given) for each in (durable, found)]
@@ -90,6 +90,10 @@ def check_kept(machine: Machine, kept: Kept) -> None:
         differing.append("requests")
     if differing or len(durable.groups) != len(by_name):
         raise Violation(f"the journal says otherwise than the core of {', '.join(differing) or 'groups'} (C2)")
+
+
+def _kept_of(group: on.RestoredGroup) -> tuple[int, tuple[float, ...]]:
+    return group.deadline, group.rewards
 
 
 def rewind(
@@ -122,7 +126,8 @@ def rewind(
             ledger.redundant[ledger.steps] -= reason == REDUNDANT
             ledger.groups[live.group_id] = group
             ledger.responses.update(zip(group.request_ids, responses, strict=True))
-        group.step, group.unscored = live.step, len(responses)
+        group.step, group.started = live.step, group.prompt.at_once
+        group.unscored, group.rewards = group.started, set()
         if group.prompt.sessions:
             responses = _sessions_again(ledger, live.group_id, group, kept, position)
         for response in responses:
@@ -131,8 +136,11 @@ def rewind(
                     f"{live.group_id} has {counts[position]} tokens in the journal, of {response.tokens} (C2)"
                 )
             response.tokens, response.finished = counts[position], bool(ends[position]) and not response.idle
-            group.unscored -= position in kept.requests.verdicts
+            verdict = kept.requests.verdicts.get(position)
+            group.unscored -= verdict is not None
+            group.rewards |= {verdict.value} if verdict is not None and verdict.valid else set()
             position += 1
+        group.grow()
     if {each.version for each in kept.restored.rejected} != ledger.rejected:
         raise Violation(f"{sorted(ledger.rejected)} are rejected, and the journal does not know it")
     ledger.window = kept.restored.window_versions

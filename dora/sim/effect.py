@@ -48,6 +48,8 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
             "workload.feature_correlation",
             f"balance.predictor is {scenario.balance.predictor}, and only ranker reads features",
         )
+    if not 0 < workload.group_size_min < workload.group_size:
+        yield "workload.settled_fraction", "workload.group_size_min starts all responses at once"
     yield from _of_lengths(workload)
     yield from _of_turns(workload)
 

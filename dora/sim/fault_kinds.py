@@ -24,7 +24,7 @@ SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
 FULL_MOST_S: Final = 30.0
 POOL: Final = "pool"  # if the kinds include this, clusters may have pools
-SESSION: Final = "session"  # if the kinds include this, responses may be sessions
+SESSION: Final = "session"  # if the kinds include this, responses may be sessions, and groups may grow
 # Commands that fail, with the error kinds that workers report (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),

@@ -10,6 +10,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.selection import REDUNDANT
 from dora.core.rules.sessions import TOTAL
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError, described
 from dora.sim.workload import SimPrompt, given_tokens
 
@@ -89,8 +90,16 @@ class Group:
     version: int
     window: int  # at its admission: the staleness limit is one less
     request_ids: tuple[str, ...]
-    unscored: int  # responses without a verdict
+    started: int  # members that have started, the first ones
+    unscored: int  # of these, without a verdict
     step: int = -1  # step of its delivery
+    rewards: set[float] = field(default_factory=set)  # valid ones
+
+    def grow(self) -> None:
+        """Starts all members if two rewards differ."""
+        if len(self.rewards) > 1:
+            self.unscored += len(self.request_ids) - self.started
+            self.started = len(self.request_ids)
 
 
 @dataclass(slots=True)
@@ -144,8 +153,8 @@ class Ledger:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
         if command.version in self.rejected:
             raise Violation(f"{command.group_id} is admitted under version {command.version}, which is rejected (C1)")
-        unscored = len(command.request_ids)
-        self.groups[command.group_id] = Group(prompt, command.version, self.window, command.request_ids, unscored)
+        ids, at_once = command.request_ids, prompt.at_once
+        self.groups[command.group_id] = Group(prompt, command.version, self.window, ids, at_once, at_once)
         self.admitted += 1
         for index, request_id in enumerate(command.request_ids):
             self.responses[request_id] = Response.of(command.group_id, command.version, index, prompt)
@@ -175,6 +184,7 @@ class Ledger:
             raise Violation(f"{request_id} of version {response.version} was sampled under {event.version} (C1)")
         if response.version in self.rejected:
             raise Violation(f"{request_id} has tokens of version {response.version}, which is rejected (C1)")
+        self.check_started(request_id)
         if tokens < response.tokens:
             raise Violation(f"{request_id} goes back from {response.tokens} to {tokens} tokens (C2)")
         if response.finished:
@@ -254,8 +264,31 @@ class Ledger:
         if response is None or not response.finished:
             raise Violation(f"{request_id} is scored before its end (C2)")
 
-    def scored(self, request_id: str) -> str | None:
-        """Records a verdict. Returns the group's id if it was the group's last."""
+    def check_started(self, request_id: str) -> None:
+        """Checks that a member may run: the group started with it, or has grown since."""
+        response = self.responses[request_id]
+        group = self.groups.get(response.group_id)  # None: of an evaluation
+        if group is not None and response.index >= group.started:
+            raise Violation(f"{request_id} runs, and the group has started {group.started} of its members")
+
+    def check_grown(self, command: do.GrowGroup) -> None:
+        """Checks that the members that start are all those that have not."""
+        group = self.groups.get(command.group_id)
+        late = () if group is None else group.request_ids[group.prompt.at_once : group.started]
+        if command.request_ids != late or not late:
+            raise Violation(f"{command.group_id} starts {command.request_ids}, while its rewards ask for {late}")
+
+    def check_members(self, delivered: TrajectoryGroup) -> None:
+        """Checks that a group is delivered with exactly the members that have started (C2)."""
+        group = self.groups[delivered.group_id]
+        found = [each.sample_index for each in delivered.trajectories]
+        sizes = {each.group_size for each in delivered.trajectories}
+        if sorted(set(found)) != list(range(group.started)) or sizes != {group.started}:
+            logged = f"as a group of {sizes}, and {group.started} have started"
+            raise Violation(f"{delivered.group_id} is delivered with the members {found} {logged} (C2)")
+
+    def scored(self, request_id: str, reward: float | None) -> str | None:
+        """Records a verdict; None: it is not valid. Returns the group's id if it was the group's last."""
         response = self.responses.get(request_id)
         if response is None:
             return None  # cancelled
@@ -263,13 +296,22 @@ class Ledger:
         if group is None:
             return None  # an evaluation, which no filter sees
         group.unscored -= 1
+        if reward is not None:
+            group.rewards.add(reward)
+            group.grow()
         return None if group.unscored else response.group_id
 
     def check_retired(self, version: int) -> None:
         """Checks that a version has no unfinished response before its weights are retired."""
-        unfinished = [name for name, r in self.responses.items() if r.version == version and not r.finished]
+        of_version = [(name, each) for name, each in self.responses.items() if each.version == version]
+        unfinished = [name for name, each in of_version if not each.finished and not self._is_skipped(each)]
         if unfinished:
             raise Violation(f"version {version} is let go, and {unfinished[0]} is unfinished (C1)")
+
+    def _is_skipped(self, response: Response) -> bool:
+        """Whether a member will never run: its group is settled without it."""
+        group = self.groups.get(response.group_id)
+        return group is not None and not group.unscored and response.index >= group.started
 
     def reject(self, command: do.RejectVersion) -> None:
         """Rejects a version that workers refuse. It must have no sampled tokens, and gets none until it is published
@@ -291,7 +333,8 @@ class Ledger:
             raise Violation(f"{command.group_id} is delivered while {sorted(self.rejected)} are rejected")
         if group is None:
             raise Duplicated(f"{command.group_id} is delivered, but was trained, cancelled or never admitted (C2)")
-        if not all(self.responses[request_id].finished for request_id in group.request_ids):
+        started = group.request_ids[: group.started]
+        if group.unscored or not all(self.responses[request_id].finished for request_id in started):
             raise Violation(f"{command.group_id} is delivered unfinished (C2)")
         if not 0 <= command.step - group.version < group.window:
             logged = f"of version {group.version}, admitted in a window of {group.window},"
@@ -356,7 +399,7 @@ class Ledger:
         if {group.version for group in asked.groups.values()} - {command.version}:
             raise Violation(f"{command.group_id} is of version {command.version}, its evaluation is not (C1)")
         ids = command.request_ids
-        asked.groups[command.group_id] = Group(prompt, command.version, self.window, ids, len(ids))
+        asked.groups[command.group_id] = Group(prompt, command.version, self.window, ids, len(ids), len(ids))
         for index, request_id in enumerate(ids):
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
 

@@ -17,6 +17,7 @@ from dora.data.limits import (
     Count,
     Groups,
     GroupSize,
+    GroupSizeMin,
     KvTokens,
     Latency,
     LatencySigma,
@@ -30,6 +31,7 @@ from dora.data.limits import (
     Sigma,
     TokenBytes,
     Tokens,
+    check_size_min,
 )
 from dora.data.limits import Turns as TurnCount
 from dora.errors import InvalidValue
@@ -174,6 +176,10 @@ class Workload(Section):
     """Prompts and the lengths of their responses."""
 
     group_size: GroupSize = Field(16, description="responses per prompt")
+    group_size_min: GroupSizeMin = Field(
+        0, description="of these, so many start at once, and the rest once two rewards differ; 0: all start at once"
+    )
+    settled_fraction: Share = Field(0.5, description="prompts whose responses are all right, or all wrong")
     prompts: int = Field(17_000, ge=1, le=PROMPTS_MAX, description="size of the prompt set; an epoch draws each once")
     prompt_tokens: PromptTokens = Field(150, description=f"mean prompt length; lognormal, cut at {PROMPT_TOKENS_MAX}")
     prompt_lengths: Literal["lognormal", "trace"] = Field(
@@ -194,6 +200,7 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> Self:
+        check_size_min(self.group_size_min, self.group_size, "workload.group_size_min")
         most = GROUP_TURNS_MAX // self.group_size
         places = {f"workload.tasks.{index}.turns": task.turns for index, task in enumerate(self.tasks) if task.turns}
         for place, turns in {"workload.turns": self.turns, **places}.items():

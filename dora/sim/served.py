@@ -91,7 +91,7 @@ class ServedWorld(World):
         if isinstance(event, on.PromptsOffered):
             event = replace(event, prompts=tuple(self._offers[each.prompt_id] for each in event.prompts))
         elif isinstance(event, on.RequestScored):
-            self.ledger.scored(event.request_id)
+            self.ledger.scored(event.request_id, event.reward if event.valid else None)
         self.post(event)
 
     def _check_finished(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
@@ -142,7 +142,10 @@ class ServedWorld(World):
         if self.random.random() >= self.habits.odd_groups:
             return prompt
         size = self.random.randint(1, prompt.group_size)
-        return replace(prompt, group_size=size, lengths=prompt.lengths[:size], turns=prompt.turns[:size])
+        size_min = min(prompt.group_size_min, size)
+        return replace(
+            prompt, group_size=size, group_size_min=size_min, lengths=prompt.lengths[:size], turns=prompt.turns[:size]
+        )
 
     def verdict_s(self) -> float:
         """Seconds until a verdict."""

@@ -8,6 +8,7 @@ Each token is computed from its request, version and position. So any error in a
 duplicate, another request's token, or a token of another version.
 """
 
+import math
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -44,10 +45,12 @@ from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import SimWorker
 from dora.sim.workload import FILTERED, Filter, SimPrompt
+from dora.sim.workload import Verifier as Rewards
 
 REPEATED_MAX: Final = 4  # accepted tokens that a report may repeat, plus one
 TOKENS_MAX: Final = 4096  # of a response
 TOKEN_IDS: Final = 50_000
+INVALID: Final = 11  # one verdict in so many is not valid, in groups that may grow
 ENVIRONMENT: Final = "simulated"
 _STRIDE: Final = 7919  # difference of consecutive token ids of a request
 
@@ -68,6 +71,7 @@ class Environment(Protocol):
     machine: Machine
     trainer: SimTrainer
     filter: Filter
+    verifier: Rewards
     ledger: Books
     now_s: float
 
@@ -268,6 +272,8 @@ class Service:
         tokens = [record for record in self.log.records[:count] if isinstance(record, records.Tokens)]
         verdicts = [record for record in self.log.records[:count] if isinstance(record, records.Verdict)]
         requests = Content(groups).of(tokens, verdicts)
+        if requests.damaged:
+            raise Violation(f"a prefix of the log lacks tokens or verdicts of {requests.damaged} (C2)")
         window, now_s = self._world.config.window, self._world.now_s
         incarnation = ledger.values["life"] + 1
         restored = recovery_state.restored(ledger, groups, requests, self._offered, window, now_s, incarnation)
@@ -294,8 +300,9 @@ def cut(log: SimLog, count: int, incarnation: int) -> None:
 
 def prompt_of(prompt: SimPrompt) -> Prompt:
     environment = ENVIRONMENT if prompt.sessions else ""
-    tokens, text = () if prompt.is_given else (0,), prompt.prompt_id
-    return Prompt(prompt.prompt_id, prompt.task_id, tokens, text, prompt.group_size, {}, "{}", 0, environment)
+    size, size_min, name = prompt.group_size, prompt.group_size_min, prompt.prompt_id
+    tokens = () if prompt.is_given else (0,)
+    return Prompt(name, prompt.task_id, tokens, name, size, {}, "{}", 0, environment, size_min)
 
 
 class _Executor(Executor):
@@ -350,7 +357,10 @@ class _Verifier:
 
     async def score(self, prompt_text: str, response_text: str | None, token_ids: Any, verifier_json: str) -> Reward:
         await _Delay(self._world.verdict_s())
-        return Reward(float(token_ids[-1]))
+        last = int(token_ids[-1])
+        if self._world.scenario.workload.group_size_min and last % INVALID == 0:
+            return Reward(math.nan, log="no number", valid=False)
+        return Reward(self._world.verifier.reward(prompt_text, last))
 
 
 class _Filter:
@@ -386,6 +396,7 @@ class _Stream:
 
     def put(self, group: TrajectoryGroup) -> None:
         self._relied_on()
+        self._world.ledger.check_members(group)
         for each in group.trajectories:
             names = [(each.trajectory_id.partition("/")[0], each.behaviour_version)]
             counts = np.array([each.length_tokens])

@@ -26,6 +26,7 @@ DRAWN: Final = "drawn"
 WINDOWS: Final = (DRAWN, "auto")
 STEPS_AFTER: Final = 2  # steps that must complete after the faults
 PATIENCE_S: Final = 1500.0  # time limit of a step, and of each step in the drain
+SAME_SIZE: Final = 0.4  # share of the seeds with larger groups in which all members start at once
 QUIET_S: Final = 20.0  # after the drain, for events in transit: longer than any fault lasts
 
 
@@ -132,10 +133,10 @@ class Trial:
                 publish_s=random.choice((0.0, 1.0)),
             ),
             workload=Workload(
-                group_size=random.choice((1, 2, 3, 4, 9)),
                 prompts=64,
                 prompt_tokens=20,
                 lengths=Lengths(mu=3.0, sigma=0.8, cap_tokens=120),
+                **self._sizes(random.choice((1, 2, 3, 4, 9))),
                 **self._turns(random.choice((1, 1, 3))),
             ),
         )
@@ -167,6 +168,13 @@ class Trial:
         turns = turns.model_copy(update={**longer, "environment_sigma": 0.7})
         kinds = {"prompts_given": random.random() < 0.4, "forks": random.choice((0.0, 0.3))}
         return {"turns": turns, "sessions": True, **kinds}
+
+    def _sizes(self, most: int) -> dict[str, Any]:
+        """Sizes of groups. In a third of the seeds groups start with two members, and grow if rewards differ."""
+        random, sizes = Random(f"growth {self.seed}"), {"group_size": most}
+        if SESSION not in kinds_of(self.kinds) or most < 3 or random.random() < SAME_SIZE:
+            return sizes
+        return {**sizes, "group_size_min": 2, "settled_fraction": random.choice((0.0, 0.2, 0.8))}
 
     def _pools(self) -> dict[str, Any]:
         """Pool settings. One third of the seeds have no pool."""

@@ -30,6 +30,7 @@ from dora.sim.invariants import (
 from dora.sim.ledger import Violation
 
 WAITING, RUNNING, IDLE = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.IDLE)
+DORMANT = int(RequestStatus.DORMANT)
 LEASED = int(GroupStatus.LEASED)
 # The place of a request that is on no index:
 IN_LINE: Final = -1
@@ -43,12 +44,17 @@ REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, 
 
 @dataclass(slots=True)
 class Watched:
-    """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict."""
+    """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict.
+
+    ``late``: rows of members that have not started; ``rewards``: distinct valid ones.
+    """
 
     deadline: int
     rows: Sequence[int]
     unfinished: int
     unscored: int
+    late: Sequence[int] = ()
+    rewards: set[float] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -152,7 +158,8 @@ class Watch:
         self._count(deadline, 1)
         group, size = state.group_row.get(command.group_id), len(command.request_ids)
         rows = state.members[group] if group is not None else ()  # otherwise the same event cancelled it
-        self._groups[command.group_id] = Watched(deadline, rows, size, size)
+        late = [row for row in rows if state.requests["status"][row] == DORMANT]
+        self._groups[command.group_id] = Watched(deadline, rows, size - len(late), size - len(late), late)
         named.rows.update(rows)
 
     def _delivered(self, state: State, command: do.DeliverGroup, _named: Named) -> None:
@@ -226,6 +233,13 @@ class Watch:
             group = int(state.requests["group"][row])
             watched = self._groups[state.group_id[group]]
             watched.unscored -= 1
+            if event.valid:
+                watched.rewards.add(event.reward)
+            if len(watched.rewards) > 1:
+                named.rows.update(watched.late)
+                watched.unfinished += len(watched.late)
+                watched.unscored += len(watched.late)
+                watched.late = ()
             named.groups.add(group)
             if not watched.unscored:
                 self._complete += 1

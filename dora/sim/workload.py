@@ -54,6 +54,12 @@ class SimPrompt:
     sessions: bool = False  # the core knows the turns: a response's tokens include the answers
     is_given: bool = False  # of sessions: their environments give the prompt
     forks: float = 0.0  # of sessions: the share of turns that follow an earlier place
+    group_size_min: int = 0  # responses that start at once; 0: all
+
+    @property
+    def at_once(self) -> int:
+        """The number of responses that start at the group's admission."""
+        return self.group_size_min or self.group_size
 
     def tokens_left(self, index: int, turn: int) -> int:
         """The response tokens that the turn after this one leaves by a fork, of one session; 0: it does not fork. It
@@ -184,6 +190,7 @@ class WorkloadStream:
                     sessions=workload.sessions,
                     is_given=workload.sessions and workload.prompts_given,
                     forks=workload.forks if workload.sessions else 0.0,
+                    group_size_min=workload.group_size_min,
                 )
             )
 
@@ -241,6 +248,19 @@ class Filter:
         if not self._fraction:
             return False
         return Random(f"filter {self._seed} {prompt_id}").random() < self._fraction
+
+
+class Verifier:
+    """A reward function: 1 or 0. A share of the prompts is settled, as all responses to it get the same."""
+
+    def __init__(self, settled_fraction: float, seed: int) -> None:
+        self._settled, self._seed = settled_fraction, seed
+
+    def reward(self, prompt_id: str, response: int) -> float:
+        """``response``: a number that depends on the response."""
+        random = Random(f"verdict {self._seed} {prompt_id}")
+        is_settled, is_right = random.random() < self._settled, random.random() < 0.5
+        return float(is_right if is_settled else response % 2)
 
 
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:

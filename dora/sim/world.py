@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
+from zlib import crc32
 
 from dora.config import Config, SelectionConfig, ServiceConfig, SessionsConfig, WorkersConfig
 from dora.core import Machine
@@ -25,7 +26,7 @@ from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import Parcel, SimWorker, resumed
-from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
+from dora.sim.workload import FILTERED, Filter, SimPrompt, Verifier, WorkloadStream
 from dora.sim_engine.engine import SimEngine
 
 TICK_S = 5.0
@@ -69,6 +70,7 @@ class World(WorkerDriver):
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
         self.filter = Filter(scenario.filter_fraction, seed)
+        self.verifier = Verifier(scenario.workload.settled_fraction, seed)
         self.cost = CostModel.of(scenario.cluster.cost)
         self.events = 0
         self._seed = seed
@@ -86,6 +88,7 @@ class World(WorkerDriver):
         self._owed = 0  # drawn prompts that were not offered yet, as too much was in flight
         self._books: dict[type, Callable[[Any], None]] = {  # commands that are only recorded and checked
             do.AdmitGroup: self._admit,
+            do.GrowGroup: self._grow,
             do.ReplaceRequest: self._replace,
             do.DropPrompt: self.ledger.take_back,
             do.DropGroup: self.ledger.drop,
@@ -226,6 +229,7 @@ class World(WorkerDriver):
         if isinstance(command, do.ExtendRequest):
             request = resumed(self.ledger.responses[command.request_id], command.request_id)
         elif isinstance(command, do.StartRequest):
+            self.ledger.check_started(command.request_id)
             response = self.ledger.responses[command.request_id]
             if (command.arrival == "new") != (response.tokens == 0):
                 raise Violation(
@@ -316,6 +320,7 @@ class World(WorkerDriver):
                 known_tokens=tuple(map(prompt.response_tokens, range(prompt.group_size))) if known else (),
                 priority=self.priority(prompt.prompt_id),
                 sessions=prompt.sessions,
+                group_size_min=prompt.group_size_min,
             )
             for prompt in drawn
         )
@@ -334,6 +339,11 @@ class World(WorkerDriver):
 
     def _admit(self, command: do.AdmitGroup) -> None:
         self.ledger.admit(command)
+        for request_id in command.request_ids[: self.ledger.groups[command.group_id].prompt.at_once]:
+            self._begins_idle(request_id)
+
+    def _grow(self, command: do.GrowGroup) -> None:
+        self.ledger.check_grown(command)
         for request_id in command.request_ids:
             self._begins_idle(request_id)
 
@@ -373,19 +383,23 @@ class World(WorkerDriver):
 
     def score(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
         self.ledger.check_finished(command.request_id)
-        self.judged(command.request_id)
+        response = self.ledger.responses[command.request_id]
+        draw = crc32(command.request_id.encode())
+        self.judged(command.request_id, self.verifier.reward(response.prompt.prompt_id, draw))
 
     def break_off(self, command: do.BreakOffSession) -> None:
         self.ledger.break_off(command)
-        self.judged(command.request_id)
+        self.judged(command.request_id, None)
 
-    def judged(self, request_id: str) -> None:
-        """Delivers a verdict. If it is a group's last, the user's filter runs before any step may take the group."""
-        group_id = self.ledger.scored(request_id)
+    def judged(self, request_id: str, reward: float | None) -> None:
+        """Delivers a verdict. If it is a group's last, the user's filter runs before any step may take the group.
+        ``reward`` None: it is not valid.
+        """
+        group_id = self.ledger.scored(request_id, reward)
         if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt.prompt_id):
             self.post(on.GroupCancelled(group_id, FILTERED))
         else:
-            self.post(on.RequestScored(request_id))
+            self.post(on.RequestScored(request_id, reward or 0.0, reward is not None))
 
     def _deliver(self, command: do.DeliverGroup) -> None:
         if command.trainer_epoch == self.trainer.epoch:

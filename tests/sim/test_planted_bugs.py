@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dora.sim.trial import DRAWN, Trial
+from tests.sim import growth_plants as growth
 from tests.sim import plants
 from tests.sim import session_plants as sessions
 from tests.sim.seeds import seeds_of
@@ -233,6 +234,32 @@ BUGS = [
     Bug("a token counts twice", "loss mask", sessions.sampled_tokens_count_in_each_branch, "session", first=5),
     Bug("dropped KV is believed to be there", "C2", sessions.dropped_kv_is_believed_there, "session,pool", first=1),
     Bug("a cancelled session stays idle", "idle", sessions.cancelled_session_stays_idle, "session", first=4),
+    Bug("all members of a group start at once", "has started", growth.all_members_start, "session"),
+    Bug("a settled group grows", "has started", growth.settled_group_grows, "session"),
+    Bug("an invalid reward differs from others", "has started", growth.invalid_reward_decides, "session"),
+    Bug("members that start late are in no queue", "nowhere", growth.late_members_stand_in_no_queue, "session"),
+    Bug("members that start late are not counted", "counted|C2", growth.late_members_are_not_counted, "session"),
+    Bug("a settled group waits for its rest", "counted", growth.settled_group_waits_for_its_rest, "session"),
+    Bug(
+        "a group that grew is delivered as it began", "as a group of", growth.group_is_delivered_as_it_began, "session"
+    ),
+    Bug("a settled group has the full size", "as a group of", growth.trainer_is_told_the_full_size, "session"),
+    Bug(
+        "a restart starts dormant members",
+        "journal says|all scored",
+        growth.restart_wakes_dormant_members,
+        "session,crash",
+        first=1,
+    ),
+    Bug("a restart forgets rewards", "unfinished", growth.restart_forgets_what_rewards_were, "session,crash", first=27),
+    Bug("a settled group looks damaged", "lacks", growth.log_of_a_settled_group_looks_damaged, "session,crash"),
+    Bug(
+        "a crash between a verdict and what it starts",
+        "journal says",
+        growth.restart_misses_the_verdict_that_decides,
+        "session,crash",
+        first=37,
+    ),
 ]
 
 # Those that `make test` plants, each of another kind; `make test-all` plants all.
@@ -262,6 +289,8 @@ DISTINCT = {
     plants.core_draws_lots,
     plants.leased_groups_are_open_again,
     plants.journal_mixes_up_tokens,
+    growth.settled_group_grows,
+    growth.restart_wakes_dormant_members,
 }
 
 
@@ -276,7 +305,7 @@ def marked(bugs: Sequence[Bug]) -> list[Any]:
 def test_the_suite_holds_what_peers_fell_into() -> None:
     planted = {bug.plant for bug in BUGS}
     assert len(planted) == len(BUGS) >= 20
-    assert len(DISTINCT) == 25 and planted > DISTINCT
+    assert len(DISTINCT) == 27 and planted > DISTINCT
     assert planted > {
         plants.tops_up_the_oldest,
         plants.count_based_admission,
