@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 import dora
 from dora.client import Operator
 from dora.client.sessions import Session
@@ -60,6 +62,7 @@ async def test_settled_groups_are_delivered_small_and_others_whole(tiny_dense: P
     assert counters["members_started_late"] >= sizes[MOST] * (MOST - LEAST)
 
 
+@pytest.mark.full
 async def test_a_filter_of_equal_rewards_leaves_full_steps_of_groups_that_grew(tiny_dense: Path) -> None:
     config = configured(tiny_dense, workers__engine="fake", **GROWING, selection__filter="equal_rewards")
     async with (
