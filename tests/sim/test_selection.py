@@ -114,7 +114,7 @@ def test_cancelled_groups_leave_the_books_with_their_tokens_counted() -> None:
     ledger.take_over(on.Progress("w0", 1, 0, {"g0.0": 1}), "g0.0")
     ledger.drop(do.DropGroup("g0", REDUNDANT))
     for index in range(prompts[1].group_size):
-        ledger.scored(f"g1.{index}")
+        ledger.scored(f"g1.{index}", 1.0)
     ledger.drop(do.DropGroup("g1", FILTERED))
     assert (ledger.cancelled, ledger.cancelled_tokens) == (2, 1)
     assert ledger.cancel_reasons == Counter({REDUNDANT: 1, FILTERED: 1})
