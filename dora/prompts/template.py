@@ -43,9 +43,22 @@ def compiled_template(text: str) -> Template:
     return environment.from_string(text)
 
 
-def rendered(template: Template, messages: Messages, special_tokens: Mapping[str, str]) -> str:
-    """Renders a chat up to the assistant's next answer. Raises the template's errors."""
-    return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens)
+def rendered(
+    template: Template,
+    messages: Messages,
+    special_tokens: Mapping[str, str],
+    *,
+    tools: Messages | None = None,
+    answer: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Renders a chat. Raises the template's errors.
+
+    ``tools``: as in the OpenAI API. ``answer``: with the header of the assistant's next answer. ``options``: further
+    variables of the template, such as ``enable_thinking``.
+    """
+    variables = {**(options or {}), **special_tokens, "messages": messages, "tools": tools, "documents": None}
+    return template.render(**variables, add_generation_prompt=answer)
 
 
 def _to_json(

@@ -3,9 +3,10 @@
 The folder's settings of truncation and padding do not affect prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Template, TemplateError
 
@@ -32,22 +33,37 @@ class ChatTokenizer:
         """The largest token id in use: some vocabularies have gaps."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Encodes plain text, with the special tokens that this tokenizer adds to a text."""
-        return tuple(self._tokenizer.encode(text).ids)
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty: there is none."""
+        text = self._exported.chat_template
+        return text if isinstance(text, str) else ""
+
+    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+        """Encodes plain text, with the special tokens that this tokenizer adds to a text, or without them."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def encode_chat(self, messages: Messages) -> tuple[str, tuple[int, ...]]:
         """Returns a chat's text up to the assistant's next answer, and its token ids."""
         text = self.render(messages)
-        return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return text, self.encode(text, special_tokens=False)
 
-    def render(self, messages: Messages) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Messages | None = None,
+        answer: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """Renders the chat template. Raises InvalidValue if it is missing or refuses the messages.
 
-        A template with a date uses the current one, as in transformers.
+        A template with a date uses the current one, as in transformers. The other arguments are those of
+        :func:`dora.prompts.template.rendered`.
         """
         try:
-            text = rendered(self._template, messages, self._exported.special_tokens)
+            special_tokens = self._exported.special_tokens
+            text = rendered(self._template, messages, special_tokens, tools=tools, answer=answer, options=options)
             text.encode()
         except InvalidValue:
             raise

@@ -1,0 +1,152 @@
+"""Tool calls in a reply's text, by the formats that models write them in.
+
+A call counts only if it is well-formed. Anything else stays text: the policy is trained on its tokens, and a client
+sees what it wrote.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A well-formed call. ``arguments``: an object."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The calls of a text, and the text without them. The text begins as the whole one does."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls. ``marks``: texts of which one begins each call; ``only_first``: only at a reply's start.
+
+    ``find`` returns the calls of a reply's text.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    find: Callable[[str], Found]
+    only_first: bool = False
+
+
+def format_of(chat_template: str) -> ToolFormat:
+    """Returns the format that a chat template shows its model; Hermes' if it shows none."""
+    for name, sign in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama", "<|python_tag|>")):
+        if sign in chat_template:
+            return FORMATS[name]
+    return FORMATS["llama" if '"parameters":' in chat_template else "hermes"]
+
+
+def _call_of(value: Any, *names: str) -> Call | None:
+    """Reads an object {"name": ..., <one of names>: {...}}."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments: Any = next((value[name] for name in names if name in value), {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    return Call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+_TAGGED: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FUNCTION: Final = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
+_PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _hermes(text: str) -> Found:
+    """``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
+    calls: list[Call] = []
+
+    def kept(match: re.Match[str]) -> str:
+        body = match[1].strip()
+        call = _call_of(_json(body), "arguments", "parameters") if body.startswith("{") else _function(body)
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    content = _TAGGED.sub(kept, text)
+    return Found(content.rstrip() if calls else text, tuple(calls))
+
+
+def _function(body: str) -> Call | None:
+    match = _FUNCTION.fullmatch(body)
+    if match is None or _PARAMETER.sub("", match[2]).strip():
+        return None
+    return Call(match[1], {name: _value(text) for name, text in _PARAMETER.findall(match[2])})
+
+
+def _value(text: str) -> Any:
+    """Reads a parameter without its type: JSON where it is some, else text."""
+    found = _json(text)
+    return text if found is None and text.strip() != "null" else found
+
+
+def _llama(text: str) -> Found:
+    """A whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    calls = tuple(_call_of(value, "parameters", "arguments") for value in _objects(body))
+    if not calls or None in calls:
+        return Found(text, ())
+    return Found("", tuple(call for call in calls if call is not None))
+
+
+def _objects(text: str) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
+    while text:
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            yield None
+            return
+        yield value
+        text = text[end:].lstrip()
+        if text and not text.startswith(";"):
+            yield None
+            return
+        text = text[1:].lstrip()
+
+
+_NAMED: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
+
+
+def _mistral(text: str) -> Found:
+    """``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
+    content, *bodies = text.split("[TOOL_CALLS]")
+    calls: list[Call | None] = []
+    for body in bodies:
+        value, named = _json(body.strip()), _NAMED.fullmatch(body)
+        if isinstance(value, list) and value:
+            calls += [_call_of(each, "arguments", "parameters") for each in value]
+        else:
+            calls.append(_call_of({"name": named[1], "arguments": _json(named[2])}, "arguments") if named else None)
+    if not calls or None in calls:
+        return Found(text, ())
+    return Found(content.rstrip(), tuple(call for call in calls if call is not None))
+
+
+FORMATS: Final[Mapping[str, ToolFormat]] = {
+    each.name: each
+    for each in (
+        ToolFormat("hermes", ("<tool_call>",), _hermes),
+        ToolFormat("llama", ("<|python_tag|>", "{"), _llama, only_first=True),
+        ToolFormat("mistral", ("[TOOL_CALLS]",), _mistral),
+    )
+}
