@@ -52,17 +52,23 @@ class Piece:
 
 class ReplyParser:
     """One reply. ``tools`` None: no tool was offered, so no text is a call. ``is_thinking``: the prompt has opened the
-    reasoning. ``new_id`` names a call.
+    reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
 
     The pieces of :meth:`push` and :meth:`end` together are the texts of the reply. Text that may be a call is kept
     until the end.
     """
 
     def __init__(
-        self, tools: ToolFormat | None = None, *, is_thinking: bool = False, new_id: Callable[[], str] = lambda: ""
+        self,
+        tools: ToolFormat | None = None,
+        *,
+        is_thinking: bool = False,
+        is_plain: bool = False,
+        new_id: Callable[[], str] = lambda: "",
     ) -> None:
         self._tools = tools
         self._is_thinking = is_thinking
+        self._is_plain = is_plain
         self._new_id = new_id
         self._text = ""
         self._sent = Piece()
@@ -76,6 +82,8 @@ class ReplyParser:
     def push(self, text: str) -> Piece:
         """Returns the part of the text so far that no later text can change."""
         self._text += text
+        if self._is_plain:
+            return self._unsent(Reply(self._text))
         reasoning, content = self._split(self._text)
         if reasoning is not None and not self._has_closed():
             reasoning = _before(reasoning, CLOSE)
@@ -98,6 +106,8 @@ class ReplyParser:
 
     def _split(self, text: str) -> tuple[str | None, str]:
         """Returns the reasoning, None if there is none, and the text after it."""
+        if self._is_plain:
+            return None, text
         if not self._is_thinking:
             if not text.lstrip().startswith(OPEN):
                 return None, text

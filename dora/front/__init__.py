@@ -1,0 +1,18 @@
+"""The agents' door: an HTTP server that speaks the protocols of OpenAI and vLLM, over a service's sessions.
+
+It is a process of its own and talks to the service by gRPC alone, so JSON, chat templates and tool calls never load the
+orchestrator's event loop.
+
+| module | contents |
+|---|---|
+| ``source`` | what the front needs of a service: ``SessionSource``, ``SessionHandle`` |
+| ``service`` | the same over gRPC |
+| ``asked`` | ``Wanted``: a request for turns, checked; each field is offered, or refused by name |
+| ``turns`` | ``RunningTurn``: a turn that goes on although its client has left |
+| ``sessions`` | the sessions of agents: ids, branches, rewards, ends |
+| ``replays`` | retries of a request get the turns of its first call |
+| ``door`` | all of it together: whose call it is, limits, and the turns that it gets |
+| ``chat``, ``completions``, ``tokens``, ``control`` | the routes |
+| ``errors``, ``http`` | refusals as HTTP statuses; bodies and server-sent events |
+| ``app`` | the aiohttp application |
+"""

@@ -1,0 +1,263 @@
+"""Whose call it is, what it may ask, and the turns that it gets."""
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
+from dora.front.asked import MODEL, Wanted, version_of
+from dora.front.errors import SessionClosed
+from dora.front.model import ServedModel
+from dora.front.replays import Replays
+from dora.front.sessions import AgentSession, Verdict
+from dora.front.source import Live, Opening, SessionHandle, SessionSource
+from dora.front.turns import RunningTurn
+from dora.prompts.check import check_name
+from dora.rpc.errors import Unauthenticated
+
+log = logging.getLogger("dora.front")
+
+CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
+LIVE_S: Final = 1.0  # how old the list of versions may be
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a front."""
+
+    body_bytes: int = 32 << 20
+    body_s: float = 60.0  # for a whole body to arrive
+    connections: int = 4096
+    in_flight: int = 512  # requests of one key
+    sessions: int = 16384
+    idle_s: float = 1800.0  # a session without a call is closed
+    messages: int = 4096
+    tools: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who calls. ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to."""
+
+    holder: str
+    session_id: str = ""
+
+
+class Door:
+    """One front's state. ``key``: of all clients; empty: any key is accepted."""
+
+    def __init__(
+        self, source: SessionSource, model: ServedModel, *, key: str = "", limits: Limits | None = None
+    ) -> None:
+        self.model = model
+        self.limits = limits or Limits()
+        self.replays = Replays()
+        self.prefix_breaks: Counter[str] = Counter()
+        self._source = source
+        self._key = key
+        self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
+        self._by_key: dict[str, AgentSession] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._in_flight: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._live: tuple[float, Live] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- callers
+
+    def caller(self, key: str, session_id: str) -> Call:
+        """Returns who calls. ``session_id``: as header or path say. Raises Unauthenticated, NotFound, InvalidValue."""
+        own = self._by_key.get(key)
+        if own is not None:
+            if session_id and session_id != own.session_id:
+                raise Unauthenticated("key", "(of another session)", f"the key of session {session_id}")
+            return Call(own.session_id, own.session_id)
+        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
+            shown = "(another)" if key else MISSING
+            raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")
+        if session_id:
+            check_name(session_id, "session")
+        return Call(session_id or key or "anyone", session_id)
+
+    @contextmanager
+    def in_flight(self, call: Call) -> Iterator[None]:
+        """Counts a request. Raises LimitExceeded."""
+        if self._in_flight[call.holder] >= self.limits.in_flight:
+            raise LimitExceeded("requests", self._in_flight[call.holder], f"at most {self.limits.in_flight} in flight")
+        self._in_flight[call.holder] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[call.holder] -= 1
+            if not self._in_flight[call.holder]:
+                del self._in_flight[call.holder]
+
+    # --------------------------------------------------------------------------------------------------------- turns
+
+    async def live(self) -> Live:
+        now_s = time.monotonic()
+        if self._live is None or self._live[0] < now_s - LIVE_S:
+            self._live = now_s, await self._source.live()
+        return self._live[1]
+
+    async def turns(self, call: Call, wanted: Wanted) -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own.
+
+        Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
+        """
+        self._check(wanted)
+        if call.session_id:
+            session = await self._session(call.session_id, wanted)
+            session.used_s = time.monotonic()
+            return await self._begun(session, wanted)
+        opening = Opening(
+            f"one-{uuid.uuid4().hex}", wanted.choices, await self._version(wanted.model), wanted.sampling or None
+        )
+        one, turns = replace(wanted, choices=1), []
+        for handle in await self._source.open(opening):
+            session = self._made(handle.session_id, handle, wanted)
+            turns += await self._begun(session, one)
+            self._spawn(self._end_after(session, turns[-1]))
+        return turns
+
+    async def _begun(self, session: AgentSession, wanted: Wanted) -> list[RunningTurn]:
+        before = session.tree.prefix_breaks.copy()
+        turns = await session.begin(wanted)
+        for reason, count in (session.tree.prefix_breaks - before).items():
+            self.prefix_breaks[reason] += count
+            log.warning("%s: a history was given anew: %s", session.session_id, reason)
+        return turns
+
+    def _check(self, wanted: Wanted) -> None:
+        for name, parts, most in (
+            ("messages", wanted.messages, self.limits.messages),
+            ("tools", wanted.tools, self.limits.tools),
+        ):
+            if len(parts) > most:
+                raise InvalidValue(name, len(parts), f"at most {most}")
+
+    async def _version(self, model: str) -> int | None:
+        """Returns the version that a model's name asks for. Raises NotFound for another model, Conflict."""
+        live, version = await self.live(), version_of(model)
+        if model not in (MODEL, live.model) and version is None:
+            raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
+        if version is not None and version not in live.versions:
+            raise Conflict("model", model, f"a live version: {_listed(live)}", why="is not live")
+        return version
+
+    async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
+        """Ends a session of one turn."""
+        try:
+            await turn.ended()
+            if turn.finish_reason == "abort":
+                await self._abandon(session, "its client has aborted it")
+            else:
+                await session.close()
+        except DoraError as error:
+            log.warning("%s: %s", session.session_id, error)
+            await self._abandon(session, "its only turn has failed")
+
+    # ------------------------------------------------------------------------------------------------------ sessions
+
+    async def open(self, opening: Opening) -> list[AgentSession]:
+        """Opens sessions of one group. Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable."""
+        self._check_room(opening.size)
+        wanted = Wanted(sampling=opening.sampling or {})
+        sessions = [self._made(each.session_id, each, wanted) for each in await self._source.open(opening)]
+        for session in sessions:
+            self._sessions[session.session_id] = self._by_key[session.key] = session
+        return sessions
+
+    async def version_for(self, model: str) -> int | None:
+        return await self._version(model)
+
+    async def session(self, session_id: str) -> AgentSession:
+        """Returns an open session. Raises NotFound, Conflict for one that has ended."""
+        self._check_open(session_id)
+        found = self._sessions.get(session_id)
+        if found is None:
+            raise NotFound("session", session_id, "the id of an open session")
+        return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
+
+    async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
+        """Ends a session. Later calls of it are refused."""
+        await session.close(verdict)
+        self._forget(session)
+
+    async def sweep(self) -> None:
+        """Closes sessions without a call for long, with the reward that they have."""
+        oldest_s = time.monotonic() - self.limits.idle_s
+        for session in [each for each in self._sessions.values() if isinstance(each, AgentSession)]:
+            if session.used_s < oldest_s and not session.turns:
+                log.info("%s: closed, as it had no call for %g s", session.session_id, self.limits.idle_s)
+                try:
+                    await self.close(session)
+                except DoraError as error:
+                    log.warning("%s: %s", session.session_id, error)
+                    self._forget(session)
+
+    async def _session(self, session_id: str, wanted: Wanted) -> AgentSession:
+        """Returns the session of a call. One that nobody opened is opened by its first call."""
+        self._check_open(session_id)
+        if session_id not in self._sessions:
+            self._check_room(1)
+            self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
+        return await self.session(session_id)
+
+    async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
+        try:
+            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
+            (handle,) = await self._source.open(opening)
+        except BaseException:
+            del self._sessions[session_id]
+            raise
+        session = self._made(session_id, handle, wanted)
+        self._sessions[session_id] = self._by_key[session.key] = session
+        return session
+
+    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted) -> AgentSession:
+        now_s = time.monotonic()
+        return AgentSession(session_id, handle, self.model, sampling=wanted.sampling, now_s=now_s, spawn=self._spawn)
+
+    async def _abandon(self, session: AgentSession, reason: str) -> None:
+        try:
+            await session.abandon(reason)
+        except DoraError as error:
+            log.warning("%s: %s", session.session_id, error)
+
+    def _check_open(self, session_id: str) -> None:
+        if session_id in self._closed:
+            raise SessionClosed("session", session_id, "an open session: open another one")
+
+    def _check_room(self, sessions: int) -> None:
+        if len(self._sessions) + sessions > self.limits.sessions:
+            raise LimitExceeded("sessions", len(self._sessions), f"at most {self.limits.sessions} open: close some")
+
+    def _forget(self, session: AgentSession) -> None:
+        self._sessions.pop(session.session_id, None)
+        self._by_key.pop(session.key, None)
+        self._closed[session.session_id] = None
+        while len(self._closed) > CLOSED_MAX:
+            self._closed.popitem(last=False)
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancels what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _listed(live: Live) -> str:
+    return ", ".join(map(str, live.versions)) or "none"

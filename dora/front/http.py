@@ -1,0 +1,188 @@
+"""Bodies, callers and server-sent events of HTTP requests."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from dora.data.strict_json import read_json
+from dora.errors import DoraError, InvalidValue, described
+from dora.front.asked import Wanted
+from dora.front.door import Call, Door
+from dora.front.errors import TooLarge, headers_of, openai_body, status_of
+from dora.front.replays import name_of
+from dora.front.turns import Chunk, RunningTurn
+
+log = logging.getLogger("dora.front")
+
+DOOR: Final = web.AppKey("door", Door)
+VERSION_HEADER: Final = "X-Policy-Version"
+DONE: Final = b"data: [DONE]\n\n"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorBody = Callable[[DoraError], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has been read. ``name``: of it and its retries."""
+
+    door: Door
+    call: Call
+    body: Mapping[str, Any]
+    name: str
+    is_retry: bool
+
+    async def turns(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
+        """Returns the turns of the request, those of its first call if it is a retry."""
+        now_s = asyncio.get_running_loop().time()
+        known = self.door.replays.find(self.name, now_s, is_retry=self.is_retry)
+        if known is not None:
+            return list(known)
+        turns = [turn for each in wanted for turn in await self.door.turns(self.call, each)]
+        request_id = self.body.get("request_id")
+        self.door.replays.keep(self.name, turns, now_s, request_id if isinstance(request_id, str) else "")
+        return turns
+
+    def delivered(self) -> None:
+        self.door.replays.delivered(self.name)
+
+
+async def read_asked(request: web.Request) -> Asked:
+    """Reads a request's caller and body. Raises Unauthenticated, InvalidValue, TooLarge."""
+    door = request.app[DOOR]
+    call = caller_of(request)
+    body = await read_body(request)
+    said = request.headers.get("Idempotency-Key", "")
+    retries = request.headers.get("x-stainless-retry-count", "0")
+    name = name_of(call.holder, request.path, said, body)
+    value = {} if not body else read_json(_text(body), "body", door.limits.body_bytes)
+    if not isinstance(value, dict):
+        raise InvalidValue("body", body[:80], "a JSON object")
+    return Asked(door, call, value, name, bool(said) or retries not in ("", "0"))
+
+
+def caller_of(request: web.Request) -> Call:
+    """Returns who calls, by key, header and path. Raises Unauthenticated, InvalidValue."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    key = key or request.headers.get("X-API-Key", "")
+    header, path = request.headers.get("X-Session-ID", ""), request.match_info.get("session", "")
+    if header and path and header != path:
+        raise InvalidValue("X-Session-ID", header, f"{path}, as in the path, or left out")
+    return request.app[DOOR].caller(key, path or header)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Returns the body. Raises TooLarge, InvalidValue for one that does not arrive in time."""
+    limits = request.app[DOOR].limits
+    if (request.content_length or 0) > limits.body_bytes:
+        raise TooLarge("body", request.content_length, f"at most {limits.body_bytes} bytes")
+    try:
+        async with asyncio.timeout(limits.body_s):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise TooLarge("body", "(more)", f"at most {limits.body_bytes} bytes") from error
+    except TimeoutError as error:
+        raise InvalidValue("body", "(incomplete)", f"whole within {limits.body_s:g} s") from error
+    except web.HTTPException:
+        raise
+    except Exception as error:  # of the content's encoding or its chunks
+        raise InvalidValue("body", "(unreadable)", f"as its headers say ({type(error).__name__})") from error
+
+
+def _text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValue("body", body[:80], "JSON in UTF-8") from error
+
+
+def refusing(handler: Handler, body_of: ErrorBody = openai_body) -> Handler:
+    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            with request.app[DOOR].in_flight(caller_of(request)):
+                return await handler(request)
+        except DoraError as error:
+            status, _ = status_of(error)
+            if status >= 500:
+                log.warning("%s %s: %s", request.method, request.path, described(error))
+            return web.json_response(body_of(error), status=status, headers=headers_of(error))
+
+    return handle
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """Returns one server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + encoded(value) + b"\n\n"
+
+
+async def whole(request: web.Request, asked: Asked, version: int, body: Mapping[str, Any]) -> web.StreamResponse:
+    """Sends a whole reply."""
+    headers = {VERSION_HEADER: str(version)}
+    response = web.Response(body=encoded(body), content_type="application/json", headers=headers)
+    await response.prepare(request)
+    await response.write_eof()
+    if request.transport is not None and not request.transport.is_closing():
+        asked.delivered()
+    return response
+
+
+async def streamed(
+    request: web.Request, asked: Asked, version: int, events: AsyncIterator[bytes], body_of: ErrorBody = openai_body
+) -> web.StreamResponse:
+    """Sends events as they come. A refusal before the first one is an HTTP status, a later one is the last event."""
+    async with aclosing(events):  # type: ignore[type-var]
+        first = await anext(events)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", VERSION_HEADER: str(version)}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        try:
+            await response.write(first)
+            async for each in events:
+                await response.write(each)
+            asked.delivered()
+        except DoraError as error:
+            await response.write(event(body_of(error)))
+        await response.write_eof()
+    return response
+
+
+async def merged(turns: Sequence[RunningTurn]) -> AsyncIterator[tuple[int, Chunk]]:
+    """Yields the chunks of several turns as they come, with the turns' numbers. Raises the first failure."""
+    if len(turns) == 1:
+        async for chunk in turns[0].chunks():
+            yield 0, chunk
+        return
+    ready: asyncio.Queue[tuple[int, Chunk | DoraError]] = asyncio.Queue(2 * len(turns))
+
+    async def follow(number: int) -> None:
+        try:
+            async for chunk in turns[number].chunks():
+                await ready.put((number, chunk))
+        except DoraError as error:
+            await ready.put((number, error))
+
+    tasks = [asyncio.create_task(follow(number)) for number in range(len(turns))]
+    try:
+        left = len(turns)
+        while left:
+            number, found = await ready.get()
+            if isinstance(found, DoraError):
+                raise found
+            left -= found.is_last
+            yield number, found
+    finally:
+        for task in tasks:
+            task.cancel()

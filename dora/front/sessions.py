@@ -1,0 +1,167 @@
+"""The sessions of agents: their branches, turns, rewards and ends."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dora.chat.reply import ReplyParser
+from dora.chat.text import TextStream
+from dora.chat.tree import Ask, SessionTree
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
+from dora.front.asked import Wanted, version_of
+from dora.front.errors import SessionClosed
+from dora.front.model import ServedModel
+from dora.front.source import SessionHandle
+from dora.front.turns import RunningTurn, Texts
+
+BRANCHES_MAX: Final = 256
+_ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def new_call_id() -> str:
+    """Returns the id of a tool call: nine letters, as the templates of Mistral ask for."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The reward of a session. ``value`` None: the service's reward function scores it."""
+
+    value: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    log: str = ""
+
+
+class AgentSession:
+    """One session of an agent. It may have several branches, each of which is a trajectory."""
+
+    def __init__(
+        self,
+        session_id: str,
+        handle: SessionHandle,
+        model: ServedModel,
+        *,
+        sampling: Mapping[str, Any],
+        now_s: float,
+        spawn: Callable[[Any], asyncio.Task[None]],
+    ) -> None:
+        self.session_id = session_id
+        self.key = f"dora-{secrets.token_urlsafe(24)}"
+        self.version = handle.version
+        self.tree = SessionTree(model.renderer)
+        self.used_s = now_s
+        self.verdict = Verdict()
+        self.is_closed = False
+        self.turns = 0  # under way
+        self._handles: dict[int, SessionHandle] = {}
+        self._first = handle
+        self._model = model
+        self._sampling = dict(sampling)
+        self._spawn = spawn
+        self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
+
+    async def begin(self, wanted: Wanted) -> list[RunningTurn]:
+        """Begins the turns of a request, one for each choice. Raises InvalidValue, Conflict, LimitExceeded."""
+        self._check(wanted)
+        asks: list[Ask] = []
+        try:
+            for _ in range(wanted.choices):
+                asks.append(self._ask(wanted))
+        except DoraError:
+            for ask in asks:
+                self.tree.dropped(ask, was_asked=False)
+            raise
+        return [self._begin(wanted, ask) for ask in asks]
+
+    def _ask(self, wanted: Wanted) -> Ask:
+        if wanted.token_ids:
+            return self.tree.ask_tokens(wanted.token_ids)
+        return self.tree.ask(wanted.messages, wanted.tools, wanted.options)
+
+    def _check(self, wanted: Wanted) -> None:
+        if self.is_closed:
+            raise SessionClosed("session", self.session_id, "an open session: open another one")
+        version = version_of(wanted.model)
+        if version is not None and version != self.version:
+            why = "is another version than the session's"
+            raise Conflict(
+                "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
+            )
+        for name, value in wanted.sampling.items():
+            if self._sampling.get(name, value) != value:
+                allowed = f"{self._sampling[name]!r}, as in the session's first request"
+                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
+            if name not in self._sampling and self.tree.branches:
+                allowed = "left out, as in the session's first request"
+                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
+        if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
+            raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
+
+    def _begin(self, wanted: Wanted, ask: Ask) -> RunningTurn:
+        model = self._model
+        texts = None
+        if not wanted.token_ids or wanted.is_text:
+            parser = ReplyParser(
+                model.tools if wanted.calls else None,
+                is_thinking=ask.is_thinking,
+                new_id=new_call_id,
+                is_plain=bool(wanted.token_ids),
+            )
+            stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
+            texts = Texts(stream, parser, model.ends, wanted.stops)
+        branch = self.tree.branches[ask.branch]
+        turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
+        self.turns += 1
+        self._spawn(self._run(turn, ask, wanted))
+        return turn
+
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted) -> None:
+        """Samples a turn to its end, and notes it in the tree."""
+        was_asked = False
+        try:
+            async with self._asking:
+                handle = await self._handle(ask)
+                was_asked = True
+                await turn.run(handle.stream(ask.given, max_tokens=wanted.max_tokens, name="agent"))
+        except DoraError as error:
+            turn.failed(error)
+        finally:
+            self.turns -= 1
+            if turn.finish_reason in (None, "abort"):
+                self.tree.dropped(ask, was_asked=was_asked and not isinstance(turn.error, InvalidValue))
+            else:
+                message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+                self.tree.answered(ask, turn.token_ids, message)
+
+    async def _handle(self, ask: Ask) -> SessionHandle:
+        """Returns the service's session of a branch, which begins with it."""
+        if ask.branch not in self._handles:
+            if ask.origin is not None:
+                origin = self._handles[ask.origin.branch]
+                self._handles[ask.branch] = await origin.fork(ask.origin.tokens)
+            else:
+                self._handles[ask.branch] = await self._first.fork(0) if self._handles else self._first
+        return self._handles[ask.branch]
+
+    async def reward_turn(self, turn: int, reward: float) -> None:
+        """Notes the reward of one turn. Raises InvalidValue for a turn that the session has not."""
+        turns = len(self.tree.branches[0].turns) if self.tree.branches else 0
+        if type(turn) is not int or not 0 <= turn < turns:
+            raise InvalidValue("turn", turn, f"a turn of the session's first branch: it has {turns}, from 0")
+        await self._first.reward_turn(turn, reward)
+
+    async def close(self, verdict: Verdict | None = None) -> None:
+        """Ends every branch with the session's reward. May be repeated."""
+        if self.turns:
+            raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
+        self.is_closed = True
+        given = self.verdict if verdict is None else verdict
+        for handle in self._handles.values() or [self._first]:
+            await handle.end(given.value, components=given.components, log=given.log)
+
+    async def abandon(self, reason: str) -> None:
+        """Gives the session up."""
+        self.is_closed = True
+        await self._first.fail(reason)

@@ -1,0 +1,78 @@
+"""What the front needs of a service."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dora.data.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is served. ``context_tokens`` 0: not known."""
+
+    model: str
+    newest: int
+    versions: tuple[int, ...]
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """More tokens of a turn. ``finish_reason`` None: more follow. ``stop``: the stop string that ended it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason | None = None
+    stop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Sessions to open: ``size`` of one group. ``version`` None: the newest that the window allows."""
+
+    group: str
+    size: int = 1
+    version: int | None = None
+    sampling: Mapping[str, Any] | None = None  # as dora.data.sampling.PARAMETERS; None: the service's
+    task: str = ""
+    tags: Mapping[str, str] | None = None
+
+
+class SessionHandle(Protocol):
+    """One session of a service, or one branch of it."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    def stream(self, token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> AsyncGenerator[Sampled]:
+        """Gives tokens and yields the turn that they begin. Raises InvalidValue, Conflict, NotFound."""
+        ...
+
+    async def fork(self, at_token: int) -> "SessionHandle":
+        """Returns a branch that begins with the first ``at_token`` tokens, those that were given first included."""
+        ...
+
+    async def reward_turn(self, turn: int, reward: float) -> None:
+        """Notes the reward of one turn, from 0."""
+        ...
+
+    async def end(
+        self, reward: float | None = None, *, components: Mapping[str, float] | None = None, log: str = ""
+    ) -> None: ...
+    async def fail(self, reason: str) -> None: ...
+
+
+class SessionSource(Protocol):
+    """A service."""
+
+    async def live(self) -> Live:
+        """Raises ServiceUnavailable."""
+        ...
+
+    async def open(self, opening: Opening) -> Sequence[SessionHandle]:
+        """Returns once the window has admitted the sessions. Raises LimitExceeded if it is full for long, Conflict for
+        a version that is not live, ServiceUnavailable.
+        """
+        ...

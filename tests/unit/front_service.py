@@ -1,0 +1,135 @@
+"""A front over a service in memory, which refuses what a real one does."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora.chat.rendering import ChatRenderer
+from dora.chat.tool_calls import format_of
+from dora.errors import Conflict, InvalidValue, LimitExceeded
+from dora.front.app import serving
+from dora.front.door import Door, Limits
+from dora.front.model import ServedModel
+from dora.front.source import Live, Opening, Sampled
+from tests.unit.chat_templates import STYLES
+from tests.unit.chats import Chat
+
+CONTEXT = 4000
+Policy = Callable[[str], str]
+
+
+def text_policy(prompt: str) -> str:
+    """An answer that shows how much it was given."""
+    return f"It is {len(prompt)}."
+
+
+@dataclass(eq=False)
+class FakeSession:
+    session_id: str
+    version: int
+    service: "FakeService"
+    sampling: Any
+    token_ids: list[int] = field(default_factory=list)
+    turns: int = 0
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has ended
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_busy: bool = False
+    ended: tuple[Any, ...] | None = None
+    failed: str = ""
+    rewards: dict[int, float] = field(default_factory=dict)
+
+    async def stream(self, token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> AsyncGenerator[Sampled]:
+        if self.is_busy or self.ended is not None or self.failed:
+            raise Conflict("session_id", self.session_id, "idle")
+        if not token_ids or len(self.token_ids) + len(token_ids) >= CONTEXT:
+            raise InvalidValue("given_token_ids", f"{len(token_ids)} tokens", f"1 to {CONTEXT}")
+        self.is_busy = True
+        self.is_idle.clear()
+        self.token_ids += token_ids
+        async for sampled in self.service.sample(self, max_tokens or 64):
+            self.token_ids += sampled.token_ids
+            if sampled.finish_reason is not None:
+                self.is_busy, self.turns = False, self.turns + 1
+                self.is_idle.set()
+            yield sampled
+
+    async def fork(self, at_token: int) -> "FakeSession":
+        branch = self.service.made(self.version, self.sampling)
+        branch.token_ids = self.token_ids[:at_token]
+        return branch
+
+    async def reward_turn(self, turn: int, reward: float) -> None:
+        self.rewards[turn] = reward
+
+    async def end(self, reward: float | None = None, *, components: Any = None, log: str = "") -> None:
+        self.ended = (reward, dict(components or {}), log)
+        self.has_ended.set()
+
+    async def fail(self, reason: str) -> None:
+        self.failed = reason
+        self.has_ended.set()
+
+
+@dataclass(eq=False)
+class FakeService:
+    chat: Chat
+    policy: Policy = text_policy
+    versions: tuple[int, ...] = (6, 7)
+    sessions: list[FakeSession] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
+    is_full: bool = False
+    gate: asyncio.Event | None = None  # a turn's second piece waits for it
+
+    async def live(self) -> Live:
+        return Live("styled", self.versions[-1], self.versions, CONTEXT)
+
+    async def open(self, opening: Opening) -> list[FakeSession]:
+        if self.is_full:
+            raise LimitExceeded("sessions", opening.size, "less: the window is full")
+        self.openings.append(opening)
+        version = self.versions[-1] if opening.version is None else opening.version
+        return [self.made(version, opening.sampling) for _ in range(opening.size)]
+
+    def made(self, version: int, sampling: Any) -> FakeSession:
+        session = FakeSession(f"g0.{len(self.sessions)}", version, self, sampling)
+        self.sessions.append(session)
+        return session
+
+    async def sample(self, session: FakeSession, max_tokens: int) -> AsyncIterator[Sampled]:
+        text = self.policy(self.chat.decode(session.token_ids, special_tokens=True))
+        stops = (session.sampling or {}).get("stop", ())
+        token_ids = [*self.chat.encode(text, special_tokens=False), self.chat.ends()[0]]
+        reason, stop = "stop", ""
+        for count in range(1, len(token_ids)):
+            stop = next((each for each in stops if each in self.chat.decode(token_ids[:count])), "")
+            if stop:
+                token_ids = token_ids[:count]
+                break
+        if len(token_ids) > max_tokens:
+            token_ids, reason = token_ids[:max_tokens], "length"
+        for number, piece in enumerate(_batched(token_ids, 3)):
+            if number and self.gate is not None:
+                await self.gate.wait()
+            is_last = (number + 1) * 3 >= len(token_ids)
+            logprobs = tuple(-0.5 - each / 1000 for each in piece)
+            yield Sampled(tuple(piece), logprobs, reason if is_last else None, stop if is_last else "")  # type: ignore[arg-type]
+
+
+def _batched(values: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
+@asynccontextmanager
+async def front(
+    style: str = "qwen2.5", *, key: str = "", limits: Limits | None = None, **service: Any
+) -> AsyncIterator[tuple[str, FakeService, Door]]:
+    """A front's base URL, its service and its door."""
+    chat = Chat(STYLES[style])
+    ends = frozenset(chat.ends())
+    model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
+    fake = FakeService(chat, **service)
+    door = Door(fake, model, key=key, limits=limits)
+    async with serving(door, "127.0.0.1", 0) as (host, port):
+        yield f"http://{host}:{port}", fake, door

@@ -1,0 +1,324 @@
+"""The front with OpenAI's own client: what agents send, what they get, and what the service then has."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from dora.front.door import Limits
+from tests.unit.chats import TOOLS
+from tests.unit.front_service import front
+
+ASK: Any = [{"role": "user", "content": "How many?"}]
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"a": false}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def client(base: str, key: str = "any", **named: Any) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{base}/v1", api_key=key, max_retries=named.pop("max_retries", 0), **named
+    ) as found:
+        yield found
+
+
+async def until_ended(service: Any) -> None:
+    for session in service.sessions:
+        await session.has_ended.wait()
+
+
+async def test_a_chat_is_a_session_of_one_turn() -> None:
+    async with front() as (base, service, _), client(base) as api:
+        reply = await api.chat.completions.create(
+            model="policy", messages=ASK, logprobs=True, extra_body={"return_token_ids": True}
+        )
+        await until_ended(service)
+    (session,) = service.sessions
+    choice = reply.choices[0]
+    assert reply.model == "policy-v7" and choice.message.content == text_of(service, session)
+    assert choice.finish_reason == "stop" and session.ended == (None, {}, "")
+    given, sampled = reply.prompt_token_ids, choice.token_ids  # type: ignore[attr-defined]
+    assert [*given, *sampled] == session.token_ids and reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(given), len(sampled))
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [each.logprob for each in choice.logprobs.content] == [-0.5 - each / 1000 for each in sampled]
+    assert choice.weight_versions == [{"version": 7, "start": 0, "end": len(sampled)}]  # type: ignore[attr-defined]
+
+
+def text_of(service: Any, session: Any) -> str:
+    """The text that the policy wrote."""
+    text = service.chat.decode(session.token_ids, special_tokens=True)
+    return str(text.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>"))
+
+
+async def test_streams_and_whole_replies_are_the_same() -> None:
+    async with front(policy=lambda _: f"Yes.\n{CALL}") as (base, service, _), client(base) as api:
+        asked: Any = {"model": "policy", "messages": ASK, "tools": TOOLS, "logprobs": True}
+        whole = await api.chat.completions.create(**asked)
+        chunks = [
+            each
+            async for each in await api.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
+            )
+        ]
+        await until_ended(service)
+    message = whole.choices[0].message
+    deltas = [each.choices[0].delta for each in chunks if each.choices]
+    assert "".join(each.content or "" for each in deltas) == message.content == "Yes."
+    assert message.tool_calls is not None and deltas[-1].tool_calls is not None
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [  # type: ignore[union-attr]
+        (call.function.name, call.function.arguments) for call in deltas[-1].tool_calls if call.function
+    ]
+    assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage == whole.usage
+    ids = [token_id for each in chunks if each.choices for token_id in getattr(each.choices[0], "token_ids", ())]
+    assert [*chunks[0].prompt_token_ids, *ids] == service.sessions[1].token_ids  # type: ignore[attr-defined]
+    logprobs = [each.choices[0].logprobs for each in chunks if each.choices]
+    assert sum(len(each.content or ()) for each in logprobs if each) == len(ids)
+
+
+@pytest.mark.parametrize("way", ["header", "path", "key"])
+async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> None:
+    policy = iter([CALL, "Two.", "Three."])
+    async with front(policy=lambda _: next(policy)) as (base, service, door):
+        named: dict[str, Any] = {}
+        if way == "key":
+            async with aiohttp.ClientSession() as http, http.post(f"{base}/sessions", json={"group": "g"}) as opened:
+                named["key"] = (await opened.json())["sessions"][0]["key"]
+        elif way == "header":
+            named["default_headers"] = {"X-Session-ID": "s1"}
+        else:
+            base += "/sessions/s1"
+        async with client(base, **named) as api:
+            messages = list(ASK)
+            for _ in range(3):
+                reply = await api.chat.completions.create(model="policy", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+                message = reply.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                results = [
+                    {"role": "tool", "tool_call_id": call.id, "content": "{}"} for call in message.tool_calls or ()
+                ]
+                messages += results or [{"role": "user", "content": "More."}]
+        (session,) = service.sessions
+        assert session.turns == 3 and not door.prefix_breaks
+        assert len(service.openings) == 1 and session.ended is None
+
+
+async def test_sessions_are_opened_rewarded_and_closed() -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        body = {"group": "g1", "size": 2, "tags": {"run": "a"}, "task": "t", "sampling": {"temperature": 0.5}}
+        async with http.post(f"{base}/sessions", json=body) as reply:
+            opened = (await reply.json())["sessions"]
+        assert [each["version"] for each in opened] == [7, 7] and service.openings[0].sampling == {"temperature": 0.5}
+        for number, each in enumerate(opened):
+            async with AsyncOpenAI(base_url=each["base_url"], api_key="x") as api:
+                await api.chat.completions.create(model="policy", messages=ASK)
+            async with http.post(f"{base}/sessions/{each['id']}/reward", json={"reward": 0.25, "turn": 0}) as reply:
+                assert reply.status == 200
+            async with http.post(f"{base}/sessions/{each['id']}/reward", json={"reward": number}) as reply:
+                assert reply.status == 200
+            async with http.post(f"{base}/sessions/{each['id']}/close", json={}) as reply:
+                assert await reply.json() == {"session": each["id"], "closed": True}
+            async with http.post(f"{base}/sessions/{each['id']}/close", json={}) as reply:
+                assert reply.status == 409
+    assert [session.ended for session in service.sessions] == [(0.0, {}, ""), (1.0, {}, "")]
+    assert [session.rewards for session in service.sessions] == [{0: 0.25}, {0: 0.25}]
+
+
+async def test_choices_are_the_sessions_of_a_group() -> None:
+    async with front() as (base, service, _), client(base) as api:
+        reply = await api.chat.completions.create(model="policy-v6", messages=ASK, n=3)
+        stream = await api.chat.completions.create(model="policy", messages=ASK, n=2, stream=True)
+        seen = {choice.index async for chunk in stream for choice in chunk.choices}
+        await until_ended(service)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2] and seen == {0, 1}
+    assert [opening.size for opening in service.openings] == [3, 2] and service.openings[0].version == 6
+
+
+async def test_choices_within_a_session_are_its_branches() -> None:
+    async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
+        reply = await api.chat.completions.create(model="policy", messages=ASK, n=2)
+        more = [*ASK, reply.choices[1].message.model_dump(exclude_none=True), {"role": "user", "content": "So?"}]
+        await api.chat.completions.create(model="policy", messages=more)
+    assert [session.turns for session in service.sessions] == [2, 1] and len(service.openings) == 1
+
+
+async def test_completions_take_texts_and_ids() -> None:
+    async with front() as (base, service, _), client(base) as api:
+        reply = await api.completions.create(
+            model="policy", prompt=[[300, 301], [302]], logprobs=0, extra_body={"return_token_ids": True}
+        )
+        text = await api.completions.create(model="policy", prompt="What", max_tokens=2)
+        pieces = [each async for each in await api.completions.create(model="policy", prompt="What", stream=True)]
+        await until_ended(service)
+    ids = [choice.prompt_token_ids for choice in reply.choices]  # type: ignore[attr-defined]
+    assert ids == [[300, 301], [302]]
+    for choice, session in zip(reply.choices, service.sessions, strict=False):
+        assert [*choice.prompt_token_ids, *choice.token_ids] == session.token_ids  # type: ignore[attr-defined]
+        assert choice.logprobs is not None and len(choice.logprobs.token_logprobs or ()) == len(choice.token_ids)  # type: ignore[attr-defined]
+    assert text.choices[0].finish_reason == "length" and text.usage is not None and text.usage.completion_tokens == 2
+    assert "".join(each.choices[0].text for each in pieces) == "It is 4."
+
+
+async def test_generate_speaks_vllms_protocol() -> None:
+    asked = {"token_ids": [300, 301], "sampling_params": {"logprobs": 1, "max_tokens": 4, "top_k": -1, "n": 1}}
+    async with front() as (base, _, _), aiohttp.ClientSession() as http:
+        async with http.post(f"{base}/inference/v1/generate", json={**asked, "return_token_ids": True}) as reply:
+            body = await reply.json()
+        async with http.post(f"{base}/inference/v1/generate", json={**asked, "stream": True}) as reply:
+            lines = [line.decode()[6:] for line in (await reply.read()).splitlines() if line]
+    choice = body["choices"][0]
+    assert body["prompt_token_ids"] == [300, 301] and choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": 7, "start": 0, "end": 4}]
+    for token_id, each in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert (each["token"], each["token_id"]) == (f"token_id:{token_id}", token_id)
+    assert lines[-1] == "[DONE]"
+    streamed = [
+        token_id for line in lines[:-1] for each in json.loads(line)["choices"] for token_id in each["token_ids"]
+    ]
+    assert streamed == choice["token_ids"]
+
+
+async def test_a_session_of_tokens_continues_by_its_prefix() -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        ids = [300, 301]
+        for _ in range(3):
+            async with http.post(
+                f"{base}/inference/v1/generate", json={"token_ids": ids}, headers={"X-Session-ID": "verifiers-1"}
+            ) as reply:
+                ids = [*ids, *(await reply.json())["choices"][0]["token_ids"], 302]
+    (session,) = service.sessions
+    assert session.turns == 3 and session.token_ids == ids[:-1]
+
+
+async def test_an_aborted_request_ends_with_what_it_has() -> None:
+    gate = asyncio.Event()
+    async with front(gate=gate) as (base, service, _), aiohttp.ClientSession() as http:
+        asked = {"token_ids": [300], "request_id": "r1", "stream": True}
+        async with http.post(f"{base}/inference/v1/generate", json=asked) as reply:
+            await reply.content.readline()
+            async with http.post(f"{base}/inference/v1/abort_requests", json={"request_ids": ["r1"]}) as aborted:
+                assert aborted.status == 200
+            rest = (await reply.read()).decode()
+        gate.set()
+        await until_ended(service)
+    assert '"finish_reason":"abort"' in rest and service.sessions[0].failed
+
+
+async def test_a_retry_gets_the_turn_of_its_first_call() -> None:
+    gate = asyncio.Event()
+    async with front(gate=gate) as (base, service, _):
+        async with client(base, timeout=0.3) as api:
+            with pytest.raises(openai.APITimeoutError):
+                await api.chat.completions.create(model="policy", messages=ASK)
+        gate.set()
+        await until_ended(service)
+        async with client(base) as api:
+            reply = await api.chat.completions.create(model="policy", messages=ASK)
+            keyed = [
+                await api.chat.completions.create(model="policy", messages=ASK, extra_headers={"Idempotency-Key": "k"})
+                for _ in range(2)
+            ]
+            await api.chat.completions.create(model="policy", messages=ASK)
+    assert reply.choices[0].message.content == text_of(service, service.sessions[0])
+    assert keyed[0].choices[0].message == keyed[1].choices[0].message
+    assert len(service.sessions) == 3, "the interrupted one, the keyed one, and one that is no retry"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("logit_bias", {"5": 1}), ("response_format", {"type": "json_object"}), ("top_logprobs", 3)),
+        *(("tool_choice", "required"), ("temperature", 3), ("n", 0), ("stop", [""]), ("unheard_of", 1)),
+        *(("guided_json", {}), ("continue_final_message", True), ("max_tokens", 0), ("messages", [])),
+        *(("chat_template_kwargs", {"messages": []}), ("model", 5), ("stream", "yes"), ("tools", [{}])),
+        *(("seed", -1), ("echo", True), ("parallel_tool_calls", False), ("frequency_penalty", 9)),
+    ],
+)
+async def test_a_field_that_is_not_offered_is_refused_by_name(field: str, value: Any) -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        body = {"model": "policy", "messages": ASK, field: value}
+        async with http.post(f"{base}/v1/chat/completions", json=body) as reply:
+            error = (await reply.json())["error"]
+    assert reply.status == 400 and field in error["param"] and field in error["message"], error
+    assert not service.sessions
+
+
+async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
+    async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
+        asked: Any = {"model": "policy", "temperature": 0.5}
+        reply = await api.chat.completions.create(messages=ASK, **asked, stop="i")
+        assert reply.choices[0].message.content == "It " and reply.choices[0].stop_reason == "i"  # type: ignore[attr-defined]
+        more = [*ASK, reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "So?"}]
+        await api.chat.completions.create(messages=more, **asked, stop="i")
+        for other in ({"temperature": 0.7}, {"seed": 3}, {"stop": "x"}):
+            with pytest.raises(openai.BadRequestError):
+                await api.chat.completions.create(**{"messages": more, **asked, **other})
+    assert service.openings[0].sampling == {"stop": ("i",), "temperature": 0.5}
+
+
+async def test_statuses_are_those_that_clients_expect() -> None:
+    limits = Limits(body_bytes=5000, in_flight=1, tools=1, sessions=1)
+    async with front(key="secret", limits=limits) as (base, service, _), client(base, "secret") as api:
+        asked: Any = {"model": "policy", "messages": ASK}
+        async with client(base, "wrong") as other:
+            with pytest.raises(openai.AuthenticationError):
+                await other.chat.completions.create(**asked)
+        with pytest.raises(openai.NotFoundError) as missing:
+            await api.chat.completions.create(**{**asked, "model": "gpt-9"})
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.ConflictError) as conflict:
+            await api.chat.completions.create(**{**asked, "model": "policy-v3"})
+        assert "6, 7" in str(conflict.value)
+        with pytest.raises(openai.APIStatusError) as large:
+            await api.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": "x" * 6000}]})
+        assert large.value.status_code == 413
+        with pytest.raises(openai.BadRequestError):
+            await api.chat.completions.create(**asked, tools=TOOLS * 2)
+        service.is_full = True
+        with pytest.raises(openai.RateLimitError) as full:
+            await api.chat.completions.create(**asked)
+        assert full.value.response.headers["Retry-After"]
+        service.is_full, service.gate = False, asyncio.Event()
+        first = await api.chat.completions.create(**asked, stream=True)
+        with pytest.raises(openai.RateLimitError):
+            await api.chat.completions.create(**asked)
+        service.gate.set()
+        assert [each async for each in first]
+        async with client(f"{base}/sessions/s", "secret") as session:
+            await session.chat.completions.create(**asked)
+        async with client(f"{base}/sessions/t", "secret") as another:
+            with pytest.raises(openai.RateLimitError):
+                await another.chat.completions.create(**asked)
+
+
+async def test_a_client_that_leaves_costs_its_connection_alone() -> None:
+    gate = asyncio.Event()
+    async with front(gate=gate) as (base, service, _):
+        async with aiohttp.ClientSession() as http:
+            reply = await http.post(f"{base}/sessions/s/v1/chat/completions", json={"messages": ASK, "stream": True})
+            await reply.content.readline()
+            reply.close()
+        gate.set()
+        await service.sessions[0].is_idle.wait()
+        async with client(f"{base}/sessions/s") as api:
+            again = await api.chat.completions.create(model="policy", messages=ASK, stream=True)
+            assert [each async for each in again][-1].choices[0].finish_reason == "stop"
+
+
+async def test_models_and_health() -> None:
+    async with front() as (base, _, _), client(base) as api:
+        listed = await api.models.list()
+        async with aiohttp.ClientSession() as http, http.get(f"{base}/health") as reply:
+            assert reply.status == 200
+        async with aiohttp.ClientSession() as http, http.get(f"{base}/nothing") as reply:
+            assert reply.status == 404 and (await reply.json())["error"]["param"] == "path"
+        async with aiohttp.ClientSession() as http, http.get(f"{base}/v1/completions") as reply:
+            assert reply.status == 405
+    assert [each.id for each in listed.data] == ["policy", "policy-v7", "policy-v6"]
+    assert {each.max_model_len for each in listed.data} == {4000}  # type: ignore[attr-defined]
