@@ -78,7 +78,7 @@ async def reward(request: web.Request) -> web.Response:
     if turn is None:
         session.verdict = verdict
     else:
-        await session.reward_turn(turn, verdict.value)
+        session.reward_turn(turn, verdict.value)
     return web.json_response({"session": session.session_id, "reward": verdict.value})
 
 

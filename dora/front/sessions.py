@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from dora.chat.reply import ReplyParser
 from dora.chat.text import TextStream
-from dora.chat.tree import Ask, SessionTree
+from dora.chat.tree import Ask, Place, SessionTree
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
 from dora.front.asked import Wanted, version_of
 from dora.front.errors import SessionClosed
@@ -17,6 +17,7 @@ from dora.front.source import SessionHandle
 from dora.front.turns import RunningTurn, Texts
 
 BRANCHES_MAX: Final = 256
+GIVER: Final = "agent"  # what gives tokens, for the record
 _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -35,7 +36,7 @@ class Verdict:
 
 
 class AgentSession:
-    """One session of an agent. It may have several branches, each of which is a trajectory."""
+    """One session of an agent. Each of its branches is a trajectory."""
 
     def __init__(
         self,
@@ -53,10 +54,12 @@ class AgentSession:
         self.tree = SessionTree(model.renderer)
         self.used_s = now_s
         self.verdict = Verdict()
+        self._turn_rewards: dict[int, float] = {}
         self.is_closed = False
         self.turns = 0  # under way
-        self._handles: dict[int, SessionHandle] = {}
-        self._first = handle
+        self._handle = handle
+        self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
         self._sampling = dict(sampling)
         self._spawn = spawn
@@ -112,6 +115,8 @@ class AgentSession:
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
             texts = Texts(stream, parser, model.ends, wanted.stops)
         branch = self.tree.branches[ask.branch]
+        if ask.origin is not None:
+            self._origins[ask.branch] = ask.origin.branch
         turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
         self.turns += 1
         self._spawn(self._run(turn, ask, wanted))
@@ -119,49 +124,49 @@ class AgentSession:
 
     async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted) -> None:
         """Samples a turn to its end, and notes it in the tree."""
-        was_asked = False
         try:
             async with self._asking:
-                handle = await self._handle(ask)
-                was_asked = True
-                await turn.run(handle.stream(ask.given, max_tokens=wanted.max_tokens, name="agent"))
-        except DoraError as error:
-            turn.failed(error)
+                after = self._after(ask)
+                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER)
+                await turn.run(pieces)
+                if turn.finish_reason not in (None, "abort"):
+                    self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
         finally:
             self.turns -= 1
             if turn.finish_reason in (None, "abort"):
-                self.tree.dropped(ask, was_asked=was_asked and not isinstance(turn.error, InvalidValue))
+                self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:
                 message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
                 self.tree.answered(ask, turn.token_ids, message)
 
-    async def _handle(self, ask: Ask) -> SessionHandle:
-        """Returns the service's session of a branch, which begins with it."""
-        if ask.branch not in self._handles:
-            if ask.origin is not None:
-                origin = self._handles[ask.origin.branch]
-                self._handles[ask.branch] = await origin.fork(ask.origin.tokens)
-            else:
-                self._handles[ask.branch] = await self._first.fork(0) if self._handles else self._first
-        return self._handles[ask.branch]
+    def _after(self, ask: Ask) -> int | None:
+        """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
+        place = ask.origin
+        if not ask.begins:
+            place = Place(ask.branch, len(self.tree.branches[ask.branch].token_ids))
+        if place is None or not place.tokens:
+            return None
+        branch = place.branch
+        while (branch, place.tokens) not in self._numbers:
+            branch = self._origins[branch]
+        return self._numbers[branch, place.tokens]
 
-    async def reward_turn(self, turn: int, reward: float) -> None:
+    def reward_turn(self, turn: int, reward: float) -> None:
         """Notes the reward of one turn. Raises InvalidValue for a turn that the session has not."""
         turns = len(self.tree.branches[0].turns) if self.tree.branches else 0
         if type(turn) is not int or not 0 <= turn < turns:
             raise InvalidValue("turn", turn, f"a turn of the session's first branch: it has {turns}, from 0")
-        await self._first.reward_turn(turn, reward)
+        self._turn_rewards[turn] = reward
 
     async def close(self, verdict: Verdict | None = None) -> None:
-        """Ends every branch with the session's reward. May be repeated."""
+        """Ends the session, all its branches with one reward."""
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
         self.is_closed = True
         given = self.verdict if verdict is None else verdict
-        for handle in self._handles.values() or [self._first]:
-            await handle.end(given.value, components=given.components, log=given.log)
+        await self._handle.end(given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log)
 
     async def abandon(self, reason: str) -> None:
         """Gives the session up."""
         self.is_closed = True
-        await self._first.fail(reason)
+        await self._handle.fail(reason)

@@ -40,26 +40,32 @@ class Opening:
 
 
 class SessionHandle(Protocol):
-    """One session of a service, or one branch of it."""
+    """One session of a service. Its turns follow each other in time, whatever branch each continues."""
 
     @property
     def session_id(self) -> str: ...
     @property
     def version(self) -> int: ...
-    def stream(self, token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> AsyncGenerator[Sampled]:
-        """Gives tokens and yields the turn that they begin. Raises InvalidValue, Conflict, NotFound."""
+    @property
+    def turn(self) -> int:
+        """The number of the last turn that has ended."""
         ...
 
-    async def fork(self, at_token: int) -> "SessionHandle":
-        """Returns a branch that begins with the first ``at_token`` tokens, those that were given first included."""
-        ...
-
-    async def reward_turn(self, turn: int, reward: float) -> None:
-        """Notes the reward of one turn, from 0."""
+    def stream(
+        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+    ) -> AsyncGenerator[Sampled]:
+        """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; None: they
+        are a prompt, with which a branch begins. Raises InvalidValue, Conflict, NotFound, LimitExceeded.
+        """
         ...
 
     async def end(
-        self, reward: float | None = None, *, components: Mapping[str, float] | None = None, log: str = ""
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
     ) -> None: ...
     async def fail(self, reason: str) -> None: ...
 

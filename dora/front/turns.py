@@ -88,10 +88,11 @@ class RunningTurn:
                     self._add(sampled)
                     if sampled.finish_reason is not None:
                         return
-            self.error = DoraError("the service ended a turn without its end")
         except DoraError as error:
             self.error = error
         finally:
+            if not self.has_ended:
+                self.error = DoraError("the turn was broken off")
             self._announce()
 
     def abort(self) -> None:
@@ -101,11 +102,6 @@ class RunningTurn:
             self.finish_reason = "abort"
             self._chunks.append(Chunk(len(self.token_ids), (), (), Piece(), True))
             self._announce()
-
-    def failed(self, error: DoraError) -> None:
-        """Notes that the turn could not begin."""
-        self.error = error
-        self._announce()
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Yields the turn from its beginning on. Raises what it failed with."""

@@ -27,44 +27,49 @@ def text_policy(prompt: str) -> str:
 
 @dataclass(eq=False)
 class FakeSession:
+    """``paths``: the tokens up to the end of each turn. Turn 0 is empty."""
+
     session_id: str
     version: int
     service: "FakeService"
     sampling: Any
-    token_ids: list[int] = field(default_factory=list)
-    turns: int = 0
+    paths: list[list[int]] = field(default_factory=lambda: [[]])
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has ended
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_busy: bool = False
     ended: tuple[Any, ...] | None = None
     failed: str = ""
-    rewards: dict[int, float] = field(default_factory=dict)
 
-    async def stream(self, token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> AsyncGenerator[Sampled]:
+    @property
+    def turn(self) -> int:
+        return len(self.paths) - 1
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.paths[-1]
+
+    async def stream(
+        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+    ) -> AsyncGenerator[Sampled]:
         if self.is_busy or self.ended is not None or self.failed:
             raise Conflict("session_id", self.session_id, "idle")
-        if not token_ids or len(self.token_ids) + len(token_ids) >= CONTEXT:
+        before = [] if after_turn is None else self.paths[after_turn]
+        if after_turn == 0 or not token_ids or len(before) + len(token_ids) >= CONTEXT:
             raise InvalidValue("given_token_ids", f"{len(token_ids)} tokens", f"1 to {CONTEXT}")
-        self.is_busy = True
+        self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
-        self.token_ids += token_ids
-        async for sampled in self.service.sample(self, max_tokens or 64):
-            self.token_ids += sampled.token_ids
+        async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
+            path += sampled.token_ids
             if sampled.finish_reason is not None:
-                self.is_busy, self.turns = False, self.turns + 1
+                self.is_busy = False
+                self.paths.append(path)
                 self.is_idle.set()
             yield sampled
 
-    async def fork(self, at_token: int) -> "FakeSession":
-        branch = self.service.made(self.version, self.sampling)
-        branch.token_ids = self.token_ids[:at_token]
-        return branch
-
-    async def reward_turn(self, turn: int, reward: float) -> None:
-        self.rewards[turn] = reward
-
-    async def end(self, reward: float | None = None, *, components: Any = None, log: str = "") -> None:
-        self.ended = (reward, dict(components or {}), log)
+    async def end(
+        self, reward: float | None = None, *, components: Any = None, turn_rewards: Any = None, log: str = ""
+    ) -> None:
+        self.ended = (reward, dict(components or {}), dict(turn_rewards or {}), log)
         self.has_ended.set()
 
     async def fail(self, reason: str) -> None:
@@ -97,9 +102,9 @@ class FakeService:
         self.sessions.append(session)
         return session
 
-    async def sample(self, session: FakeSession, max_tokens: int) -> AsyncIterator[Sampled]:
-        text = self.policy(self.chat.decode(session.token_ids, special_tokens=True))
-        stops = (session.sampling or {}).get("stop", ())
+    async def sample(self, path: Sequence[int], sampling: Any, max_tokens: int) -> AsyncIterator[Sampled]:
+        text = self.policy(self.chat.decode(path, special_tokens=True))
+        stops = (sampling or {}).get("stop", ())
         token_ids = [*self.chat.encode(text, special_tokens=False), self.chat.ends()[0]]
         reason, stop = "stop", ""
         for count in range(1, len(token_ids)):

@@ -41,7 +41,7 @@ async def test_a_chat_is_a_session_of_one_turn() -> None:
     (session,) = service.sessions
     choice = reply.choices[0]
     assert reply.model == "policy-v7" and choice.message.content == text_of(service, session)
-    assert choice.finish_reason == "stop" and session.ended == (None, {}, "")
+    assert choice.finish_reason == "stop" and session.ended == (None, {}, {}, "")
     given, sampled = reply.prompt_token_ids, choice.token_ids  # type: ignore[attr-defined]
     assert [*given, *sampled] == session.token_ids and reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(given), len(sampled))
@@ -105,7 +105,7 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
                 ]
                 messages += results or [{"role": "user", "content": "More."}]
         (session,) = service.sessions
-        assert session.turns == 3 and not door.prefix_breaks
+        assert session.turn == 3 and not door.prefix_breaks
         assert len(service.openings) == 1 and session.ended is None
 
 
@@ -126,8 +126,7 @@ async def test_sessions_are_opened_rewarded_and_closed() -> None:
                 assert await reply.json() == {"session": each["id"], "closed": True}
             async with http.post(f"{base}/sessions/{each['id']}/close", json={}) as reply:
                 assert reply.status == 409
-    assert [session.ended for session in service.sessions] == [(0.0, {}, ""), (1.0, {}, "")]
-    assert [session.rewards for session in service.sessions] == [{0: 0.25}, {0: 0.25}]
+    assert [session.ended for session in service.sessions] == [(0.0, {}, {0: 0.25}, ""), (1.0, {}, {0: 0.25}, "")]
 
 
 async def test_choices_are_the_sessions_of_a_group() -> None:
@@ -141,11 +140,14 @@ async def test_choices_are_the_sessions_of_a_group() -> None:
 
 
 async def test_choices_within_a_session_are_its_branches() -> None:
-    async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
+    answers = iter(("One.", "Two.", "Three."))
+    async with front(policy=lambda _: next(answers)) as (base, service, _), client(f"{base}/sessions/s") as api:
         reply = await api.chat.completions.create(model="policy", messages=ASK, n=2)
         more = [*ASK, reply.choices[1].message.model_dump(exclude_none=True), {"role": "user", "content": "So?"}]
         await api.chat.completions.create(model="policy", messages=more)
-    assert [session.turns for session in service.sessions] == [2, 1] and len(service.openings) == 1
+    assert (service.sessions[0].turn, len(service.sessions)) == (3, 1)
+    first, second, third = service.sessions[0].paths[1:]
+    assert first != third[: len(first)] and third[: len(second)] == second
 
 
 async def test_completions_take_texts_and_ids() -> None:
@@ -193,7 +195,7 @@ async def test_a_session_of_tokens_continues_by_its_prefix() -> None:
             ) as reply:
                 ids = [*ids, *(await reply.json())["choices"][0]["token_ids"], 302]
     (session,) = service.sessions
-    assert session.turns == 3 and session.token_ids == ids[:-1]
+    assert session.turn == 3 and session.token_ids == ids[:-1]
 
 
 async def test_an_aborted_request_ends_with_what_it_has() -> None:
