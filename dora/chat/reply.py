@@ -19,7 +19,12 @@ class ToolCall:
     name: str
     arguments: str
 
+    def value(self) -> Any:
+        """Returns the arguments as an object."""
+        return json.loads(self.arguments)
+
     def message(self) -> dict[str, Any]:
+        """Returns it as a part of a message of the OpenAI API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 

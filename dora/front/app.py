@@ -8,9 +8,9 @@ from typing import Any, Final
 from aiohttp import web
 
 from dora.errors import DoraError, InvalidValue, NotFound
-from dora.front import chat, completions, control, tokens
+from dora.front import anthropic, chat, completions, control, responses, tokens
 from dora.front.door import Door
-from dora.front.errors import TooLarge, openai_body, status_of
+from dora.front.errors import TooLarge, anthropic_body, openai_body, status_of
 from dora.front.http import DOOR, refusing
 
 SWEEP_S: Final = 5.0
@@ -33,6 +33,9 @@ def application(door: Door) -> web.Application:
     for base in ("", _SESSION):
         app.router.add_get(f"{base}/v1/models", refusing(control.models))
         app.router.add_post(f"{base}/v1/chat/completions", refusing(chat.chat_completions))
+        app.router.add_post(f"{base}/v1/responses", refusing(responses.responses))
+        app.router.add_post(f"{base}/v1/messages", refusing(anthropic.messages, anthropic_body))
+        app.router.add_post(f"{base}/v1/messages/count_tokens", refusing(anthropic.count_tokens, anthropic_body))
         app.router.add_post(f"{base}/v1/completions", refusing(completions.completions))
         app.router.add_post(f"{base}/inference/v1/generate", refusing(tokens.generate))
     app.router.add_post("/inference/v1/abort_requests", refusing(tokens.abort_requests))

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from dora.errors import InvalidValue
 from dora.front.asked import MODEL, Wanted
 from dora.front.model import ServedModel
 from dora.front.turns import NO_LOGPROB, RunningTurn
@@ -66,3 +67,14 @@ def stop_reason(model: ServedModel, turn: RunningTurn) -> str | int | None:
         return turn.stop
     last = turn.token_ids[-1] if turn.token_ids else None
     return last if turn.finish_reason == "stop" and last not in model.ends else None
+
+
+def joined_text(content: Any, field: str) -> str:
+    """Returns a text, or that of a list of text parts. Raises InvalidValue."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidValue(field, content, "a text or a list of text parts")
+    return "".join(map(str, texts))

@@ -324,3 +324,64 @@ async def test_models_and_health() -> None:
             assert reply.status == 405
     assert [each.id for each in listed.data] == ["policy", "policy-v7", "policy-v6"]
     assert {each.max_model_len for each in listed.data} == {4000}  # type: ignore[attr-defined]
+
+
+TOOL: Any = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
+
+
+async def test_responses_are_a_translation_onto_the_same_session() -> None:
+    answers = iter((f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}", "Second.", "Third."))
+    async with (
+        front("qwen3", policy=lambda _: next(answers)) as (base, service, door),
+        client(f"{base}/sessions/s") as api,
+    ):
+        items: list[Any] = [{"role": "user", "content": "How many?"}]
+        asked: Any = {"model": "policy", "tools": [TOOL], "instructions": "Be brief."}
+        first = await api.responses.create(input=items, **asked)
+        items += [each.model_dump(exclude_none=True) for each in first.output]
+        (call,) = [each for each in first.output if each.type == "function_call"]
+        assert (call.name, json.loads(call.arguments), first.output_text) == ("look_up", {"a": False}, "First.")
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "4"})
+        second = await api.responses.create(input=items, **asked)
+        items += [each.model_dump(exclude_none=True) for each in second.output]
+        items.append({"role": "user", "content": "Sure?"})
+        events = [each async for each in await api.responses.create(input=items, **asked, stream=True)]
+        with pytest.raises(openai.BadRequestError):
+            await api.responses.create(input="x", previous_response_id=second.id)
+    (session,) = service.sessions
+    assert session.turn == 3 and not door.prefix_breaks and second.output_text == "Second."
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == "Third."
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == "Third."
+
+
+async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> None:
+    answers = iter((f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}", "Second.", f"Third.\n{CALL}"))
+    async with front("qwen3", policy=lambda _: next(answers)) as (base, service, door), aiohttp.ClientSession() as http:
+        route, chat = f"{base}/sessions/s/v1/messages", [{"role": "user", "content": "How many?"}]
+        tool = {"name": "look_up", "input_schema": {"type": "object", "properties": {}}}
+        asked: Any = {"model": "policy", "max_tokens": 500, "messages": chat, "tools": [tool], "system": "Be brief."}
+        async with http.post(route, json=asked) as reply:
+            first = await reply.json()
+        assert [each["type"] for each in first["content"]] == ["thinking", "text", "tool_use"]
+        assert first["stop_reason"] == "tool_use" and first["content"][2]["input"] == {"a": False}
+        result = {"type": "tool_result", "tool_use_id": first["content"][2]["id"], "content": "4"}
+        chat += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        async with http.post(route, json=asked) as reply:
+            second = await reply.json()
+        assert second["stop_reason"] == "end_turn"
+        chat += [{"role": "assistant", "content": second["content"]}, {"role": "user", "content": "Sure?"}]
+        async with http.post(route, json={**asked, "stream": True}) as reply:
+            lines = (await reply.text()).splitlines()
+        async with http.post(f"{route}/count_tokens", json=asked) as reply:
+            assert (await reply.json())["input_tokens"] > 20
+        async with http.post(route, json={**asked, "tool_choice": {"type": "any"}}) as reply:
+            assert reply.status == 400 and (await reply.json())["error"]["type"] == "invalid_request_error"
+    (session,) = service.sessions
+    assert session.turn == 3 and not door.prefix_breaks
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    kinds = [each["type"] for each in events]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    texts = [each["delta"]["text"] for each in events if each.get("delta", {}).get("type") == "text_delta"]
+    assert "".join(texts) == "Third." and kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
