@@ -83,6 +83,19 @@ class ChatRenderer:
         text = self._suffix_text(history, new, tools, options, self._end_text(sampled))
         return Rendered(text, self._suffix_tokens(text, sampled))
 
+    def following(self, prompt: Rendered, token_ids: Sequence[int], sampled: Sequence[int]) -> Rendered | None:
+        """Returns what a prompt has after the text of ``token_ids``, of which ``sampled`` are the last; None if it does
+        not begin with that text.
+        """
+        text = self._tokenizer.decode(token_ids, special_tokens=True)
+        if not prompt.text.startswith(text) or len(prompt.text) == len(text):
+            return None
+        rest = prompt.text[len(text) :]
+        try:
+            return Rendered(rest, self._suffix_tokens(rest, sampled))
+        except Unproven:
+            return None
+
     def _suffix_text(
         self,
         history: Sequence[Message],

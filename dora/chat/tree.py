@@ -18,6 +18,7 @@ BREAKS: Final[Mapping[str, str]] = {
     "boundary": "the tokenizer does not prove where the new tokens begin",
     "tokens": "the client's token ids differ within an answer",
 }
+_TEXTS_MAX: Final = 8  # branches whose texts are compared with a chat that has no known answer
 BRANCH: Final = "branch"  # another continuation of a known place
 NEW: Final = "new"  # a chat without an answer of this session
 
@@ -104,13 +105,17 @@ class SessionTree:
                 reason = unproven.reason
         rendered = self._renderer.prompt(messages, tools, options)
         self._roots[context] = root
-        origin, rest, _ = self._longest(rendered)
+        origin, rest = self._same_text(rendered) or self._longest(rendered)[:2]
         return self._begin(rest, origin, reason, root, keys)
 
     def ask_tokens(self, token_ids: Sequence[int]) -> Ask:
         """Finds the branch that a prompt of token ids continues: the one with the longest common beginning."""
         origin, rest, cuts = self._longest(Rendered("", tuple(token_ids)))
         return self._begin(rest, origin, "tokens" if cuts else NEW if origin is None else BRANCH, None, ())
+
+    def restored(self, token_ids: Sequence[int], first: int) -> None:
+        """Notes a branch that was sampled earlier, whose last answer begins at token ``first``."""
+        self.branches.append(Branch(list(token_ids), [(first, len(token_ids))]))
 
     def answered(self, ask: Ask, sampled: Sequence[int], message: Message | None = None) -> None:
         """Notes the tokens of a turn that has ended, and the message that the client was told."""
@@ -171,6 +176,17 @@ class SessionTree:
         branch = self.branches[place.branch]
         first = next(first for first, end in branch.turns if end == place.tokens)
         return branch.token_ids[first : place.tokens]
+
+    def _same_text(self, rendered: Rendered) -> tuple[Place, Rendered] | None:
+        """Returns the branch whose whole text a prompt begins with, and what follows it."""
+        for number, branch in reversed(list(enumerate(self.branches))[-_TEXTS_MAX:]):
+            place = Place(number, len(branch.token_ids))
+            if branch.turns and self._is_tip(place):
+                sampled = self._answer(place)
+                rest = self._renderer.following(rendered, branch.token_ids, sampled)
+                if rest is not None:
+                    return place, rest
+        return None
 
     def _longest(self, rendered: Rendered) -> tuple[Place | None, Rendered, bool]:
         """Returns the place from which the most tokens of a prompt can be kept, the tokens that follow it, and whether

@@ -21,6 +21,7 @@ from dora.system.signals import drain_on_signals
 from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
 if TYPE_CHECKING:
+    from dora.front.child import FrontProcess
     from dora.orchestrator.main import ServiceHandle
 
 EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record"
@@ -127,6 +128,14 @@ def serve(
     traces: Annotated[
         str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
+    ] = None,
+    http_key: Annotated[
+        Path | None,
+        typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents."),
+    ] = None,
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
@@ -194,19 +203,28 @@ def serve(
     )
     check_no_secret(settings)
     config = load_config(config_file, [*(settings or ()), *short])
+    front = None if http is None else _front(http, http_key)
     if not dry_run:
         try:
-            code = asyncio.run(_serve(config, as_json))
+            code = asyncio.run(_serve(config, as_json, front))
         except asyncio.CancelledError:  # by a second Ctrl-C
             raise KeyboardInterrupt from None
         raise typer.Exit(code)
     from dora.view.settings import shown, toml_of
 
+    if front is not None:
+        front.close()
     _run_preflight(config)
     if as_json:
         print_json(shown(config))
     else:
         sys.stdout.write(toml_of(config))
+
+
+def _front(listen: str, key_file: Path | None) -> "FrontProcess":
+    from dora.front.child import FrontProcess
+
+    return FrontProcess(listen, key_file)
 
 
 def _run_preflight(config: Config) -> None:
@@ -219,7 +237,7 @@ def _run_preflight(config: Config) -> None:
     _print_progress("The configuration is valid. (No engine was started.)")
 
 
-async def _serve(config: Config, as_json: bool) -> int:
+async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = None) -> int:
     from dora.orchestrator.main import serve as run_service
 
     stop = asyncio.Event()
@@ -243,6 +261,9 @@ async def _serve(config: Config, as_json: bool) -> int:
         def ready(handle: "ServiceHandle") -> None:
             leave(handle)
             _print_attach(handle, config, as_json)
+            if front is not None:
+                front.start(handle.address, handle.token, handle.model, config.workers.context_tokens)
+                _print_progress(f"agents reach it at {front.url}/v1")
 
         telling = asyncio.create_task(limit.telling())
         until_end.callback(telling.cancel)
@@ -252,9 +273,13 @@ async def _serve(config: Config, as_json: bool) -> int:
             if isinstance(lines, JsonLines):
                 lines.position = handle.position
 
-        return await run_service(
-            config, ready=ready, stop=stop, progress=_print_progress, listening=listening, rotated=leave
-        )
+        try:
+            return await run_service(
+                config, ready=ready, stop=stop, progress=_print_progress, listening=listening, rotated=leave
+            )
+        finally:
+            if front is not None:
+                await front.stop()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

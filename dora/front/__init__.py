@@ -12,7 +12,9 @@ orchestrator's event loop.
 | ``sessions`` | the sessions of agents: ids, branches, rewards, ends |
 | ``replays`` | retries of a request get the turns of its first call |
 | ``door`` | all of it together: whose call it is, limits, and the turns that it gets |
-| ``chat``, ``completions``, ``tokens``, ``control`` | the routes |
+| ``chat``, ``completions``, ``responses``, ``anthropic``, ``tokens``, ``control`` | the routes |
+| ``model``, ``parts`` | the served model; parts of replies |
 | ``errors``, ``http`` | refusals as HTTP statuses; bodies and server-sent events |
-| ``app`` | the aiohttp application |
+| ``app``, ``listening`` | the aiohttp application, and its socket |
+| ``run``, ``child`` | a front as a process, and the process of ``dora serve --http`` |
 """

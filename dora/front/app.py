@@ -1,6 +1,7 @@
 """The aiohttp application of a front."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
@@ -12,6 +13,7 @@ from dora.front import anthropic, chat, completions, control, responses, tokens
 from dora.front.door import Door
 from dora.front.errors import TooLarge, anthropic_body, openai_body, status_of
 from dora.front.http import DOOR, refusing
+from dora.front.listening import BACKLOG, url_of
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
@@ -78,8 +80,8 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(door: Door, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
-    """Serves a front, and yields its address. Connections beyond the limit are closed at once."""
+async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
+    """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
     runner = web.AppRunner(application(door), handler_cancellation=True, access_log=None)
     await runner.setup()
     server = runner.server
@@ -89,9 +91,9 @@ async def serving(door: Door, host: str, port: int) -> AsyncIterator[tuple[str, 
         return server() if len(server.connections) < door.limits.connections else _Refused()
 
     try:
-        listening = await asyncio.get_running_loop().create_server(connected, host, port, backlog=1024)
-        async with listening:
-            yield listening.sockets[0].getsockname()[:2]
+        url = url_of(listening)
+        async with await asyncio.get_running_loop().create_server(connected, sock=listening, backlog=BACKLOG):
+            yield url
     finally:
         await runner.cleanup()
 

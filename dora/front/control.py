@@ -17,7 +17,7 @@ from dora.front.source import Opening
 from dora.prompts.check import check_name
 
 SIZE_MAX: Final = 4096
-_FIELDS: Final = ("group", "size", "model", "sampling", "task", "tags")
+_FIELDS: Final = ("group", "size", "model", "sampling", "task", "tags", "verifier")
 
 
 async def health(request: web.Request) -> web.Response:
@@ -48,6 +48,9 @@ async def open_sessions(request: web.Request) -> web.Response:
         raise InvalidValue("size", size, f"a whole number from 1 to {SIZE_MAX}")
     if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
         raise InvalidValue("tags", tags, "an object of texts")
+    verifier = body.get("verifier", {})
+    if not isinstance(verifier, dict):
+        raise InvalidValue("verifier", verifier, "an object, for the service's reward function")
     group, task = body.get("group", f"group-{uuid.uuid4().hex}"), body.get("task", "")
     check_name(group, "group")
     if task:
@@ -57,7 +60,7 @@ async def open_sessions(request: web.Request) -> web.Response:
     if not isinstance(model, str):
         raise InvalidValue("model", model, "a text")
     version = await asked.door.version_for(model)
-    sessions = await asked.door.open(Opening(group, size, version, sampling or None, task, tags))
+    sessions = await asked.door.open(Opening(group, size, version, sampling or None, task, tags, verifier))
     return web.json_response({"group": group, "sessions": [_shown(request, each) for each in sessions]})
 
 

@@ -63,6 +63,7 @@ class Door:
         self._source = source
         self._key = key
         self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
+        self._groups: dict[str, asyncio.Task[list[AgentSession]]] = {}  # opened, until all their sessions are closed
         self._by_key: dict[str, AgentSession] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._in_flight: Counter[str] = Counter()
@@ -166,10 +167,27 @@ class Door:
     # ------------------------------------------------------------------------------------------------------ sessions
 
     async def open(self, opening: Opening) -> list[AgentSession]:
-        """Opens sessions of one group. Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable."""
-        self._check_room(opening.size)
+        """Opens the sessions of one group. A repeated call for a group gets those of the first one.
+
+        Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable.
+        """
+        known = self._groups.get(opening.group)
+        if known is None:
+            self._check_room(opening.size)
+            known = self._groups[opening.group] = self._spawn(self._open(opening))
+        sessions = await asyncio.shield(known)
+        if len(sessions) != opening.size:
+            raise Conflict("size", opening.size, f"{len(sessions)}, as in the group's first request", why="differs")
+        return sessions
+
+    async def _open(self, opening: Opening) -> list[AgentSession]:
+        try:
+            handles = await self._source.open(opening)
+        except BaseException:
+            del self._groups[opening.group]
+            raise
         wanted = Wanted(sampling=opening.sampling or {})
-        sessions = [self._made(each.session_id, each, wanted) for each in await self._source.open(opening)]
+        sessions = [self._made(each.session_id, each, wanted, opening.group) for each in handles]
         for session in sessions:
             self._sessions[session.session_id] = self._by_key[session.key] = session
         return sessions
@@ -221,9 +239,12 @@ class Door:
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted) -> AgentSession:
+    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "") -> AgentSession:
         now_s = time.monotonic()
-        return AgentSession(session_id, handle, self.model, sampling=wanted.sampling, now_s=now_s, spawn=self._spawn)
+        sampling = wanted.sampling
+        return AgentSession(
+            session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
+        )
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:
@@ -243,6 +264,9 @@ class Door:
         self._sessions.pop(session.session_id, None)
         self._by_key.pop(session.key, None)
         self._closed[session.session_id] = None
+        opened = self._groups.get(session.group)
+        if opened is not None and all(each.is_closed for each in opened.result()):
+            del self._groups[session.group]
         while len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 

@@ -44,11 +44,13 @@ class AgentSession:
         handle: SessionHandle,
         model: ServedModel,
         *,
+        group: str = "",
         sampling: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
     ) -> None:
         self.session_id = session_id
+        self.group = group  # of an opening; empty: its first call has opened it
         self.key = f"dora-{secrets.token_urlsafe(24)}"
         self.version = handle.version
         self.tree = SessionTree(model.renderer)
@@ -59,6 +61,10 @@ class AgentSession:
         self.turns = 0  # under way
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        tokens = handle.token_ids
+        if handle.turn and tokens:
+            self.tree.restored(tokens, len(tokens) - handle.turn_tokens)
+            self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
         self._sampling = dict(sampling)

@@ -37,6 +37,7 @@ class Opening:
     sampling: Mapping[str, Any] | None = None  # as dora.data.sampling.PARAMETERS; None: the service's
     task: str = ""
     tags: Mapping[str, str] | None = None
+    verifier: Mapping[str, Any] | None = None  # for the service's reward function
 
 
 class SessionHandle(Protocol):
@@ -46,6 +47,16 @@ class SessionHandle(Protocol):
     def session_id(self) -> str: ...
     @property
     def version(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens of the present branch up to the end of the last turn: of a session that another front began."""
+        ...
+
+    @property
+    def turn_tokens(self) -> int:
+        """The sampled tokens of the last turn."""
+        ...
+
     @property
     def turn(self) -> int:
         """The number of the last turn that has ended."""

@@ -12,14 +12,16 @@ ALLOWED: Final = "a file of mode 0600 that contains the token"
 SECRET_MAX_BYTES: Final = 4096
 
 
-def read_token(file: Path) -> str:
-    """Returns the token in ``file``. Raises InvalidValue if other users can read the file, or it cannot be read."""
+def read_token(file: Path, option: str = OPTION) -> str:
+    """Returns the token in ``file``. Raises InvalidValue, naming ``option``, if other users can read the file, or it
+    cannot be read.
+    """
     try:
         with file.open(encoding="utf-8") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             if mode & 0o077:
-                raise InvalidValue(OPTION, f"{file} (mode {mode:04o})", ALLOWED)
+                raise InvalidValue(option, f"{file} (mode {mode:04o})", ALLOWED)
             return opened.read(SECRET_MAX_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InvalidValue(OPTION, f"{file} ({reason})", ALLOWED) from error
+        raise InvalidValue(option, f"{file} ({reason})", ALLOWED) from error

@@ -11,6 +11,7 @@ from dora.chat.tool_calls import format_of
 from dora.errors import Conflict, InvalidValue, LimitExceeded
 from dora.front.app import serving
 from dora.front.door import Door, Limits
+from dora.front.listening import listening_socket
 from dora.front.model import ServedModel
 from dora.front.source import Live, Opening, Sampled
 from tests.unit.chat_templates import STYLES
@@ -37,6 +38,7 @@ class FakeSession:
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has ended
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_busy: bool = False
+    last_tokens: int = 0
     ended: tuple[Any, ...] | None = None
     failed: str = ""
 
@@ -47,6 +49,10 @@ class FakeSession:
     @property
     def token_ids(self) -> list[int]:
         return self.paths[-1]
+
+    @property
+    def turn_tokens(self) -> int:
+        return self.last_tokens
 
     async def stream(
         self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
@@ -60,6 +66,7 @@ class FakeSession:
         self.is_idle.clear()
         async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
             path += sampled.token_ids
+            self.last_tokens = len(path) - len(before) - len(token_ids)
             if sampled.finish_reason is not None:
                 self.is_busy = False
                 self.paths.append(path)
@@ -136,5 +143,5 @@ async def front(
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
     fake = FakeService(chat, **service)
     door = Door(fake, model, key=key, limits=limits)
-    async with serving(door, "127.0.0.1", 0) as (host, port):
-        yield f"http://{host}:{port}", fake, door
+    async with serving(door, listening_socket("127.0.0.1:0", has_key=bool(key))) as url:
+        yield url, fake, door

@@ -253,3 +253,20 @@ def test_text_comes_in_whole_characters() -> None:
 def test_a_malformed_chat_is_refused_by_name(messages: object, field: str) -> None:
     with refused(InvalidValue, field=field):
         checked_chat(messages)
+
+
+def test_a_restored_branch_goes_on_where_its_text_does() -> None:
+    """Its tokens are not those that its tokenizer would choose, and its messages are not known."""
+    before = asked("qwen2.5")
+    sampled = [token_id for each in "It is 3." for token_id in before.chat.encode(each)] + [before.chat.ends()[0]]
+    messages = [*before.messages, {"role": "user", "content": "?"}]
+    ask = before.tree.ask(messages)
+    tokens = [*before.tree.branches[0].token_ids, *ask.given, *sampled]
+    tree = SessionTree(before.renderer)
+    tree.restored(tokens, len(tokens) - len(sampled))
+    more = [*messages, {"role": "assistant", "content": "It is 3."}, {"role": "user", "content": "So?"}]
+    again = tree.ask(more)
+    assert (again.branch, again.begins, again.reason) == (0, False, "") and not tree.prefix_breaks
+    assert (
+        before.chat.decode([*tokens, *again.given], special_tokens=True) == before.renderer.prompt(more, None, {}).text
+    )

@@ -114,6 +114,8 @@ async def test_sessions_are_opened_rewarded_and_closed() -> None:
         body = {"group": "g1", "size": 2, "tags": {"run": "a"}, "task": "t", "sampling": {"temperature": 0.5}}
         async with http.post(f"{base}/sessions", json=body) as reply:
             opened = (await reply.json())["sessions"]
+        async with http.post(f"{base}/sessions", json=body) as reply:
+            assert (await reply.json())["sessions"] == opened, "a retry"
         assert [each["version"] for each in opened] == [7, 7] and service.openings[0].sampling == {"temperature": 0.5}
         for number, each in enumerate(opened):
             async with AsyncOpenAI(base_url=each["base_url"], api_key="x") as api:

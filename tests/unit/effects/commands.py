@@ -107,7 +107,7 @@ class Sets:
         for name, more in (("without", ()), ("with", self.given)):
             one = bench(name)
 
-            async def noted(config: Config, _as_json: bool) -> int:
+            async def noted(config: Config, _as_json: bool, _front: object) -> int:
                 seen.append(value_at(config.model_dump(), self.setting))
                 return 0
 

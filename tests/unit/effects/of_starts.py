@@ -1,4 +1,4 @@
-"""The commands that start something, and what belongs to all commands: serve, demo, host, prepare, version."""
+"""The commands that start something, and what belongs to all commands: serve, demo, host, front, prepare, version."""
 
 import inspect
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ FAKE: Final = ("--set", "workers.engine=fake", "--set", "workers.max_model_len_t
 def unserved(bench: Bench) -> None:
     """A service that would start says so."""
 
-    async def said(_config: object, as_json: bool) -> int:
+    async def said(_config: object, as_json: bool, _front: object) -> int:
         print(f"serves, {as_json}")
         return 0
 
@@ -62,6 +62,10 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
         lambda done: done.code == 0 and "serves" not in done.out and "[window]" in done.out,
         unserved,
     ),
+    ("serve", "http"): Ran([*CHECKED, *FAKE], ["--http", "127.0.0.1:99999"], lambda done: "--http" in done.said),
+    ("serve", "http_key"): Ran(
+        [*CHECKED, *FAKE, "--http", "0.0.0.0:0"], ["--http-key-file", "{token}"], lambda done: done.code == 0
+    ),
     ("serve", "as_json"): Ran([*CHECKED, *FAKE], ["--json"], is_json, unserved),
 }
 
@@ -92,6 +96,23 @@ HOSTS: Final[dict[tuple[str, str], OptionRow]] = {
     ("host", "token"): Ran(HOST, TOKEN, lambda done: "hello" in done.said),
 }
 
+# ---------------------------------------------------------------------------------------------------------- dora front
+
+FRONT: Final = ("front", "--service", "{address}", *TOKEN)  # its service's model is on no host
+
+
+FRONTS: Final[dict[tuple[str, str], OptionRow]] = {
+    ("front", "service"): Ran(["front", *TOKEN], FRONT[1:3], lambda done: "--model" in done.said),
+    ("front", "listen"): Ran(FRONT, ["--http", "127.0.0.1:99999"], lambda done: "--http" in done.said),
+    ("front", "model"): Ran(FRONT, ["--model", "{folder}"], lambda done: "for its tokenizer" not in done.said),
+    ("front", "key"): Ran(
+        [*FRONT, "--http", "0.0.0.0:0"], ["--key-file", "{token}"], lambda done: "--key-file" not in done.said
+    ),
+    ("front", "tool_format"): Ran(FRONT, ["--tool-format", "none"], lambda done: "--tool-format" in done.said),
+    ("front", "max_model_len"): Shown("tests/e2e/test_front_fake.py::test_a_front_that_dies_is_started_again"),
+    ("front", "token"): Ran(FRONT[:3], TOKEN, lambda done: "--model" in done.said),
+}
+
 # ---------------------------------------------------------------------------------------------- demo, prepare, version
 
 DEMO: Final = Shown("tests/unit/test_demo_options.py::test_every_option_of_the_demo_has_an_effect")
@@ -116,6 +137,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **HOSTS,
     **{(command, option): TAKEN for command in GUARDED for option in TLS_OPTIONS},
     **{("tls make", option): MADE for option in inspect.signature(tls.make).parameters},
+    **FRONTS,
     **{("demo", name): DEMO for name in inspect.signature(demo.demo).parameters},
     ("prepare", "model"): Ran(["prepare", "--cache", "{folder}/own"], ["tiny"], lambda d: "tiny" in d.out, home),
     ("prepare", "cache"): Ran(

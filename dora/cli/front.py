@@ -1,0 +1,84 @@
+"""``dora front``"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.cli.exits import say
+from dora.cli.options import token_option
+from dora.cli.token import DEFAULT_ADDRESS, WHERE, find_token
+from dora.errors import MISSING
+from dora.system.secret_file import read_token
+from dora.system.signals import drain_on_signals
+
+if TYPE_CHECKING:
+    from dora.front.run import FrontOptions
+
+EXAMPLE = "dora front --service 127.0.0.1:7070 --http 127.0.0.1:8000"
+
+
+def front(
+    service: Annotated[
+        str, typer.Option("--service", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service.")
+    ] = DEFAULT_ADDRESS,
+    listen: Annotated[
+        str, typer.Option("--http", metavar="HOST:PORT", help="Address for agents; port 0: a free one.")
+    ] = "127.0.0.1:8000",
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model's folder on this host; default: the service's.")
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help="File (mode 0600) with the key of all agents; default: any key will do."
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="hermes, llama or mistral; default: as the chat template shows.")
+    ] = "",
+    max_model_len: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="The context that /v1/models tells; 0: the model's own.")
+    ] = 0,
+    token: Annotated[
+        str | None,
+        token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or what your service here stored."),
+    ] = None,
+) -> None:
+    """Serve agents over HTTP, in the protocols of OpenAI and vLLM, until Ctrl-C.
+
+    Several may serve one service. The sessions of an agent stay with the front that it began with.
+    """
+    from dora.front.run import FrontOptions
+    from dora.rpc.errors import Unauthenticated
+
+    secret = token or find_token(service)
+    if not secret:
+        raise Unauthenticated("token", MISSING, f"the service's owner token: {WHERE}")
+    options = FrontOptions(
+        service=service,
+        token=secret,
+        listen=listen,
+        model=model,
+        key="" if key is None else read_token(key, "--key-file"),
+        tool_format=tool_format,
+        context_tokens=max_model_len,
+    )
+    try:
+        asyncio.run(_run(options))
+    except asyncio.CancelledError:  # by a second Ctrl-C
+        raise KeyboardInterrupt from None
+
+
+async def _run(options: "FrontOptions") -> None:
+    from dora.front.run import run_front
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dora").setLevel(logging.INFO)
+    stop = asyncio.Event()
+    running = asyncio.current_task()
+    assert running is not None
+    drain_on_signals(stop.set, running.cancel)
+    await run_front(options, stop, lambda url: say(f"dora: agents reach {options.service} at {url}/v1"))

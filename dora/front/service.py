@@ -1,0 +1,140 @@
+"""A service over gRPC, as the front needs it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from dora.client import Operator, Prompts
+from dora.client.connection import Patience
+from dora.client.sessions import Session, Sessions
+from dora.data.types import Prompt
+from dora.errors import Conflict, DoraError, LimitExceeded
+from dora.front.source import Live, Opening, Sampled
+from dora.rpc.errors import ServiceUnavailable
+
+RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
+ADMIT_S: Final = 60.0  # how long an opening waits for the window
+
+
+@dataclass(eq=False)
+class ServiceSession:
+    """A session of the service."""
+
+    session: Session
+
+    @property
+    def session_id(self) -> str:
+        return self.session.session_id
+
+    @property
+    def version(self) -> int:
+        return self.session.version
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.session.prompt_token_ids.tolist(), *self.session.response]
+
+    @property
+    def turn_tokens(self) -> int:
+        return len(self.session.turn.token_ids)
+
+    @property
+    def turn(self) -> int:
+        return self.session.turn.number
+
+    async def stream(
+        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+    ) -> AsyncGenerator[Sampled]:
+        """Yields a turn. If the connection breaks it asks the same turn again, which is sampled once."""
+        seen, patience = 0, Patience(RECONNECT_S)
+        while True:
+            at = 0
+            pieces = self.session.stream(
+                token_ids, max_tokens=max_tokens, name=name, after_turn=after_turn, is_prompt=after_turn is None
+            )
+            try:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        patience.progress()
+                        new = slice(max(0, seen - at), None)
+                        at += len(piece.token_ids)
+                        seen = max(seen, at)
+                        if piece.finish_reason is not None:
+                            self.session.turn = piece
+                        ids, logprobs = piece.token_ids[new].tolist(), piece.logprobs[new].tolist()
+                        yield Sampled(tuple(ids), tuple(logprobs), piece.finish_reason, piece.stop)
+                return
+            except ServiceUnavailable as error:
+                await patience.wait(error)
+
+    async def end(
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
+    ) -> None:
+        by_turn = {f"turn_{turn}": value for turn, value in (turn_rewards or {}).items()}
+        await self.session.end(reward, components={**(components or {}), **by_turn}, log=log)
+
+    async def fail(self, reason: str) -> None:
+        await self.session.fail(reason)
+
+
+class Service:
+    """Its clients. ``context_tokens``: a session's longest length, for clients that ask; 0: not known."""
+
+    def __init__(self, address: str, token: str, *, context_tokens: int = 0) -> None:
+        self._sessions = Sessions(address, token)
+        self._prompts = Prompts(address, token)
+        self._operator = Operator(address, token)
+        self.context_tokens = context_tokens
+
+    async def live(self) -> Live:
+        status = await self._operator.status()
+        versions = tuple(each.version for each in status.versions if each.state not in ("rejected", "unavailable"))
+        return Live(Path(status.model).name, status.newest_version, versions, self.context_tokens)
+
+    async def model(self) -> Path:
+        """Returns the model's folder on the service's host."""
+        return Path((await self._operator.status()).model)
+
+    async def open(self, opening: Opening) -> Sequence[ServiceSession]:
+        """Opens a group, and waits for the window. A group that it does not admit in time is taken back."""
+        about = json.dumps({**(opening.verifier or {}), "group": opening.group, "tags": dict(opening.tags or {})})
+        prompt = Prompt(opening.group, opening.task, (), sampling=opening.sampling or {}, verifier_json=about)
+        try:
+            async with asyncio.timeout(ADMIT_S):
+                sessions = await self._sessions.open(prompt, opening.size)
+        except TimeoutError:
+            await self._take_back(opening.group, "the window did not admit it in time")
+            allowed = "opened later: the window is full until the trainer takes a step"
+            raise LimitExceeded("group", opening.group, allowed) from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self._take_back(opening.group, "its client has left"))
+            raise
+        found = sessions[0].version
+        if opening.version is not None and found != opening.version:
+            await self._take_back(opening.group, "the window gave it another version")
+            why = "is not what the window gives to a new group now"
+            raise Conflict("model", f"policy-v{opening.version}", f"policy-v{found}, or policy", why)
+        return [ServiceSession(session) for session in sessions]
+
+    async def _take_back(self, group: str, reason: str) -> None:
+        with suppress(DoraError):
+            await self._prompts.cancel([group], reason)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for client in (self._sessions, self._prompts, self._operator):
+            await client.close()

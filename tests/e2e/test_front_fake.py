@@ -1,0 +1,154 @@
+"""Agents of OpenAI's own client against a service with fake engines: what they saw is what the trainer gets."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from openai import AsyncOpenAI
+
+import dora
+from dora.config import Config
+from dora.data.trajectory import Trajectory
+from dora.front.child import FrontProcess
+from dora.front.run import FrontOptions, front
+from dora.system.process_tree import descendants
+from tests.service import check_promises, configured, running, train
+from tests.snippets import snippet
+
+GROUPS = 3
+
+
+def config_of(model: Path) -> Config:
+    return configured(
+        model,
+        workers__engine="fake",
+        prompts="none",
+        reward__function="tests.unit.reward_functions:process_id",
+        window__size=2,
+        rollout__max_tokens=8,
+    )
+
+
+@asynccontextmanager
+async def agents(url: str, session: str = "") -> AsyncIterator[AsyncOpenAI]:
+    base = f"{url}/sessions/{session}/v1" if session else f"{url}/v1"
+    async with AsyncOpenAI(base_url=base, api_key="any", max_retries=0) as api:
+        yield api
+
+
+async def told(url: str, session: str, **body: Any) -> None:
+    """Closes a session."""
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/sessions/{session}/close", json=body) as reply:
+        assert reply.status == 200, await reply.text()
+
+
+async def converse(url: str, session: str, turns: int) -> list[int]:
+    """A session of some turns. Returns all its tokens, as the replies said."""
+    chat: list[Any] = [{"role": "user", "content": "abc"}]
+    async with agents(url, session) as api:
+        for _ in range(turns):
+            reply = await api.chat.completions.create(
+                model="policy", messages=chat, max_tokens=6, extra_body={"return_token_ids": True}
+            )
+            chat.append({"role": "assistant", "content": reply.choices[0].message.content})
+            chat.append({"role": "user", "content": "more"})
+            tokens = [*reply.prompt_token_ids, *reply.choices[0].token_ids]  # type: ignore[attr-defined]
+    return tokens
+
+
+def tokens_of(trajectory: Trajectory) -> list[int]:
+    return [*trajectory.prompt_token_ids.tolist(), *trajectory.response_token_ids.tolist()]
+
+
+async def test_what_agents_see_is_what_the_trainer_gets(tiny_dense: Path) -> None:
+    config = config_of(tiny_dense)
+    seen: dict[str, list[int]] = {}
+
+    async def work(url: str) -> None:
+        for number in range(4 * GROUPS):
+            name = f"s{number}"
+            seen[name] = await converse(url, name, turns=1 + number % 4)
+            await told(url, name, reward=float(number), log=name)
+
+    async with (
+        running(config) as handle,
+        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        steps, _ = await asyncio.gather(train(handle, trainer, steps=4, groups=GROUPS), work(url))
+    check_promises(steps, window=2, groups=GROUPS)
+    found = [each for step in steps for group in step for each in group.trajectories]
+    assert {each.verifier_log: tokens_of(each) for each in found} == seen
+    assert all(each.reward == float(each.verifier_log[1:]) and each.reward_valid for each in found)
+
+
+async def test_choices_branches_and_single_turns(tiny_dense: Path) -> None:
+    async def work(url: str) -> list[int]:
+        async with agents(url) as api:
+            reply = await api.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "abc"}], n=3
+            )
+            assert len(reply.choices) == 3
+        first = await converse(url, "s", turns=2)
+        async with agents(url, "s") as api:
+            await api.chat.completions.create(model="policy", messages=[{"role": "user", "content": "z"}], max_tokens=4)
+        await told(url, "s", reward=0.5)
+        return first
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        (step, *_), first = await asyncio.gather(train(handle, trainer, steps=1, groups=2), work(url))
+    single, session = sorted(step, key=lambda group: len(group.trajectories), reverse=True)
+    assert len(single.trajectories) == 3 and all(each.reward_valid for each in single.trajectories)
+    assert [each.reward for each in session.trajectories] == [0.5, 0.5]
+    assert tokens_of(session.trajectories[0]) == first
+
+
+async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
+    """Agents keep their address and their sessions: a request that comes meanwhile only waits."""
+
+    async def work(process: FrontProcess) -> None:
+        first = await converse(process.url, "s", turns=2)
+        (child,) = [each for each in descendants() if "front" in psutil.Process(each).cmdline()]
+        os.kill(child, signal.SIGKILL)
+        async with aiohttp.ClientSession() as http:
+            asked = {"token_ids": [*first, 5], "sampling_params": {"max_tokens": 3}}
+            async with http.post(f"{process.url}/sessions/s/inference/v1/generate", json=asked) as reply:
+                seen.extend([*first, 5, *(await reply.json())["choices"][0]["token_ids"]])
+            async with http.get(f"{process.url}/v1/models") as reply:
+                assert json.loads(await reply.text())["data"][0]["max_model_len"] == 256
+        await told(process.url, "s", reward=1.0)
+
+    seen: list[int] = []
+    async with running(config_of(tiny_dense)) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        process = FrontProcess("127.0.0.1:0")
+        process.start(handle.address, handle.token, handle.model, 256)
+        try:
+            (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(process))
+        finally:
+            await process.stop()
+    assert [tokens_of(each) for group in step for each in group.trajectories] == [seen]
+
+
+async def test_the_agent_of_the_documentation(tiny_dense: Path) -> None:
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        code = snippet("docs/agents.md", "from openai import OpenAI").replace("http://127.0.0.1:8000", url)
+        (step, *_), _ = await asyncio.gather(
+            train(handle, trainer, steps=1, groups=1), asyncio.to_thread(exec, code, {})
+        )
+    ((trajectory,),) = [group.trajectories for group in step]
+    assert (trajectory.reward, len(trajectory.events), trajectory.branch_index) == (1.0, 2, 0)
