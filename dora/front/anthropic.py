@@ -12,7 +12,7 @@ from dora.front.asked import MODEL, chat_wanted
 from dora.front.chat import reply_of
 from dora.front.errors import anthropic_body
 from dora.front.http import event, read_asked, streamed, whole
-from dora.front.parts import joined_text
+from dora.front.parts import joined_text, listed
 from dora.front.turns import RunningTurn
 
 # Fields, by their names in OpenAI's chats.
@@ -70,7 +70,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     chat = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(said):
         chat += _translated(message, f"messages[{number}]")
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.get("tools") or ())]
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(listed(body.get("tools"), "tools"))]
     choice, thinking = body.get("tool_choice") or {"type": "auto"}, body.get("thinking") or {}
     if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
         raise InvalidValue("tool_choice", choice, "of type auto or none", why="cannot be enforced without a grammar")

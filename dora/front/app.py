@@ -82,7 +82,7 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 @asynccontextmanager
 async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
     """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
-    runner = web.AppRunner(application(door), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(application(door), handler_cancellation=True, access_log=None, auto_decompress=False)
     await runner.setup()
     server = runner.server
     assert server is not None

@@ -113,6 +113,7 @@ class Door:
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
         self._check(wanted)
+        await self._check_model(wanted.model)
         if call.session_id:
             session = await self._session(call.session_id, wanted)
             session.used_s = time.monotonic()
@@ -143,11 +144,16 @@ class Door:
             if len(parts) > most:
                 raise InvalidValue(name, len(parts), f"at most {most}")
 
+    async def _check_model(self, model: str) -> Live:
+        """Returns what is served. Raises NotFound for the name of another model."""
+        live = await self.live()
+        if model not in (MODEL, live.model) and version_of(model) is None:
+            raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
+        return live
+
     async def _version(self, model: str) -> int | None:
         """Returns the version that a model's name asks for. Raises NotFound for another model, Conflict."""
-        live, version = await self.live(), version_of(model)
-        if model not in (MODEL, live.model) and version is None:
-            raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
+        live, version = await self._check_model(model), version_of(model)
         if version is not None and version not in live.versions:
             raise Conflict("model", model, f"a live version: {_listed(live)}", why="is not live")
         return version

@@ -79,7 +79,9 @@ def caller_of(request: web.Request) -> Call:
 
 async def read_body(request: web.Request) -> bytes:
     """Returns the body. Raises TooLarge, InvalidValue for one that does not arrive in time."""
-    limits = request.app[DOOR].limits
+    limits, encoding = request.app[DOOR].limits, request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise InvalidValue("Content-Encoding", encoding, "left out, or identity")
     if (request.content_length or 0) > limits.body_bytes:
         raise TooLarge("body", request.content_length, f"at most {limits.body_bytes} bytes")
     try:

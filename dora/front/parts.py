@@ -78,3 +78,10 @@ def joined_text(content: Any, field: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise InvalidValue(field, content, "a text or a list of text parts")
     return "".join(map(str, texts))
+
+
+def listed(value: Any, field: str) -> list[Any]:
+    """Returns a list, an empty one for None. Raises InvalidValue for anything else."""
+    if value is not None and not isinstance(value, list):
+        raise InvalidValue(field, value, "a list")
+    return value or []

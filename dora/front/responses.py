@@ -12,7 +12,7 @@ from dora.errors import MISSING, InvalidValue, one_of
 from dora.front.asked import MODEL, chat_wanted
 from dora.front.chat import reply_of
 from dora.front.http import event, read_asked, streamed, whole
-from dora.front.parts import joined_text
+from dora.front.parts import joined_text, listed
 from dora.front.turns import RunningTurn
 
 # Fields, by their names in OpenAI's chats.
@@ -72,7 +72,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = body.get("reasoning") or {}
     if isinstance(reasoning, dict) and reasoning.get("effort"):
         found["reasoning_effort"] = reasoning["effort"]
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.get("tools") or ())]
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(listed(body.get("tools"), "tools"))]
     return {**found, "messages": chat, "tools": tools}
 
 

@@ -260,6 +260,8 @@ async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
         assert reply.choices[0].message.content == "It " and reply.choices[0].stop_reason == "i"  # type: ignore[attr-defined]
         more = [*ASK, reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "So?"}]
         await api.chat.completions.create(messages=more, **asked, stop="i")
+        with pytest.raises(openai.NotFoundError):
+            await api.chat.completions.create(**{"messages": more, **asked, "model": "gpt-9"})
         for other in ({"temperature": 0.7}, {"seed": 3}, {"stop": "x"}):
             with pytest.raises(openai.BadRequestError):
                 await api.chat.completions.create(**{"messages": more, **asked, **other})
