@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ class ServiceSession:
     """A session of the service."""
 
     session: Session
+    take_back: Callable[[str, str], Awaitable[None]]
 
     @property
     def session_id(self) -> str:
@@ -83,8 +84,9 @@ class ServiceSession:
         by_turn = {f"turn_{turn}": value for turn, value in (turn_rewards or {}).items()}
         await self.session.end(reward, components={**(components or {}), **by_turn}, log=log)
 
-    async def fail(self, reason: str) -> None:
-        await self.session.fail(reason)
+    async def give_up(self, reason: str) -> None:
+        """Cancels the group: another session in its place would have nobody who drives it."""
+        await self.take_back(self.session.prompt_id, reason)
 
 
 class Service:
@@ -124,7 +126,7 @@ class Service:
             await self._take_back(opening.group, "the window gave it another version")
             why = "is not what the window gives to a new group now"
             raise Conflict("model", f"policy-v{opening.version}", f"policy-v{found}, or policy", why)
-        return [ServiceSession(session) for session in sessions]
+        return [ServiceSession(session, self._take_back) for session in sessions]
 
     async def _take_back(self, group: str, reason: str) -> None:
         with suppress(DoraError):

@@ -165,14 +165,22 @@ class AgentSession:
         self._turn_rewards[turn] = reward
 
     async def close(self, verdict: Verdict | None = None) -> None:
-        """Ends the session, all its branches with one reward."""
+        """Ends the session, all its branches with one reward. Raises Conflict if it has sampled nothing yet, or a turn
+        is under way; then it stays open.
+        """
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
-        self.is_closed = True
         given = self.verdict if verdict is None else verdict
-        await self._handle.end(given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log)
+        self.is_closed = True  # no turn begins meanwhile
+        try:
+            await self._handle.end(
+                given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
+            )
+        except DoraError:
+            self.is_closed = False
+            raise
 
     async def abandon(self, reason: str) -> None:
-        """Gives the session up."""
+        """Gives the session up, and its group with it."""
         self.is_closed = True
-        await self._handle.fail(reason)
+        await self._handle.give_up(reason)

@@ -78,7 +78,9 @@ class SessionHandle(Protocol):
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
     ) -> None: ...
-    async def fail(self, reason: str) -> None: ...
+    async def give_up(self, reason: str) -> None:
+        """Cancels the session's group."""
+        ...
 
 
 class SessionSource(Protocol):

@@ -76,10 +76,12 @@ class FakeSession:
     async def end(
         self, reward: float | None = None, *, components: Any = None, turn_rewards: Any = None, log: str = ""
     ) -> None:
+        if not self.turn:
+            raise Conflict("session", self.session_id, "a session with a sampled token", why="has none")
         self.ended = (reward, dict(components or {}), dict(turn_rewards or {}), log)
         self.has_ended.set()
 
-    async def fail(self, reason: str) -> None:
+    async def give_up(self, reason: str) -> None:
         self.failed = reason
         self.has_ended.set()
 

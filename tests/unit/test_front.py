@@ -117,6 +117,8 @@ async def test_sessions_are_opened_rewarded_and_closed() -> None:
         async with http.post(f"{base}/sessions", json=body) as reply:
             assert (await reply.json())["sessions"] == opened, "a retry"
         assert [each["version"] for each in opened] == [7, 7] and service.openings[0].sampling == {"temperature": 0.5}
+        async with http.post(f"{base}/sessions/{opened[0]['id']}/close", json={"reward": 1}) as reply:
+            assert reply.status == 409, "nothing was sampled: it stays open"
         for number, each in enumerate(opened):
             async with AsyncOpenAI(base_url=each["base_url"], api_key="x") as api:
                 await api.chat.completions.create(model="policy", messages=ASK)
