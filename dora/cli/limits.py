@@ -11,6 +11,10 @@ from dora.data.limits import (
     TEXT_BYTES_MAX,
     WINDOW_REQUESTS_MAX,
 )
+from dora.front.asked import CHOICES_MAX
+from dora.front.door import CLOSED_MAX, Limits
+from dora.front.replays import KEPT_MAX, KEPT_S
+from dora.front.sessions import BRANCHES_MAX
 from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
 from dora.journal.log import BEHIND_BYTES
 from dora.orchestrator.hosts.hosts import HOSTS_MAX
@@ -44,6 +48,20 @@ from dora.rpc.room import CALLS_MAX
 
 REFUSED: Final = "refused"
 WAITS: Final = "the next one waits"
+
+
+def front_limits() -> Iterator[tuple[str, str, str]]:
+    """Yields the bounds of a front."""
+    front = Limits()
+    yield "front: connections", f"{front.connections:,}", "503, closed"
+    yield "front: requests in flight of one key or session", f"{front.in_flight:,}", "429"
+    yield "front: body, and time until it has come", f"{front.body_bytes >> 20} MiB; {front.body_s:g} s", "413; 400"
+    yield "front: messages of a chat; tools", f"{front.messages:,}; {front.tools:,}", "400"
+    yield "front: sessions; branches of one", f"{front.sessions:,}; {BRANCHES_MAX:,}", "429"
+    yield "front: choices of a request; prompts of one", f"{CHOICES_MAX}; {CHOICES_MAX}", "400"
+    yield "front: time of a session without a call", f"{front.idle_s:g} s", "closed with the reward that it has"
+    yield "front: requests that a retry finds; for how long", f"{KEPT_MAX:,}; {KEPT_S:g} s", "sampled anew"
+    yield "front: ended sessions that late calls are refused for", f"{CLOSED_MAX:,}", "the oldest is forgotten"
 
 
 def limits() -> Iterator[tuple[str, str, str]]:
@@ -96,6 +114,7 @@ def limits() -> Iterator[tuple[str, str, str]]:
         "its process is replaced",
     )
     yield "log records not yet on disk", _size(BEHIND_BYTES), "nothing is admitted"
+    yield from front_limits()
 
 
 def _numbers(each: Iterable[int]) -> str:

@@ -151,10 +151,13 @@ def generate_wanted(body: Mapping[str, Any]) -> Wanted:
         why = "is not kept: a turn has the logprobs of its sampled tokens"
         raise InvalidValue("sampling_params.logprobs", logprobs, "0 or 1", why)
     found = inner.wanted(logprobs=logprobs is not None, token_ids=token_ids)
+    for name in ("model", "stream", "stream_options", "return_token_ids"):
+        if nested.get(name) is not None:
+            raise InvalidValue(f"sampling_params.{name}", nested[name], f"given as {name}, beside sampling_params")
+    for name in (*PARAMETERS, "max_completion_tokens", "n"):
+        if body.get(name) is not None:
+            raise InvalidValue(name, body[name], f"given as sampling_params.{name}")
     outer = reader.wanted(token_ids=token_ids)
-    if outer.sampling or outer.max_tokens:
-        given = sorted([*outer.sampling, *(["max_tokens"] if outer.max_tokens else [])])
-        raise InvalidValue(given[0], body[given[0]], f"given as sampling_params.{given[0]}")
     return Wanted(
         outer.model,
         token_ids=token_ids,

@@ -17,12 +17,23 @@ from tests.unit.chat_templates import STYLES
 from tests.unit.chats import TOOLS, Conversation, renderer
 
 TURNS = 20
-CONVERSATIONS = 8
+CONVERSATIONS = 4
+MANY = 100  # of each template
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_no_conversation_breaks(name: str) -> None:
-    for seed in range(CONVERSATIONS):
+    converse(name, range(CONVERSATIONS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STYLES)
+def test_no_conversation_of_many_breaks(name: str) -> None:
+    converse(name, range(CONVERSATIONS, MANY))
+
+
+def converse(name: str, seeds: range) -> None:
+    for seed in seeds:
         conversation = Conversation(name, seed)
         for _ in range(TURNS):
             conversation.exchange()
