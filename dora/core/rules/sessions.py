@@ -207,20 +207,34 @@ def vacate(state: State) -> None:
 
 
 def rest(state: State) -> None:
-    """Sets aside the KV of pauses that exceed their task's time-to-live, where there is a pool, and the oldest on
-    workers under KV pressure. Called at each tick.
+    """Sets aside the longest pauses on workers under KV pressure, and pauses that exceed their task's time-to-live,
+    where there is a pool. Called at each tick.
     """
     if not state.idle:
         return
-    idle = np.fromiter((row for rows in state.idle.values() for row in rows), np.int64)
-    of_resident = idle[(state.requests["worker"][idle] > 0) & ~state.requests["moving"][idle]]
-    for row in of_resident[np.argsort(state.requests["idle_s"][of_resident], kind="stable")].tolist():
-        worker = state.owner(row)
-        assert worker is not None
-        presses = _lacks(state, worker, 0)
-        idle_s = state.now_s - float(state.requests["idle_s"][row])
-        if presses or (state.pools and idle_s > state.pauses.ttl_s(_task(state, row))):
-            _set_aside(state, row, worker, drops=presses)
+    for worker in state.workers.values():
+        _relieve(state, worker)
+    for row in sorted(row for rows in state.idle.values() for row in rows) if state.pools else ():
+        home = state.owner(row)
+        if home is not None and not state.requests["moving"][row]:
+            idle_s = state.now_s - float(state.requests["idle_s"][row])
+            if idle_s > state.pauses.ttl_s(_task(state, row)):
+                _set_aside(state, row, home, drops=False)
+
+
+def _relieve(state: State, worker: Worker) -> None:
+    """Sets aside pauses on this worker, the longest first, while it is under KV pressure."""
+    if worker.kept and _lacks(state, worker, 0):
+        for row in _by_pause(state, worker):
+            if not (_set_aside(state, row, worker) and _lacks(state, worker, 0)):
+                return
+
+
+def _by_pause(state: State, worker: Worker) -> list[int]:
+    """The idle sessions that this worker keeps, the longest pause first."""
+    moving, idle_s = state.requests.columns("moving", "idle_s")
+    idle = [row for row in worker.kept if row not in worker.asked and not moving[row]]
+    return sorted(idle, key=lambda row: (idle_s[row], row))
 
 
 def make_room(state: State) -> None:
@@ -258,21 +272,21 @@ def _lacks(state: State, worker: Worker, need: int) -> bool:
 
 def _longest_pause(state: State, worker: Worker) -> bool:
     """Sets aside the KV of a worker's longest pause. Returns whether there is one."""
-    idle = [row for row in worker.kept if row not in worker.asked and not state.requests["moving"][row]]
+    idle = _by_pause(state, worker)
     if idle:
-        _set_aside(state, min(idle, key=lambda row: (state.requests["idle_s"][row], row)), worker)
+        _set_aside(state, idle[0], worker)
     return bool(idle)
 
 
-def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, drops: bool = True) -> None:
+def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, drops: bool = True) -> bool:
     """Moves the KV of an idle or waiting session off its worker: to another one (``moves``), to a pool, or nowhere
-    (``drops``).
+    (``drops``). Returns whether it goes.
     """
     context = state.kv_of(row)
     target = _roomiest(state, row, worker, context) if moves else None
     pool = state.pool_with(context, worker.host)
     if (target or pool) and len(state.handoffs) >= state.config.balance.moves_at_once:
-        return  # it goes when others have arrived
+        return False  # it goes when others have arrived
     choice = cheapest(state.cost, context, inf, slot=target is not None, pool=pool is not None)
     end = target if choice is Choice.MOVE else pool if choice is Choice.PARK else None
     if end is not None:
@@ -280,6 +294,7 @@ def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, d
     elif drops:
         lifecycle.drop_kv(state, row)
         state.worklist.wake()
+    return end is not None or drops
 
 
 def _roomiest(state: State, row: int, source: Worker, context: int) -> Worker | None:
