@@ -158,10 +158,19 @@ class Session:
                 replies.cancel()
 
     async def end(
-        self, reward: float | None = None, *, components: Mapping[str, float] | None = None, log: str = ""
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
     ) -> None:
-        """Ends the session with what it has. ``reward`` None: the service's reward function scores the response."""
-        request = pb.EndSessionRequest(session_id=self.session_id, components=components, log=log)
+        """Ends the session with what it has. ``reward`` None: the service's reward function scores the response.
+        ``turn_rewards``: of single turns, by their numbers.
+        """
+        request = pb.EndSessionRequest(
+            session_id=self.session_id, components=components, turn_rewards=turn_rewards, log=log
+        )
         if reward is not None:
             request.reward = reward
         with self._connections.for_a_call() as connection:

@@ -132,6 +132,11 @@ class Trajectory:
         "off",
         Declared(LEFT_OUT, TOKENS, Kind.EXPERTS, is_later=True),
     ] = None
+    turn_rewards: Annotated[
+        Mapping[str, float],
+        "rewards of single turns of a session, by the position of the turn's first sampled token, in decimal",
+        Declared(LEFT_OUT, NOWHERE, Kind.NUMBERS, follows=lambda of: {}, is_later=True),
+    ] = field(default_factory=dict)
     branch_index: Annotated[
         int,
         "of its session: 0, or more for one that forked. All branches of a session have its reward and sample_index",

@@ -279,3 +279,4 @@ class Reward:
     components: Mapping[str, float] = field(default_factory=dict)
     log: str = ""
     valid: bool = True
+    turns: Mapping[int, float] = field(default_factory=dict)  # of a session: rewards of single turns, by number

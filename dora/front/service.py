@@ -81,8 +81,7 @@ class ServiceSession:
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
     ) -> None:
-        by_turn = {f"turn_{turn}": value for turn, value in (turn_rewards or {}).items()}
-        await self.session.end(reward, components={**(components or {}), **by_turn}, log=log)
+        await self.session.end(reward, components=components, turn_rewards=turn_rewards, log=log)
 
     async def give_up(self, reason: str) -> None:
         """Cancels the group: another session in its place would have nobody who drives it."""

@@ -131,6 +131,7 @@ class Verdict:
     valid: bool
     log: str
     components: dict[str, float]
+    turns: dict[int, float] = field(default_factory=dict)  # of a session: rewards of single turns, by number
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ Values = list[Any]  # a fact as it is stored: its code, then its fields
 
 _STANDING: Final = 18  # codes
 _TOKENS: Final = 6
+_VERDICT: Final = 7
 
 
 def _from_1(values: Values) -> Values:
@@ -28,8 +29,10 @@ def _from_3(values: Values) -> Values:
 
 
 def _from_4(values: Values) -> Values:
-    """Changes nothing: prompts of older DORAs have no least group size (``records.prompt_of``)."""
-    return values
+    """Adds rewards of single turns to Verdict. Prompts of older DORAs have no least group size
+    (``records.prompt_of``).
+    """
+    return [*values, {}] if values[0] == _VERDICT else values
 
 
 # version -> function that converts its records to the next version

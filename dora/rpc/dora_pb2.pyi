@@ -199,8 +199,15 @@ class StopReason(_message.Message):
     def __init__(self, stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "branch_index", "shared_prefix_tokens")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "turn_rewards", "branch_index", "shared_prefix_tokens")
     class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnRewardsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +243,7 @@ class Trajectory(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     BRANCH_INDEX_FIELD_NUMBER: _ClassVar[int]
     SHARED_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
@@ -267,9 +275,10 @@ class Trajectory(_message.Message):
     stop_token_id: int
     window_versions: int
     routed_experts: RoutedExperts
+    turn_rewards: _containers.ScalarMap[str, float]
     branch_index: int
     shared_prefix_tokens: int
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., turn_rewards: _Optional[_Mapping[str, float]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("layers", "top_k", "id_bytes", "expert_ids")
@@ -571,7 +580,7 @@ class TurnTokens(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
-    __slots__ = ("session_id", "reward", "components", "log")
+    __slots__ = ("session_id", "reward", "components", "log", "turn_rewards")
     class ComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -579,15 +588,24 @@ class EndSessionRequest(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnRewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reward: float
     components: _containers.ScalarMap[str, float]
     log: str
-    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ...) -> None: ...
+    turn_rewards: _containers.ScalarMap[int, float]
+    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class EndSessionReply(_message.Message):
     __slots__ = ()

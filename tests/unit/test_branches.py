@@ -98,7 +98,10 @@ class Session:
 
     def delivered(self) -> list[Trajectory]:
         self.buffer.close(self.entry, 13.0)
-        self.entry.reward = Reward(0.5)
+        rewards = {
+            turn: float(turn) for turn in range(len(self.told)) if any(t == turn for _, t in self.told[turn].response)
+        }
+        self.entry.reward = Reward(0.5, turns=rewards)
         self.entry.window_versions = 1
         return list(trajectories(self.entry, 0, 0, 1))
 
@@ -112,6 +115,15 @@ def check_branches(session: Session, found: list[Trajectory]) -> None:
         assert each.response_token_ids.tolist() in paths
         shared = each.shared_prefix_tokens
         assert not each.loss_mask[:shared].any()
+    by_turn = sorted(value for each in found for value in each.turn_rewards.values())
+    assert by_turn == sorted({float(turn) for path in session.told for _, turn in path.response if turn >= 0})
+    for each in found:
+        sampled_by = next(
+            dict(enumerate(path.response))
+            for path in session.told
+            if [token for token, _ in path.response] == each.response_token_ids.tolist()
+        )
+        assert all(sampled_by[int(place)][1] == value for place, value in each.turn_rewards.items())
     assert [each.trajectory_id for each in found] == [S, *(f"{S}/{n}" for n in range(1, len(found)))]
     assert len({each.sampling.seed for each in found}) == len(found), "each branch has a seed of its own"
     assert not list(violations(found))

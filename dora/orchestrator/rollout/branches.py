@@ -34,6 +34,7 @@ def trajectories(entry: ResponseState, step: int, reference_version: int, group_
         own = _values(entry, turn, path) | {
             "trajectory_id": f"{entry.request_id}/{index}" if index else entry.request_id,
             "loss_mask": mask.astype(np.uint8),
+            "turn_rewards": _turn_rewards(entry, path[mask], path),
             "branch_index": index,
             "shared_prefix_tokens": int(is_shared[path].sum()),  # branches share a prefix, and nothing else
         }
@@ -84,6 +85,13 @@ def _events(runs: Sequence[GivenRun]) -> Iterator[EnvironmentEvent]:
     for run, after in zip_longest(runs, runs[1:]):
         if run.is_prompt or after is None or after.first_token > run.end:
             yield EnvironmentEvent(run.end, GIVEN, run.name, "", run.at)
+
+
+def _turn_rewards(entry: ResponseState, own: Column, path: Column) -> dict[str, float]:
+    """The rewards of those turns whose first sampled token counts in this branch. ``own``: the tokens that do."""
+    position_of = dict(zip(path.tolist(), range(len(path)), strict=True)) if entry.verdict().turns else {}
+    begins = {entry.turn_begin(turn): value for turn, value in entry.verdict().turns.items()}
+    return {str(position_of[token]): begins[token] for token in own.tolist() if token in begins}
 
 
 def _segments(entry: ResponseState, path: Column) -> Iterator[Segment]:

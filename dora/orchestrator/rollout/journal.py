@@ -76,4 +76,7 @@ class Journal:
         reward = entry.reward
         if self.writes and reward is not None and entry.number >= 0:
             components = {name: float(value) for name, value in reward.components.items()}
-            self.note(records.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components))
+            turns = dict(reward.turns)
+            self.note(
+                records.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components, turns)
+            )

@@ -170,7 +170,7 @@ class ResponseBuffer:
             entry.stop = found.stops.get(position, "")
             verdict = found.verdicts.get(position)
             if verdict is not None:
-                entry.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid)
+                entry.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid, verdict.turns)
         span = slice(first, first + len(entries))
         heard_at = np.maximum(found.heard_at[span], group.at)
         self._columns.extend(np.array(group.rows), found.counts[span], heard_at)

@@ -236,6 +236,7 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "stop_reason": ResponseState.stop_reason,
     "window_versions": lambda entry: entry.window_versions,
     "routed_experts": ResponseState.routed_experts,
+    "turn_rewards": lambda entry: {},
     "branch_index": lambda entry: 0,
     "shared_prefix_tokens": lambda entry: 0,
 }

@@ -107,8 +107,8 @@ class SessionService(stubs.SessionsServicer):
                 await changed.wait()
 
     async def EndSession(self, request: pb.EndSessionRequest, context: ServicerContext) -> pb.EndSessionReply:
-        runtime, reward = self._runtime, _reward(request)
-        entry = self._session(request.session_id)
+        runtime, entry = self._runtime, self._session(request.session_id)
+        reward = _reward(request, len(entry.given))
         if entry.is_closed:
             if reward is not None and entry.reward != reward:
                 raise Conflict("session_id", entry.request_id, "an open session", why="has ended with another reward")
@@ -192,17 +192,22 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
     )
 
 
-def _reward(request: pb.EndSessionRequest) -> Reward | None:
+def _reward(request: pb.EndSessionRequest, last_turn: int) -> Reward | None:
     """The environment's verdict; None if the reward function is to give it. Raises InvalidValue."""
     check_line("log", request.log, LOG_MAX, lines=True)
     if not request.HasField("reward"):
-        if request.components:
-            raise InvalidValue("components", dict(request.components), "none without a reward")
+        for name in ("components", "turn_rewards"):
+            if getattr(request, name):
+                raise InvalidValue(name, dict(getattr(request, name)), "none without a reward")
         return None
-    components = dict(request.components)
+    components, turns = dict(request.components), dict(request.turn_rewards)
+    if turns and max(turns) > last_turn:
+        raise InvalidValue("turn_rewards", max(turns), f"turns from 0 to {last_turn}")
     if len(components) > COMPONENTS_MAX:
         raise InvalidValue("components", len(components), f"at most {COMPONENTS_MAX}")
-    for name, value in (("reward", request.reward), *components.items()):
+    of_components = ((f"components.{name}", value) for name, value in components.items())
+    of_turns = ((f"turn_rewards.{turn}", value) for turn, value in turns.items())
+    for name, value in (("reward", request.reward), *of_components, *of_turns):
         if not math.isfinite(value):
-            raise InvalidValue(name if name == "reward" else f"components.{name}", value, "a finite number")
-    return Reward(request.reward, components, request.log, True)
+            raise InvalidValue(name, value, "a finite number")
+    return Reward(request.reward, components, request.log, True, turns)

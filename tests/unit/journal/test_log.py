@@ -392,7 +392,9 @@ async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: in
     content[-4:] = crc(content[:-4])
     for _, body in list(frames.records(segment_of(segment))):
         values = msgpack.unpackb(body, strict_map_key=False)
-        lacking = {records.Standing: newer, records.Tokens: 2}.get(records.kind_of(body) or object, 0)
+        lacking = {records.Standing: newer, records.Tokens: 2, records.Verdict: 1}.get(
+            records.kind_of(body) or object, 0
+        )
         old = msgpack.packb(values[: len(values) - lacking])
         content += frames.framed(old, 0) + old
     segment.write_bytes(content)
