@@ -266,10 +266,14 @@ class Ledger:
 
     def check_started(self, request_id: str) -> None:
         """Checks that a member may run: the group started with it, or has grown since."""
-        response = self.responses[request_id]
+        if not self.has_started(self.responses[request_id]):
+            started = self.groups[self.responses[request_id].group_id].started
+            raise Violation(f"{request_id} runs, and the group has started {started} of its members")
+
+    def has_started(self, response: Response) -> bool:
+        """Whether a response is a member with which its group has started, or has grown since."""
         group = self.groups.get(response.group_id)  # None: of an evaluation
-        if group is not None and response.index >= group.started:
-            raise Violation(f"{request_id} runs, and the group has started {group.started} of its members")
+        return group is None or response.index < group.started
 
     def check_grown(self, command: do.GrowGroup) -> None:
         """Checks that the members that start are all those that have not."""

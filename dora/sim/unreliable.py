@@ -63,7 +63,7 @@ class UnreliableWorld(UnsteadyWorld):
     def carry_on(self) -> None:
         """Repeats the reports that a new orchestrator needs. Environments see the turns that have ended again."""
         for request_id, response in list(self.ledger.responses.items()):
-            if response.idle and not response.finished:
+            if response.idle and not response.finished and self.ledger.has_started(response):
                 self.call_environment(request_id, response)
         if self.storage_faults:
             self.post(on.StorageChanged("record: no room"))
