@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import tempfile
@@ -37,8 +38,11 @@ COMMITS = 2
 class Run:
     """The state that all sessions share. A session that has half of its turns waits until all have."""
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns: int, pause_s: float = 0.0) -> None:
+        """``pause_s``: mean time of a tool."""
         self.turns = turns
+        self._pause_s = pause_s
+        self._random = random.Random(0)
         self.waiting = 0
         self.killed = asyncio.Event()
         self.half = asyncio.Event()
@@ -58,6 +62,7 @@ class Run:
                 if self.waiting == SESSIONS:
                     self.half.set()
                 await self.killed.wait()
+            await asyncio.sleep(self._random.uniform(0.0, 2.0 * self._pause_s))
             context += len(GIVEN)
             self.context_tokens += context
             self.prefilled_tokens += len(GIVEN)
@@ -83,7 +88,7 @@ def _parts(turn: Any) -> list[Any]:
     return [turn.number, turn.token_ids, turn.logprobs, turn.finish_reason, turn.stop]
 
 
-async def measured(model: str, engine: str, turns: int) -> dict[str, Any]:
+async def measured(model: str, engine: str, turns: int, pause_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = 64 + turns * (len(GIVEN) + SAMPLED) + LONG
         tree = {
@@ -100,7 +105,7 @@ async def measured(model: str, engine: str, turns: int) -> dict[str, Any]:
         if task.done():
             task.result()
         try:
-            return await _of_service(ready.result(), Run(turns))
+            return await _of_service(ready.result(), Run(turns, pause_s))
         finally:
             stop.set()
             await task
@@ -189,9 +194,10 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "fake"))
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="mean time between a turn and the next one")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = asyncio.run(measured(options.model, options.engine, options.turns))
+    found = asyncio.run(measured(options.model, options.engine, options.turns, options.pause_s))
     if options.json:
         print(json.dumps(found))
         return
