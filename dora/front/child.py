@@ -45,7 +45,8 @@ class FrontProcess:
             options["--key-file"] = self._key_file
         words = [str(word) for option in options.items() for word in option]
         argv = ["-m", "dora.host.bound", str(os.getpid()), "-m", "dora", "front", *words]
-        self._task = asyncio.create_task(self._kept_running(argv, child_environment(stated={"DORA_TOKEN": token})))
+        environment = child_environment(("DORA_TLS*",), {"DORA_TOKEN": token})
+        self._task = asyncio.create_task(self._kept_running(argv, environment))
 
     async def stop(self) -> None:
         """Ends the process, if it was started."""
