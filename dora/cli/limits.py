@@ -40,6 +40,7 @@ from dora.rpc.interceptor import (
     LARGE_S,
     SMALL_BYTES,
     SMALL_S,
+    TURN_BYTES,
     UPLOADS_AT_ONCE,
     WORKER_BYTES,
 )
@@ -83,6 +84,7 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "open watches", f"{WATCHES_MAX}", REFUSED
     yield "a message", _size(SMALL_BYTES), REFUSED
     yield "a commit; ids in one cancel", f"{_size(COMMIT_BYTES)}; {IDS_MAX:,} ids", REFUSED
+    yield "a turn's message, with its given tokens", _size(TURN_BYTES), REFUSED
     yield "a worker's message", _size(WORKER_BYTES), REFUSED
     yield "prompts, or a chunk of an upload, in a message", "`service.max_message_bytes`", REFUSED
     yield "large messages processed at once, per service; uploads", f"{LARGE_AT_ONCE}; {UPLOADS_AT_ONCE}", WAITS

@@ -115,7 +115,9 @@ class Connections:
     it allows on a connection, and its caller would wait for those that are open.
     """
 
-    def __init__(self, address: str, token: str | Path, max_message_bytes: int, tls: Tls | None) -> None:
+    def __init__(
+        self, address: str, token: str | Path, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
+    ) -> None:
         """Arguments and errors as those of a connection."""
         self._make = partial(Connection, address, token, max_message_bytes, tls)
         self._calls: dict[Connection, int] = {self._make(): 0}  # open ones

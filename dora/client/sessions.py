@@ -98,7 +98,7 @@ class Session:
             parts[-1],
             token_ids=np.concatenate([each.token_ids for each in parts]),
             logprobs=np.concatenate([each.logprobs for each in parts]),
-            earlier=parts[0].earlier,
+            earlier=next((each.earlier for each in parts if each.earlier is not None), None),
         )
         before = [*self.response, *map(int, given_token_ids)] if turn.earlier is None else turn.earlier.tolist()
         self.response, self.turn = [*before, *turn.token_ids.tolist()], turn

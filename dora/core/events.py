@@ -82,17 +82,20 @@ class RequestScored:
     valid: bool = False
 
 
+NO_FORK: Final = -1  # TurnAsked.after_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class TurnAsked:
     """An environment continues an idle session with ``tokens`` given tokens.
 
-    A fork: ``after_tokens`` is their place within the response of some branch, or ``is_prompt``: they are the prompt of
-    a branch of their own, which an idle session without a prompt needs first.
+    A fork: ``after_tokens`` is their place within the response of some branch (-1: no fork), or ``is_prompt``: they are
+    the prompt of a branch of their own, which an idle session without a prompt needs first.
     """
 
     request_id: str
     tokens: int
-    after_tokens: int | None = None
+    after_tokens: int = NO_FORK
     is_prompt: bool = False
 
 

@@ -25,10 +25,10 @@ class FrontOptions:
     """
 
     service: str
-    token: str
+    token: str = field(repr=False)
     listen: str
     model: Path | None = None
-    key: str = ""
+    key: str = field(default="", repr=False)
     tool_format: str = ""
     context_tokens: int = 0
     limits: Limits = field(default_factory=Limits)

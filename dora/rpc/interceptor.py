@@ -39,6 +39,7 @@ from dora.tls.certificate import Holder, holder_of
 
 SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
 COMMIT_BYTES: Final = 4 << 20  # of a commit with its file names and canary, and of many prompts' ids
+TURN_BYTES: Final = 4 << 20  # of a turn with its given tokens
 WORKER_BYTES: Final = 16 << 20  # of a worker's message: the tokens of one report
 LARGE_AT_ONCE: Final = 2  # messages of one service that are being read, or are large and not yet answered
 UPLOADS_AT_ONCE: Final = 4  # that are being read; further ones wait, unread
@@ -116,6 +117,8 @@ class AccessInterceptor(ServerInterceptor):
         self._limits = {
             "Submit": Limits(max_message_bytes),
             "Evaluate": Limits(max_message_bytes),
+            "Open": Limits(max_message_bytes),
+            "Turn": Limits(min(TURN_BYTES, max_message_bytes)),
             "CommitStep": Limits(min(COMMIT_BYTES, max_message_bytes)),
             "RepublishVersion": Limits(min(COMMIT_BYTES, max_message_bytes)),
             "Cancel": Limits(min(COMMIT_BYTES, max_message_bytes)),

@@ -228,9 +228,9 @@ class Service:
         fork, after = None, event.after_tokens
         if event.is_prompt:
             fork = (len(entry.given), -event.tokens)
-        elif after is not None:
+        elif after != on.NO_FORK:
             fork = (len(entry.given), after)
-        first = np.array([0 if event.is_prompt else len(entry) if after is None else after])
+        first = np.array([0 if event.is_prompt else len(entry) if fork is None else after])
         token_ids, _ = sampled([(event.request_id, entry.version)], first, np.array([event.tokens]))
         self.journal.note(self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork))
 

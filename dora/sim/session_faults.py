@@ -46,6 +46,6 @@ def _ask_wrongly(world: UnreliableWorld, request_id: str, response: Response) ->
     world.ask(on.TurnAsked(request_id, 0), refused=True)
     if not response.idle or response.turn < 0:
         world.ask(on.TurnAsked(request_id, 5), refused=True)
-    world.ask(on.TurnAsked(request_id, 5, after_tokens=-1), refused=True)
+    world.ask(on.TurnAsked(request_id, 5, after_tokens=-2), refused=True)
     if not response.tokens:
         world.ask(on.SessionEnded(request_id), refused=True)

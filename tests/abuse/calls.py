@@ -50,6 +50,7 @@ RPCS: Final = (
     Rpc("Prompts/Cancel", pb.CancelRequest),
     Rpc("Prompts/Evaluate", pb.EvaluateRequest, waits=True),
     Rpc("Sessions/Attend", pb.AttendRequest, waits=True),
+    Rpc("Sessions/Open", pb.OpenRequest, waits=True),
     Rpc("Sessions/Turn", pb.TurnRequest, waits=True),
     Rpc("Sessions/EndSession", pb.EndSessionRequest),
     Rpc("Sessions/FailSession", pb.FailSessionRequest),

@@ -46,6 +46,10 @@ class Context:
     def peer(self) -> str:
         return "here"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """Without TLS."""
+        return {}
+
     async def send_initial_metadata(self, metadata: Any) -> None:
         pass
 

@@ -46,9 +46,9 @@ def fill(message: Message, chance: random.Random, known: Mapping[str, Sequence[A
             continue
         times = chance.choice((0, 1, 2, 3)) if field.is_repeated else 1
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            entries = getattr(message, field.name)
+            entries, kinds = getattr(message, field.name), field.message_type.fields_by_name
             for _ in range(times):
-                entries[chance.choice(_TEXTS)] = _value(field.message_type.fields_by_name["value"], chance, {})
+                entries[_value(kinds["key"], chance, {})] = _value(kinds["value"], chance, {})
         elif field.message_type is not None:
             if depth < 3:
                 for _ in range(times):
@@ -69,6 +69,8 @@ def _value(field: FieldDescriptor, chance: random.Random, known: Mapping[str, Se
         return chance.choice(_WHOLE[field.cpp_type])
     if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         return chance.choice(_REAL)
+    if field.enum_type is not None:
+        return chance.choice([*field.enum_type.values_by_number, 99])  # proto3 keeps numbers without a name
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return chance.random() < 0.5
     return chance.choice(_BYTES if field.type == FieldDescriptor.TYPE_BYTES else _TEXTS)
@@ -146,9 +148,10 @@ def _inflate(message: Message, chance: random.Random) -> None:
         return
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:
-            entries = getattr(message, field.name)
+            entries, kinds = getattr(message, field.name), field.message_type.fields_by_name
+            is_text = kinds["key"].type == FieldDescriptor.TYPE_STRING
             for number in range(many // 100):
-                entries[f"m{number}"] = field.message_type.fields_by_name["value"].default_value
+                entries[f"m{number}" if is_text else number] = kinds["value"].default_value
         elif field.is_repeated:
             for _ in range(many // 100):
                 getattr(message, field.name).add()

@@ -370,7 +370,7 @@ def test_sessions_that_cannot_be_are_refused_by_field(turns: TurnDriver) -> None
         turns.engine.add(ended)
     good = ended.extended((5, 6), 4)
     for given, value in (
-        (((0, 2),), (0, 2)),
+        (((0, 2), (2, 4)), (2, 4)),
         (((6, 6),), (6, 6)),
         (((6, 9),), (6, 9)),
         (((2, 4), (4, 8)), (4, 8)),

@@ -15,6 +15,7 @@ from dora.rpc.roles import Role
 from dora.tls import Tls
 from dora.tls.authority import AUTHORITY, make_cluster
 from tests.e2e.agents import are_ready, ended, joining
+from tests.refusals import refused
 from tests.service import ask_move, check_promises, configured, during, running, train, until
 from tests.tls_files import another, cluster, tls
 
@@ -131,9 +132,10 @@ async def test_clients_may_need_no_certificate(folder: Path, tiny_dense: Path) -
                 await asked(handle, only_ca, token)
         with pytest.raises(Unauthenticated):
             await asked(handle, tls(folder, "operator"))  # it is not asked for its certificate
-        with pytest.raises(ServiceUnavailable, match="authority of --tls-ca"):
-            stranger = cluster(folder / "stranger")
+        stranger = cluster(folder / "stranger")
+        with pytest.raises(ServiceUnavailable) as raised:
             await asked(handle, Tls(tls(stranger, "operator").ca), handle.token)
+        assert "--tls-ca" in str(raised.value)
 
 
 async def test_only_names_of_the_domain_give_roles(folder: Path, tiny_dense: Path) -> None:
@@ -157,7 +159,7 @@ async def test_a_client_outlives_the_certificate_with_which_it_connected(
     ):
         watching = operator.watch(period_ms=50)
         await anext(watching)
-        with pytest.raises(Unauthenticated, match="certificate"):
+        with refused(Unauthenticated, field="certificate"):
             while True:  # on the same connection, until the certificate has ended
                 await operator.status()
         monkeypatch.setattr(proven, "LOOK_S", 0.0)
@@ -168,6 +170,7 @@ async def test_a_client_outlives_the_certificate_with_which_it_connected(
 
 async def test_a_service_without_tls_says_so_to_a_client_with_it(folder: Path, tiny_dense: Path) -> None:
     async with running(configured(tiny_dense, **IDLE)) as handle:
-        with pytest.raises(ServiceUnavailable, match="speaks no TLS"):
+        with pytest.raises(ServiceUnavailable) as raised:
             await asked(handle, tls(folder, "operator"), handle.token)
+        assert "TLS" in str(raised.value)
         assert (folder / AUTHORITY).is_dir()

@@ -121,8 +121,11 @@ async def test_the_environment_of_the_documentation(tiny_dense: Path) -> None:
             assert (each.loss_mask == 0).sum() == len(TOOL) * len(each.events)
 
 
+GONE = ServiceUnavailable("gone")
+
+
 async def lost(session: Session) -> None:
-    raise ServiceUnavailable("gone")
+    raise GONE
 
 
 async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
@@ -145,6 +148,10 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
             await session.ask([1 << 20])
         with refused(InvalidValue, field="given_token_ids", value="1000 tokens"):
             await session.ask([5] * 1000)
+        with refused(InvalidValue, field="given_token_ids", value="100000 tokens"):
+            await session.ask([5] * 100_000)
+        with refused(LimitExceeded, field="message: bytes"):
+            await session.ask([5] * 12_500_000)  # 50 MB
         with refused(InvalidValue, field="max_tokens"):
             await session.ask(TOOL, max_tokens=5000)
         with refused(InvalidValue, field="reward"):
@@ -167,8 +174,9 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
         with refused(NotFound, field="session_id"):
             await session.ask(TOOL)
         await attended.aclose()  # type: ignore[attr-defined]
-        with pytest.raises(ServiceUnavailable, match="gone"):  # its session waits for the next call
+        with pytest.raises(ServiceUnavailable) as raised:  # its session waits for the next call
             await sessions.drive("tool", lost)
+        assert raised.value is GONE
 
 
 async def test_a_driver_has_as_many_turns_open_as_sessions(tiny_dense: Path) -> None:

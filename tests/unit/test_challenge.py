@@ -31,7 +31,7 @@ class Bench:
     def admit(self, session: Session, number: int, method: str = METHOD) -> challenge.Admitted:
         session.calls = number - 1
         sent = session.credential(METHOD)
-        return self.challenges.admit(sent.metadata, method, Role.OPERATOR)
+        return self.challenges.admit(sent.metadata, method)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,7 +95,7 @@ def test_a_damaged_credential_is_refused(seed: int) -> None:
     place = chance.randrange(len(damaged))
     damaged[place] = chance.choice([each for each in "A9- /=\x00é" if each != damaged[place]])
     with pytest.raises(Unauthenticated):
-        bench.challenges.admit(((name, "".join(damaged)),), METHOD, Role.OPERATOR)
+        bench.challenges.admit(((name, "".join(damaged)),), METHOD)
 
 
 def test_an_ended_token_is_known_but_not_valid() -> None:
@@ -109,5 +109,5 @@ def test_an_ended_token_is_known_but_not_valid() -> None:
         assert proof.service_proof(key, nonce, reply.nonce) in {each.proof for each in reply.proofs}
         session = Session("worker/w0", nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
         sent = session.credential("/dora.v1.Worker/Connect")
-        found = held.admit(sent.metadata, "/dora.v1.Worker/Connect", Role.WORKER)
+        found = held.admit(sent.metadata, "/dora.v1.Worker/Connect")
         assert found.is_ended is is_ended and found.caller.worker_id == "w0" and found.answer == sent.answer

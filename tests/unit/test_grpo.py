@@ -367,7 +367,7 @@ def test_a_token_comes_from_the_environment_or_a_private_file(
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
     file.chmod(0o600)
-    assert parse_arguments(["--token-file", str(file)])[0].token == "of-the-file"
+    assert parse_arguments(["--token-file", str(file)])[0].token == file, "which is read again when it is replaced"
     for mode in (0o640, 0o604, 0o644, 0o660, 0o666):
         file.chmod(mode)
         assert main(["--token-file", str(file)]) == 1

@@ -379,7 +379,7 @@ def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [on.TurnAsked(S, 2, after_tokens=-1), on.TurnAsked(S, 2, after_tokens=1, is_prompt=True)]
+    "event", [on.TurnAsked(S, 2, after_tokens=-2), on.TurnAsked(S, 2, after_tokens=1, is_prompt=True)]
 )
 def test_a_fork_from_nowhere_is_refused(event: on.TurnAsked) -> None:
     bench = SessionBench()

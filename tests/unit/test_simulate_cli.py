@@ -208,7 +208,7 @@ def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None
     consumed = Consumed()
     prompt = WorkloadStream(preset("small").workload, 0, 1).take(1)[0]
     for version, window in ((5, 3), (4, 3), (3, 3), (2, 3), (6, 3), (4, 1)):  # the last was admitted in a window of 1
-        consumed.add(5, 1.0, [Group(prompt, version, window, (), 0)], [])
+        consumed.add(5, 1.0, [Group(prompt, version, window, (), started=0, unscored=0)], [])
     assert consumed.out_of_window == 3
 
 

@@ -45,14 +45,15 @@ def asked(state: State, event: on.TurnAsked) -> None:
     """
     row = check_idle(state, event.request_id)
     requests = state.requests
-    after = int(requests["tokens"][row]) if event.after_tokens is None else event.after_tokens
+    is_fork = event.is_prompt or event.after_tokens != on.NO_FORK
+    after = event.after_tokens if is_fork else int(requests["tokens"][row])
     if event.tokens < 1:
         raise InvalidValue("tokens", event.tokens, "at least 1 given token")
-    if after < 0 or (event.is_prompt and event.after_tokens is not None):
+    if event.after_tokens < on.NO_FORK or (event.is_prompt and event.after_tokens != on.NO_FORK):
         raise InvalidValue("after_tokens", event.after_tokens, "0 or more, and none with a prompt")
     if not (event.is_prompt or requests["prompt_tokens"][row]):
         raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
-    if event.is_prompt or event.after_tokens is not None:
+    if is_fork:
         _fork(state, row)
     if requests["began_s"][row]:
         pause_s = state.now_s - float(requests["idle_s"][row])

@@ -22,6 +22,7 @@ from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
+from dora.rpc.interceptor import SMALL_BYTES
 
 OPENED: Final = "open:"  # begins the environment of a group that a client has opened
 NAME_MAX: Final = 128  # characters, of what gave tokens
@@ -88,9 +89,13 @@ class SessionService(stubs.SessionsServicer):
             self._ask(entry, request)
         elif request.turn:
             turn_request.check_repeated(entry, request)
-        sent, turn = entry.turn_begin(request.turn), request.turn
+        sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
+        is_large = request.ByteSize() > SMALL_BYTES
+        del request
+        if is_large:  # few large messages are in memory at a time, each until its first reply
+            yield pb.TurnTokens()
         earlier = _earlier(entry, turn) if turn and entry.given[turn - 1].is_fork else b""
-        with self._runtime.environments.reading(entry.request_id, whole_turns=request.whole) as changed:
+        with self._runtime.environments.reading(entry.request_id, whole_turns=is_whole) as changed:
             while True:
                 changed.clear()
                 has_ended, reached = turn < len(entry.given) or entry.finish_reason is not None, entry.turn_end(turn)
@@ -101,7 +106,7 @@ class SessionService(stubs.SessionsServicer):
                     return
                 if self._runtime.buffer.get(entry.request_id) is not entry:
                     raise NotFound("session_id", entry.request_id, "an open session", why="was cancelled or replaced")
-                if reached > sent and not request.whole:
+                if reached > sent and not is_whole:
                     piece, sent, earlier = _tokens(entry, turn, sent, earlier), reached, b""
                     yield piece
                 await changed.wait()

@@ -95,6 +95,7 @@ def until_reattached(config: Config, _: Place) -> float:
         config=config,
         _begun=nothing,
         reattachment=Reattachment({"w0"}),
+        environments=SimpleNamespace(restored=lambda: None),
         post=posted.append,
         hosts=SimpleNamespace(stood=lambda: ()),
         storage=SimpleNamespace(faults=()),
