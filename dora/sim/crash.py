@@ -130,6 +130,7 @@ def rewind(
         group.unscored, group.rewards = group.started, set()
         if group.prompt.sessions:
             responses = _sessions_again(ledger, live.group_id, group, kept, position)
+            archive[live.group_id] = group, responses
         for response in responses:
             if counts[position] > response.tokens:
                 raise Violation(

@@ -131,9 +131,13 @@ class UnsteadyWorld(ServedWorld):
     def _archive(self, commands: list[do.Command]) -> None:
         groups, responses = self.ledger.groups, self.ledger.responses
         for command in commands:
-            if isinstance(command, do.AdmitGroup) and command.group_id in groups:
-                group = groups[command.group_id]
-                self.archive[command.group_id] = group, [responses[name] for name in group.request_ids]
+            group_id = ""
+            if isinstance(command, do.AdmitGroup):
+                group_id = command.group_id
+            elif isinstance(command, do.ReplaceRequest) and command.replacement_id in responses:
+                group_id = responses[command.replacement_id].group_id
+            if (group := groups.get(group_id)) is not None:
+                self.archive[group_id] = group, [responses[name] for name in group.request_ids]
             elif isinstance(command, do.DropGroup):
                 self.dropped[command.group_id] = command.reason
 
