@@ -1,22 +1,11 @@
 """The front of `dora serve --http`: a process that ends with the service, and begins again if it dies."""
 
-import asyncio
-import logging
-import os
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from dora.front.listening import INHERITED, listening_socket, url_of
+from dora.host.kept import KeptProcess
 from dora.system.environment import child_environment
 from dora.system.secret_file import read_token
-
-log = logging.getLogger("dora.front")
-
-PAUSE_S: Final = 1.0  # between two starts
-ENDS_WITHIN_S: Final = 10.0
 
 
 class FrontProcess:
@@ -31,7 +20,7 @@ class FrontProcess:
             read_token(key_file, "--http-key-file")
         self._listening = listening_socket(listen, has_key=key_file is not None)
         self._key_file = key_file
-        self._task: asyncio.Task[None] | None = None
+        self._process: KeptProcess | None = None
 
     @property
     def url(self) -> str:
@@ -44,39 +33,16 @@ class FrontProcess:
         if self._key_file is not None:
             options["--key-file"] = self._key_file
         words = [str(word) for option in options.items() for word in option]
-        argv = ["-m", "dora.host.bound", str(os.getpid()), "-m", "dora", "front", *words]
+        argv = ["-m", "dora", "front", *words]
         environment = child_environment(("DORA_TLS*",), {"DORA_TOKEN": token})
-        self._task = asyncio.create_task(self._kept_running(argv, environment))
+        self._process = KeptProcess("the front", argv, environment, (self._listening.fileno(),))
 
     async def stop(self) -> None:
         """Ends the process, if it was started."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        if self._process is not None:
+            await self._process.stop()
         self.close()
 
     def close(self) -> None:
         """Frees the address."""
         self._listening.close()
-
-    async def _kept_running(self, argv: Sequence[str], environment: dict[str, str]) -> None:
-        passed = (self._listening.fileno(),)
-        while True:
-            process = await asyncio.create_subprocess_exec(sys.executable, *argv, env=environment, pass_fds=passed)
-            try:
-                code = await process.wait()
-            except asyncio.CancelledError:
-                await _ended(process)
-                raise
-            log.warning("the front has ended with code %d: it is started again", code)
-            await asyncio.sleep(PAUSE_S)
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    process.terminate()
-    with suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
-    if process.returncode is None:
-        process.kill()
-        await process.wait()

@@ -1,0 +1,55 @@
+"""A Python process that ends with this one, and is started again if it dies."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+log = logging.getLogger("dora.host")
+
+PAUSE_S: Final = 1.0  # between two starts
+ENDS_WITHIN_S: Final = 10.0
+
+
+class KeptProcess:
+    """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()
+    ) -> None:
+        self._name = name
+        self._argv = ("-m", "dora.host.bound", str(os.getpid()), *argv)
+        self._environment = dict(environment)
+        self._passed = tuple(passed)
+        self._task = asyncio.create_task(self._kept_running())
+
+    async def stop(self) -> None:
+        """Ends the process."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _kept_running(self) -> None:
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *self._argv, env=self._environment, pass_fds=self._passed
+            )
+            try:
+                code = await process.wait()
+            except asyncio.CancelledError:
+                await _ended(process)
+                raise
+            log.warning("%s has ended with code %d: it is started again", self._name, code)
+            await asyncio.sleep(PAUSE_S)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
