@@ -25,12 +25,13 @@ ALL_LOOK_S: Final = 1.0  # until the first look at all processes during one call
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
-    """The settings of the same names in ``reward``."""
+    """The settings of the same names in ``section``, ``reward`` by default."""
 
     memory_mb: int = 4096
     open_files: int = 1024
     processes: int = 256
     calls_max: int = 0
+    section: str = "reward"
 
     @property
     def memory_bytes(self) -> int:
@@ -41,7 +42,9 @@ class UserLimits:
 
     @classmethod
     def from_argument(cls, text: str) -> Self:
-        return cls(*map(int, text.split(",")))
+        *numbers, section = text.split(",")
+        memory_mb, open_files, processes, calls_max = map(int, numbers)
+        return cls(memory_mb, open_files, processes, calls_max, section)
 
     def impose(self) -> None:
         """Limits this process and all that it starts. A lower limit of the surroundings stays."""
@@ -60,9 +63,9 @@ class UserLimits:
             if isinstance(cause, MemoryError) or _says(cause, errno.ENOMEM):
                 _, hard = resource.getrlimit(resource.RLIMIT_DATA)
                 resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-                return f"the limit is reward.memory_mb = {self.memory_mb}"
+                return f"the limit is {self.section}.memory_mb = {self.memory_mb}"
             if _says(cause, errno.EMFILE):
-                return f"the limit is reward.open_files = {self.open_files}"
+                return f"the limit is {self.section}.open_files = {self.open_files}"
             cause = cause.__cause__ or cause.__context__
         return ""
 
@@ -108,7 +111,7 @@ class Usage:
         if self._calls % CALLS_A_LOOK == 0 and (reason := self._all()):
             return reason
         if self._calls == self._limits.calls_max:
-            return f"has served reward.calls_max = {self._calls:,} calls"
+            return f"has served {self._limits.section}.calls_max = {self._calls:,} calls"
         return ""
 
     def idle(self) -> str:
@@ -118,14 +121,14 @@ class Usage:
             return self._memory(used_bytes)
         files = _open_files(self._id)
         if files > REPLACED_SHARE * self._limits.open_files:
-            return f"has {files:,} open files of reward.open_files = {self._limits.open_files:,}"
+            return f"has {files:,} open files of {self._limits.section}.open_files = {self._limits.open_files:,}"
         return ""
 
     def _all(self) -> str:
         every = descendants(ended_too=True)
         if len(every) - 1 > self._limits.processes:
             left = f"has left {len(every) - 1} processes behind"
-            return f"{left}, more than reward.processes = {self._limits.processes}"
+            return f"{left}, more than {self._limits.section}.processes = {self._limits.processes}"
         if sum(_statm_bytes(each)[0] for each in every) > self._limits.memory_bytes:
             used_bytes = sum(_sum_bytes(each, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for each in every)
             if used_bytes > self._limits.memory_bytes:
@@ -133,7 +136,7 @@ class Usage:
         return ""
 
     def _memory(self, used_bytes: int) -> str:
-        return f"uses {used_bytes // MIB:,} MiB of reward.memory_mb = {self._limits.memory_mb:,}"
+        return f"uses {used_bytes // MIB:,} MiB of {self._limits.section}.memory_mb = {self._limits.memory_mb:,}"
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
