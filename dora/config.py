@@ -482,6 +482,25 @@ class SessionsConfig(Section):
     )
 
 
+class EnvironmentConfig(Section):
+    """An environment that drives the sessions of all prompts of the source, in a process of its own."""
+
+    spec: str = Field(
+        "",
+        pattern=r"^$|^[A-Za-z_][\w.-]*:[A-Za-z_][\w./-]*$",
+        description="module:Class; empty: none. Prompts that name one themselves keep it",
+    )
+    timeout_s: Timeout = Field(
+        600.0,
+        description="time that the code of one session may take in all, its start-up included; turns do not count",
+    )
+    at_once: int = Field(256, ge=1, le=1 << 16, description="sessions of one process at a time; others wait")
+    starting: int = Field(16, ge=1, le=1 << 16, description="sessions of one process that may start up at a time")
+    memory_mb: int = Field(4096, ge=256, le=1 << 24, description="of one process, which is started again beyond it")
+    open_files: int = Field(4096, ge=64, le=1 << 20, description="of one process")
+    processes: int = Field(256, ge=1, le=1 << 16, description="that the environments of one process may have started")
+
+
 class SelectionConfig(Section):
     """Groups that are started and not trained on: off by default, each recorded with its reason."""
 
@@ -604,6 +623,7 @@ class Config(Section):
     tls: TlsConfig = TlsConfig()
     reward: RewardConfig = RewardConfig()
     sessions: SessionsConfig = SessionsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     selection: SelectionConfig = SelectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 

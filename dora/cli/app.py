@@ -9,6 +9,7 @@ import typer
 from dora.cli import (
     demo,
     doctor,
+    environment,
     evaluate,
     front,
     host,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "serve": (serve.serve, serve.EXAMPLE),
     "host": (guarded(host.host), host.EXAMPLE),
     "front": (guarded(front.front), front.EXAMPLE),
+    "environment": (guarded(environment.environment), environment.EXAMPLE),
     **{name: (guarded(command), example) for name, (command, example) in service.COMMANDS.items()},
     "eval": (guarded(evaluate.evaluate), evaluate.EXAMPLE),
     "token": (guarded(role.token), role.EXAMPLE),

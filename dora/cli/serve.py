@@ -21,6 +21,7 @@ from dora.system.signals import drain_on_signals
 from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
 if TYPE_CHECKING:
+    from dora.environment.child import EnvironmentProcess
     from dora.front.child import FrontProcess
     from dora.orchestrator.main import ServiceHandle
 
@@ -128,6 +129,10 @@ def serve(
     traces: Annotated[
         str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
     ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:CLASS", help="Environment of the source's prompts (environment.spec)."),
+    ] = None,
     http: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
@@ -180,6 +185,7 @@ def serve(
             "model": model,
             "prompts": prompts,
             "reward.function": reward,
+            "environment.spec": environment,
             "record": record,
             "record_weights": record_weights,
             "service.state": state,
@@ -214,6 +220,7 @@ def serve(
 
     if front is not None:
         front.close()
+    _environment(config)
     _run_preflight(config)
     if as_json:
         print_json(shown(config))
@@ -225,6 +232,13 @@ def _front(listen: str, key_file: Path | None) -> "FrontProcess":
     from dora.front.child import FrontProcess
 
     return FrontProcess(listen, key_file)
+
+
+def _environment(config: Config) -> "EnvironmentProcess | None":
+    """The process of the environment, if there is one. Raises InvalidValue for a class that cannot be loaded."""
+    from dora.environment.child import EnvironmentProcess
+
+    return EnvironmentProcess(config.environment, config.reward.environment) if config.environment.spec else None
 
 
 def _run_preflight(config: Config) -> None:
@@ -239,7 +253,9 @@ def _run_preflight(config: Config) -> None:
 
 async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = None) -> int:
     from dora.orchestrator.main import serve as run_service
+    from dora.rpc.roles import Role
 
+    environment = _environment(config)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     limit, handler, lines = LogLimit(), logging.StreamHandler(), formatter_of(config.service.log_format)
@@ -264,6 +280,8 @@ async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = N
             if front is not None:
                 front.start(handle.address, handle.token, handle.model, config.workers.context_tokens)
                 _print_progress(f"agents reach it at {front.url}/v1")
+            if environment is not None:
+                environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
 
         telling = asyncio.create_task(limit.telling())
         until_end.callback(telling.cancel)
@@ -278,6 +296,8 @@ async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = N
                 config, ready=ready, stop=stop, progress=_print_progress, listening=listening, rotated=leave
             )
         finally:
+            if environment is not None:
+                await environment.stop()
             if front is not None:
                 await front.stop()
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dora.config import Config
 from dora.data.types import Prompt
@@ -157,7 +157,7 @@ class PromptFeed:
                     prompt = self._source.at(position)
                     if prompt is None:
                         return _Reading(found, position, is_dry=True)
-                    found.append((position, self.check.checked(prompt)))
+                    found.append((position, self.check.checked(self._driven(prompt))))
                 except InvalidValue as error:
                     found.append((position, error))
                 except (Exception, SystemExit) as error:
@@ -166,6 +166,11 @@ class PromptFeed:
                     )
             position += 1
         return _Reading(found, position)
+
+    def _driven(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt of the source for the service's environment, which gives its tokens, if there is one."""
+        spec = self._config.environment.spec
+        return replace(prompt, environment=spec, token_ids=()) if spec and not prompt.environment else prompt
 
     def _fail(self, reason: str) -> None:
         """Ends reading from the source. Prompts that it gave, and submitted ones, continue."""

@@ -5,6 +5,7 @@ from typing import Final
 from tests.unit.effects import (
     of_core,
     of_engines,
+    of_environments,
     of_evaluation,
     of_limits,
     of_planes,
@@ -17,6 +18,7 @@ from tests.unit.effects.rows import Row
 ROWS: Final[dict[str, Row]] = {
     **of_core.ROWS,
     **of_engines.ROWS,
+    **of_environments.ROWS,
     **of_evaluation.ROWS,
     **of_limits.ROWS,
     **of_planes.ROWS,

@@ -8,6 +8,7 @@ import dora
 from dora.cli import demo, tls
 from dora.cli.guarded import OPTIONS as TLS_OPTIONS
 from dora.cli.service import COMMANDS as SERVICE_COMMANDS
+from tests.unit.effects import of_environments
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Sets, Shown
 from tests.unit.effects.of_operators import is_json
 
@@ -38,6 +39,7 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "model"): Sets("model", ["--model", "tiny-moe"], "tiny-moe"),
     ("serve", "prompts"): Sets("prompts.source", ["--prompts", "counting"], "counting"),
     ("serve", "reward"): Sets("reward.function", ["--reward", "a:b"], "a:b"),
+    ("serve", "environment"): Sets("environment.spec", ["--environment", "a:b"], "a:b"),
     ("serve", "record"): Sets("record", ["--record", "kept"], "kept"),
     ("serve", "record_weights"): Sets("record_weights", ["--record-weights", "none"], "none"),
     ("serve", "state"): Sets("service.state", ["--state", "kept"], "kept"),
@@ -130,7 +132,7 @@ def version(done: Done) -> bool:
 GUARD: Final = "tests/unit/cli/test_tls.py::"
 TAKEN: Final = Shown(GUARD + "test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line")
 MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
-GUARDED: Final = ("host", "front", *SERVICE_COMMANDS, "eval", "token")
+GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **SERVE,
@@ -138,6 +140,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **{(command, option): TAKEN for command in GUARDED for option in TLS_OPTIONS},
     **{("tls make", option): MADE for option in inspect.signature(tls.make).parameters},
     **FRONTS,
+    **of_environments.OPTIONS,
     **{("demo", name): DEMO for name in inspect.signature(demo.demo).parameters},
     ("prepare", "model"): Ran(["prepare", "--cache", "{folder}/own"], ["tiny"], lambda d: "tiny" in d.out, home),
     ("prepare", "cache"): Ran(

@@ -1,0 +1,33 @@
+"""The environment of ``dora serve --environment``: a process that ends with it, and is started again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dora.config import EnvironmentConfig
+from dora.environment.loading import check_loads
+from dora.host.kept import KeptProcess
+from dora.system.environment import child_environment
+
+
+class EnvironmentProcess:
+    """Runs an environment from ``start`` to ``stop``."""
+
+    def __init__(self, settings: EnvironmentConfig, passed: Sequence[str] = ()) -> None:
+        """``passed``: variables of the surroundings for it. Raises InvalidValue if the class does not load."""
+        self._settings = settings
+        self._environment = child_environment(("DORA_TLS*", *passed))
+        check_loads(settings.spec, self._environment)
+        self._process: KeptProcess | None = None
+
+    def start(self, service: str, token: str, model: Path) -> None:
+        """``token``: of the environment's role."""
+        words = [f"environment.{name}={value}" for name, value in self._settings if name != "spec"]
+        sets = [word for each in words for word in ("--set", each)]
+        argv = ["-m", "dora", "environment", self._settings.spec, "--service", service, "--model", str(model), *sets]
+        environment = {**self._environment, "DORA_TOKEN": token}
+        self._process = KeptProcess("the environment", argv, environment)
+
+    async def stop(self) -> None:
+        """Ends the process, if it was started."""
+        if self._process is not None:
+            await self._process.stop()

@@ -1,0 +1,213 @@
+"""One session and its environment, from ``reset`` to the end.
+
+History is kept as tokens: the chat's new messages are rendered, and what the policy sampled is never tokenised again.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from dora.chat.message import checked_tools
+from dora.chat.reply import Reply as ParsedReply
+from dora.chat.reply import ReplyParser
+from dora.chat.text import TextStream
+from dora.chat.tree import SessionTree
+from dora.client.connection import Patience
+from dora.client.sessions import Turn
+from dora.data.trajectory import Int32Array
+from dora.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
+from dora.errors import DoraError
+from dora.front.model import ServedModel
+from dora.front.source import Sampled
+from dora.front.turns import Texts
+from dora.rpc.errors import ServiceUnavailable
+
+Result = TypeVar("Result")
+CLOSE_S = 10.0
+RECONNECT_S = 300.0  # how long a session waits for a service that has gone
+
+
+class Failed(DoraError):
+    """A session's environment cannot go on: the reason, in one line."""
+
+
+class Driven(Protocol):
+    """What an episode needs of :class:`dora.client.sessions.Session`."""
+
+    session_id: str
+    prompt_id: str
+    task_id: str
+    prompt_token_ids: Int32Array
+    prompt_text: str
+    verifier_json: str
+    turn: Turn
+
+    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
+    async def ask(self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
+    async def end(
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
+    ) -> None: ...
+
+
+class TimeLeft:
+    """The time that the code of one session's environment may take in all. The policy's turns do not count."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._left_s = limit_s
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._left_s -= asyncio.get_running_loop().time() - began_s
+
+    async def run(self, call: Awaitable[Result]) -> Result:
+        """Awaits a call of the environment. Raises Failed when the time is over."""
+        deadline = asyncio.timeout(max(self._left_s, 0.0))
+        try:
+            with self._counted():
+                async with deadline:
+                    return await call
+        except TimeoutError:
+            if deadline.expired():
+                said = f"the environment took longer than environment.timeout_s = {self._limit_s:g}"
+                raise Failed(said) from None
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """How sessions are run. ``starting``: those that may start up at once."""
+
+    make: Callable[[], Environment]
+    model: ServedModel
+    timeout_s: float
+    starting: asyncio.Semaphore
+
+    async def run(self, session: Driven) -> None:
+        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
+        if session.turn.number or len(session.prompt_token_ids):
+            raise Failed(_begun(session))
+        left = TimeLeft(self.timeout_s)
+        environments: list[Environment] = []
+
+        async def start() -> list[dict[str, Any]]:
+            environments.append(self.make())
+            return new_messages(await environments[0].reset(task_of(session)), "reset()")
+
+        try:
+            async with self.starting:
+                chat = await left.run(start())
+            await self._converse(session, environments[0], chat, left)
+        finally:
+            for environment in environments:
+                await _closed(environment)
+
+    async def _converse(
+        self, session: Driven, environment: Environment, chat: list[dict[str, Any]], left: TimeLeft
+    ) -> None:
+        tree, steps, numbers = SessionTree(self.model.renderer), Steps(), list[int]()
+        tools = checked_tools(getattr(environment, "tools", None), "tools")
+        name = "reset"
+        while True:
+            ask = tree.ask(chat, tools)
+            given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
+            call = session.begin if ask.begins else session.ask
+            turn = await _kept(partial(call, given, name=name))
+            parsed = self._parsed(turn, has_tools=bool(tools), is_thinking=ask.is_thinking)
+            message = parsed.message()
+            tree.answered(ask, turn.token_ids.tolist(), message)
+            numbers.append(turn.number)
+            reply = _reply(len(numbers) - 1, turn, parsed)
+            found = steps.read(await left.run(environment.step(reply)), reply.turn)
+            if isinstance(found, End):
+                await _kept(partial(_end, session, found, numbers))
+                return
+            chat = [*chat, message, *found]
+            name = "tool" if found[-1]["role"] == "tool" else "step"
+
+    def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
+        parser = ReplyParser(
+            self.model.tools if has_tools else None, is_thinking=is_thinking, new_id=_CallIds(turn.number)
+        )
+        stream = TextStream(self.model.tokenizer, self.model.shows_special_tokens and has_tools)
+        stops = (turn.stop,) if turn.stop else ()
+        _, reply = Texts(stream, parser, self.model.ends, stops).push(
+            Sampled(tuple(turn.token_ids.tolist()), (), turn.finish_reason, turn.stop)
+        )
+        assert reply is not None, "a turn that has ended"
+        return reply
+
+
+class _CallIds:
+    """Names the calls of one turn, the same in each run. Mistral's templates ask for nine letters or digits."""
+
+    def __init__(self, turn: int) -> None:
+        self._turn = turn
+        self._count = 0
+
+    def __call__(self) -> str:
+        self._count += 1
+        return f"c{self._turn:04d}{self._count:04d}"
+
+
+def task_of(session: Driven) -> Task:
+    verifier = json.loads(session.verifier_json or "{}")
+    return Task(session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id)
+
+
+def _begun(session: Driven) -> str:
+    """The reason why a session that has sampled tokens cannot begin."""
+    if session.turn.number == 0:
+        return f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt"
+    return f"the process of its environment ended after turn {session.turn.number}"
+
+
+def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
+    assert turn.finish_reason is not None
+    return Reply(
+        number,
+        parsed.content,
+        tuple(turn.token_ids.tolist()),
+        turn.finish_reason,
+        parsed.tool_calls,
+        parsed.reasoning,
+    )
+
+
+async def _end(session: Driven, end: End, numbers: Sequence[int]) -> None:
+    rewards = {numbers[turn]: float(reward) for turn, reward in end.turn_rewards.items()}
+    reward = None if end.reward is None else float(end.reward)
+    components = {name: float(value) for name, value in end.components.items()}
+    await session.end(reward, components=components, turn_rewards=rewards, log=end.log)
+
+
+async def _kept(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Repeats a call until the service answers: a repeated turn is sampled once. Raises ServiceUnavailable."""
+    patience = Patience(RECONNECT_S)
+    while True:
+        try:
+            return await call()
+        except ServiceUnavailable as error:
+            await patience.wait(error)
+
+
+async def _closed(environment: Any) -> None:
+    """Closes an environment, if it can be closed. Its session is over: an error changes nothing."""
+    close = getattr(environment, "close", None)
+    if close is not None:
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_S):
+                await close()

@@ -1,0 +1,94 @@
+"""A service that drives an environment of its prompts, with fake engines, while the environment's process is killed."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import dora
+from dora.config import Config
+from dora.environment.child import EnvironmentProcess
+from dora.orchestrator.main import ServiceHandle
+from dora.rpc.roles import Role
+from dora.system.process_tree import descendants
+from tests.service import check_promises, configured, running, train
+from tests.snippets import snippet
+
+STEPS, GROUPS, GROUP_SIZE = 2, 3, 4
+SPEC = "tests.unit.environment_classes:Echo"
+
+
+def config_of(model: Path, **fields: Any) -> Config:
+    """Prompts of a source, all for the environment."""
+    fake = {"workers__engine": "fake", "window__size": 2, "rollout__max_tokens": 8, "environment__spec": SPEC}
+    return configured(model, **{**fake, **fields})
+
+
+@asynccontextmanager
+async def driven(config: Config, processes: int = 1) -> AsyncIterator[ServiceHandle]:
+    """A service with processes as that of ``dora serve --environment``, which go on until it has drained."""
+    environments = [EnvironmentProcess(config.environment) for _ in range(processes)]
+    try:
+        async with running(config) as handle:
+            for each in environments:
+                each.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
+            yield handle
+    finally:
+        for each in environments:
+            await each.stop()
+
+
+def check_steps(steps: list[Any], turns: int = 3) -> list[Any]:
+    """Every trajectory is a whole session of the environment. Returns them."""
+    check_promises(steps, window=2, groups=GROUPS)
+    found = [each for step in steps for group in step for each in group.trajectories]
+    for each in found:
+        assert each.reward_valid and each.reward == float(turns) and len(each.events) == turns, each.failure
+        assert {event.name for event in each.events} == {"reset", "step"}
+        assert dict(each.reward_components) == {"turns": float(turns)}
+        assert (each.logprobs[each.loss_mask.astype(bool)] < 0).all()
+    return found
+
+
+def kill() -> set[int]:
+    """Kills the environment's process. Returns its id."""
+    found = {each for each in descendants() if "environment" in psutil.Process(each).cmdline()}
+    for each in found:
+        os.kill(each, signal.SIGKILL)
+    return found
+
+
+async def test_a_service_trains_while_its_environment_is_killed(tiny_dense: Path) -> None:
+    """The sessions of a process that died are replaced, and each step has all of its groups."""
+    config, killed, steps = config_of(tiny_dense), set[int](), list[Any]()
+    async with driven(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        async for step in trainer.steps(groups=GROUPS):
+            groups = []
+            async for group in step:
+                killed.update(set() if killed else kill())  # others of the window are under way
+                groups.append(group)
+            steps.append(groups)
+            await step.commit(weights=handle.model, wait=True)
+            if len(steps) == STEPS:
+                break
+    assert len(killed) == 1
+    found = check_steps(steps)
+    assert len(found) == STEPS * GROUPS * GROUP_SIZE and len({each.trajectory_id for each in found}) == len(found)
+
+
+async def test_the_environment_of_the_documentation(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes share the sessions."""
+    (tmp_path / "guessing.py").write_text(snippet("docs/environments.md", "class Guess"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    config = config_of(tiny_dense, environment__spec="guessing:Guess")
+    async with driven(config, 2) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        (step, *_) = await train(handle, trainer, steps=1, groups=GROUPS)
+    for each in (each for group in step for each in group.trajectories):
+        assert each.reward_valid and "find" in each.verifier_log and "valid_guesses" in each.reward_components

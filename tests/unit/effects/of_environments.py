@@ -1,0 +1,36 @@
+"""Settings and options of environments."""
+
+from typing import Final
+
+from tests.unit.effects.commands import OptionRow, Ran
+from tests.unit.effects.rows import Row, Shown
+
+UNIT: Final = "tests/unit/test_driven_environments.py::"
+E2E: Final = "tests/e2e/test_environment_fake.py::"
+BOUNDED: Final = Shown(UNIT + "test_a_bounded_number_runs_and_starts_up_at_once")
+LIMITED: Final = Shown(UNIT + "test_a_process_ends_itself_at_its_limits")
+
+ROWS: Final[dict[str, Row]] = {
+    "environment.spec": Shown(E2E + "test_a_service_trains_while_its_environment_is_killed"),
+    "environment.timeout_s": Shown(UNIT + "test_what_fails_gives_its_session_up_with_the_reason_in_one_line"),
+    "environment.at_once": BOUNDED,
+    "environment.starting": BOUNDED,
+    "environment.memory_mb": LIMITED,
+    "environment.open_files": LIMITED,
+    "environment.processes": LIMITED,
+}
+
+TOKEN: Final = ("--token-file", "{token}")
+DRIVES: Final = ("environment", "tests.unit.environment_classes:Echo", "--service", "{address}")
+
+OPTIONS: Final[dict[tuple[str, str], OptionRow]] = {
+    ("environment", "spec"): Shown(UNIT + "test_a_class_that_cannot_drive_sessions_is_refused_by_name"),
+    ("environment", "service"): Ran([*DRIVES[:2], *TOKEN], DRIVES[2:], lambda done: "--model" in done.said),
+    ("environment", "model"): Ran(
+        [*DRIVES, *TOKEN], ["--model", "{folder}"], lambda done: "for its tokenizer" not in done.said
+    ),
+    ("environment", "settings"): Ran(
+        [*DRIVES, *TOKEN], ["--set", "environment.at_once=0"], lambda done: "at_once" in done.said
+    ),
+    ("environment", "token"): Ran(DRIVES, TOKEN, lambda done: "--model" in done.said),
+}

@@ -1,0 +1,79 @@
+"""Environments of the tests."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dora.environment import End, Messages, Reply, Task
+
+CHARACTERS = "characters"
+
+
+class Echo:
+    """Three turns; the reward is their number. Turns are rewarded with their numbers, too."""
+
+    async def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": task.text or "abc"}]
+
+    async def step(self, reply: Reply) -> Messages | End:
+        if reply.turn == 2:
+            return End(3.0, {"turns": 3.0}, {0: 0.5, 2: 1.5}, log=f"{len(reply.token_ids)} tokens")
+        return [{"role": "user", "content": f"more {reply.turn}"}]
+
+
+class Five:
+    """Gymnasium's five-tuple: a turn is worth 1, and the third ends it."""
+
+    async def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, reply: Reply) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        return f"turn {reply.turn}", 1.0, reply.turn == 2, False, {}
+
+
+class Calls:
+    """One tool, and the result of each call of it."""
+
+    tools: Sequence[Mapping[str, Any]] = [
+        {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+    ]
+
+    async def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": "add"}]
+
+    async def step(self, reply: Reply) -> Messages | End:
+        if not reply.tool_calls:
+            return End(1.0 if reply.turn else 0.0, log=reply.text)
+        return [
+            {"role": "tool", "tool_call_id": call.id, "content": str(sum(call.value()["numbers"]))}
+            for call in reply.tool_calls
+        ]
+
+
+class Stuck(Echo):
+    """Its second step never ends. ``closed`` counts the instances that were closed."""
+
+    closed = 0
+
+    async def step(self, reply: Reply) -> Messages | End:
+        if reply.turn:
+            await asyncio.Event().wait()
+        return await super().step(reply)
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+class Broken(Echo):
+    async def step(self, reply: Reply) -> Messages | End:
+        raise RuntimeError("no\nsuch thing")
+
+
+class Wrong(Echo):
+    async def step(self, reply: Reply) -> Any:
+        return {"role": "user"}
+
+
+class NotAsync:
+    def reset(self, task: Task) -> Messages:
+        return []

@@ -1,0 +1,239 @@
+"""Environments that DORA drives: the protocol, its errors and its limits, over a session in memory."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora.chat.rendering import ChatRenderer
+from dora.chat.tool_calls import format_of
+from dora.client.sessions import Turn
+from dora.config import EnvironmentConfig
+from dora.environment.attending import Attending, Failing
+from dora.environment.child import EnvironmentProcess
+from dora.environment.episode import Episodes
+from dora.environment.guard import Guard
+from dora.environment.loading import load_environment
+from dora.environment.protocol import End, Steps
+from dora.errors import InvalidValue
+from dora.front.model import ServedModel
+from dora.rewards.limits import UserLimits
+from dora.rpc.errors import ServiceUnavailable
+from tests.refusals import refused
+from tests.unit import environment_classes
+from tests.unit.chat_templates import STYLES
+from tests.unit.chats import Chat
+from tests.unit.environment_classes import Broken, Calls, Echo, Five, Stuck, Wrong
+
+CHAT = Chat(STYLES["qwen2.5"])
+HERE = environment_classes.__name__
+CALL = '<tool_call>\n{"name": "add", "arguments": {"numbers": [1, 2]}}\n</tool_call>'
+
+
+def turn_of(number: int, token_ids: Sequence[int], reason: Any = "stop") -> Turn:
+    return Turn(number, np.asarray(token_ids, np.int32), np.zeros(len(token_ids), np.float32), reason)
+
+
+@dataclass(eq=False)
+class FakeSession:
+    """Answers with ``texts`` in turn. ``lost``: calls that find no service."""
+
+    texts: Sequence[str] = ("one", "two", "three")
+    lost: int = 0
+    session_id: str = "g0.0"
+    prompt_id: str = "p"
+    task_id: str = "t"
+    prompt_text: str = "abc"
+    verifier_json: str = '{"answer": 3}'
+    prompt_token_ids: Any = field(default_factory=lambda: np.zeros(0, np.int32))
+    turn: Turn = field(default_factory=lambda: turn_of(0, (), None))
+    token_ids: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    contexts: int = 0
+    ended: tuple[Any, ...] | None = None
+    failed: str = ""
+
+    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+        self.contexts += 1
+        self.token_ids = []
+        return await self.ask(prompt_token_ids, name=name)
+
+    async def ask(self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+        if self.lost:
+            self.lost -= 1
+            raise ServiceUnavailable("gone")
+        self.names.append(name)
+        text = self.texts[self.turn.number]
+        sampled = [*CHAT.encode(text, special_tokens=False), CHAT.ends()[0]]
+        self.token_ids += [*given_token_ids, *sampled]
+        self.turn = turn_of(self.turn.number + 1, sampled)
+        return self.turn
+
+    async def end(
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
+    ) -> None:
+        self.ended = (reward, dict(components or {}), dict(turn_rewards or {}), log)
+
+    async def fail(self, reason: str) -> str:
+        self.failed = reason
+        return ""
+
+
+def episodes(make: Any, timeout_s: float = 30.0) -> Episodes:
+    ends = frozenset(CHAT.ends())
+    model: Any = ServedModel(CHAT, ends, format_of(CHAT.style.template), ChatRenderer(CHAT, ends))  # type: ignore[arg-type]
+    return Episodes(make, model, timeout_s, asyncio.Semaphore(2))
+
+
+async def attended(make: Any, *sessions: FakeSession, timeout_s: float = 30.0, at_once: int = 2) -> None:
+    """Runs the sessions, each of which is offered twice."""
+
+    async def attend() -> AsyncGenerator[Failing]:
+        for session in sessions:
+            yield session
+            yield session
+
+    await Attending(episodes(make, timeout_s).run, at_once).run(attend)
+
+
+async def test_a_session_is_a_chat_whose_tokens_are_kept() -> None:
+    session = FakeSession()
+    await attended(Echo, session)
+    tokens = len(CHAT.encode("three", special_tokens=False)) + 1
+    assert session.ended == (3.0, {"turns": 3.0}, {1: 0.5, 3: 1.5}, f"{tokens} tokens")
+    chat = [{"role": "user", "content": "abc"}]
+    for number, text in enumerate(("one", "two")):
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": f"more {number}"}]
+    whole = CHAT.render(chat) + "three"
+    assert CHAT.decode(session.token_ids, special_tokens=True).startswith(whole)
+    assert session.names == ["reset", "step", "step"] and session.contexts == 1
+
+
+async def test_the_five_tuple_of_gymnasium_adds_up() -> None:
+    session = FakeSession()
+    await attended(Five, session)
+    assert session.ended == (3.0, {}, {1: 1.0, 2: 1.0, 3: 1.0}, "turn 2")
+
+
+async def test_tool_calls_are_parsed_and_answered() -> None:
+    session = FakeSession((CALL, "It is 3."))
+    await attended(Calls, session)
+    assert session.ended == (1.0, {}, {}, "It is 3.") and session.names == ["reset", "tool"]
+    assert CALL in CHAT.decode(session.token_ids) and "3" in CHAT.decode(session.token_ids)
+
+
+async def test_a_service_that_is_away_costs_a_session_nothing() -> None:
+    session = FakeSession(lost=2)
+    await attended(Echo, session)
+    assert session.ended is not None and not session.failed
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Broken, "RuntimeError: no such thing"),
+        (Wrong, r"step\(\) = .* a list of at least one message"),
+        (Stuck, "took longer than environment.timeout_s = 0.05"),
+    ],
+)
+async def test_what_fails_gives_its_session_up_with_the_reason_in_one_line(make: Any, reason: str) -> None:
+    session, closed = FakeSession(), Stuck.closed
+    await attended(make, session, timeout_s=0.05 if make is Stuck else 30.0)
+    assert session.ended is None and re.search(reason, session.failed) and "\n" not in session.failed
+    assert Stuck.closed - closed == (make is Stuck)
+
+
+async def test_a_session_that_another_process_began_is_given_up() -> None:
+    session = FakeSession(turn=turn_of(2, [1]))
+    await attended(Echo, session)
+    assert session.failed.endswith("the process of its environment ended after turn 2")
+    session = FakeSession(prompt_token_ids=np.ones(3, np.int32))
+    await attended(Echo, session)
+    assert "prompt p has tokens" in session.failed
+
+
+async def test_a_bounded_number_runs_and_starts_up_at_once() -> None:
+    starting, running, together = [0, 0], [0, 0], asyncio.Barrier(5)  # counts: now, most
+
+    def change(count: list[int], by: int) -> None:
+        count[0] += by
+        count[1] = max(count)
+
+    class Counted(Echo):
+        async def reset(self, task: Any) -> Any:
+            change(starting, 1)
+            change(running, 1)
+            await asyncio.sleep(0)
+            change(starting, -1)
+            return await super().reset(task)
+
+        async def step(self, reply: Any) -> Any:
+            await together.wait()
+            return await super().step(reply)
+
+        async def close(self) -> None:
+            change(running, -1)
+
+    sessions = [FakeSession(session_id=f"g0.{number}") for number in range(10)]
+    await attended(Counted, *sessions, at_once=5)
+    assert (starting[1], running[1]) == (2, 5) and all(each.ended for each in sessions)
+
+
+@pytest.mark.parametrize(
+    ("spec", "allowed"),
+    [
+        ("none", "module:Class"),
+        ("no.such:Thing", "can be imported"),
+        (f"{HERE}:Nothing", "has no Nothing"),
+        (f"{HERE}:NotAsync", "async def reset"),
+        ("gymnasium:CartPole-v1", "five-tuple"),
+        ("reasoning-gym:chain_sum", "--prompts"),
+    ],
+)
+def test_a_class_that_cannot_drive_sessions_is_refused_by_name(spec: str, allowed: str) -> None:
+    with refused(InvalidValue, field="--environment", value=spec) as found:
+        load_environment(spec)
+    assert re.search(allowed, str(found.value))
+
+
+def test_a_service_refuses_the_class_before_it_starts() -> None:
+    with refused(InvalidValue, field="--environment") as found:
+        EnvironmentProcess(EnvironmentConfig(spec=f"{HERE}:NotAsync"))
+    assert "async def reset" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "field"),
+    [
+        (("x", 1.0), "values of the tuple"),
+        (("x", "much", False, False, {}), "reward"),
+        ((3, 1.0, False, False, {}), "observation"),
+        ([], "step()"),
+        ([{"role": "assistant", "content": "x"}], "role"),
+        (End("much"), "End.reward"),  # type: ignore[arg-type]
+        (End(1.0, turn_rewards={2: 1.0}), "turn"),
+        (End(1.0, {"a": None}), "components"),  # type: ignore[dict-item]
+    ],
+)
+def test_results_that_are_no_step_are_refused(result: Any, field: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(field)):
+        Steps().read(result, 1)
+
+
+def test_a_process_ends_itself_at_its_limits() -> None:
+    limits = UserLimits(section="environment")
+    assert Guard(limits, 60.0).reason() == ""
+    assert "environment.timeout_s" in Guard(limits, -1.0).reason()
+    assert "environment.memory_mb = 1" in Guard(UserLimits(1, section="environment"), 60.0).reason()
+    assert "environment.open_files = 1" in Guard(UserLimits(open_files=1, section="environment"), 60.0).reason()
+    assert "environment.processes = -1" in Guard(UserLimits(processes=-1, section="environment"), 60.0).reason()
+    assert UserLimits.from_argument(limits.as_argument()) == limits
