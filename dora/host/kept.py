@@ -35,7 +35,11 @@ class KeptProcess:
     async def _kept_running(self) -> None:
         while True:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *self._argv, env=self._environment, pass_fds=self._passed
+                sys.executable,
+                *self._argv,
+                env=self._environment,
+                pass_fds=self._passed,
+                start_new_session=True,  # Ctrl-C is for this process, which drains first
             )
             try:
                 code = await process.wait()
