@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ class EnvironmentOptions:
     """``settings.spec`` names the class. ``model`` None: the service's folder."""
 
     service: str
-    token: str
+    token: str = field(repr=False)
     settings: EnvironmentConfig
     model: Path | None = None
 

@@ -225,8 +225,9 @@ def test_a_service_refuses_the_class_before_it_starts() -> None:
     ],
 )
 def test_results_that_are_no_step_are_refused(result: Any, field: str) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(field)):
+    with pytest.raises(InvalidValue) as found:
         Steps().read(result, 1)
+    assert field in found.value.field
 
 
 def test_a_process_ends_itself_at_its_limits() -> None:
