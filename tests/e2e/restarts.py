@@ -4,9 +4,15 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import dora
+from dora.client.sessions import Session
+from dora.data.trajectory import TrajectoryGroup
+from dora.rpc.errors import ServiceUnavailable
 
 SETTINGS = {
     "workers.engine": "fake",
@@ -116,3 +122,32 @@ class Killed:
             self._process.terminate()
         code = await self._process.wait()
         return code
+
+
+async def drive_through_restarts(
+    service: Killed, environment: str, driver: Callable[[Session], Awaitable[None]]
+) -> None:
+    """Drives the sessions of an environment until it is cancelled."""
+    while True:
+        async with dora.Sessions(service.address, service.token) as sessions:
+            with suppress(ServiceUnavailable):
+                await sessions.drive(environment, driver)
+
+
+async def train_through_restarts(
+    service: Killed, weights: Path, *, groups: int, steps: int
+) -> list[list[TrajectoryGroup]]:
+    """Trains; the service is killed in each step, one group later than in the step before."""
+    done: list[list[TrajectoryGroup]] = []
+    async with dora.Trainer(service.address, token=service.token) as trainer:
+        async for step in trainer.steps(groups=groups):
+            found = []
+            async for group in step:
+                found.append(group)
+                if len(found) == 1 + len(done):
+                    await service.restart()
+            done.append(found)
+            await step.commit(weights=weights, wait=True)
+            if len(done) == steps:
+                return done
+    raise AssertionError("the steps ended early")

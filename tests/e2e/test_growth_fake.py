@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import dora
 from dora.client import Operator
 from dora.client.sessions import Session
 from dora.data.trajectory import TrajectoryGroup
-from dora.rpc.errors import ServiceUnavailable
-from tests.e2e.restarts import Killed, settings_of
+from tests.e2e.restarts import Killed, drive_through_restarts, settings_of, train_through_restarts
 from tests.service import check_promises, configured, during, running, train
 
 GROUPS = 4
@@ -89,37 +87,13 @@ async def parity_of_tokens(session: Session) -> None:
 async def test_a_killed_orchestrator_starts_and_skips_the_same_members(tiny_dense: Path, tmp_path: Path) -> None:
     """Half of the prompts are single answers, half sessions. It dies while groups are undecided, grown and settled."""
     service = Killed(tmp_path, settings_of(tiny_dense, tmp_path, **GROWING, rollout__ignore_eos=False))
-    ended = asyncio.Event()
-
-    async def driving() -> None:
-        while not ended.is_set():
-            async with dora.Sessions(service.address, service.token) as sessions:
-                with suppress(ServiceUnavailable):
-                    await sessions.drive("tool", parity_of_tokens)
-
-    async def training() -> list[list[TrajectoryGroup]]:
-        steps: list[list[TrajectoryGroup]] = []
-        async with dora.Trainer(service.address, token=service.token) as trainer:
-            async for step in trainer.steps(groups=GROUPS):
-                groups = []
-                async for group in step:
-                    groups.append(group)
-                    if len(groups) == 1 + len(steps):
-                        await service.restart()
-                steps.append(groups)
-                await step.commit(weights=tiny_dense, wait=True)
-                if len(steps) == 2:
-                    return steps
-        raise AssertionError("the steps ended early")
-
     await service.start()
     try:
         async with dora.Prompts(service.address, service.token) as prompts:
             mixed = [*prompts_of(2 * GROUPS), *prompts_of(4 * GROUPS, "tool")[2 * GROUPS :]]
             await prompts.submit(mixed[::2] + mixed[1::2])
-        driver = asyncio.create_task(driving())
-        steps = await during(driver, training())
-        ended.set()
+        driver = asyncio.create_task(drive_through_restarts(service, "tool", parity_of_tokens))
+        steps = await during(driver, train_through_restarts(service, tiny_dense, groups=GROUPS, steps=2))
         driver.cancel()
     finally:
         await service.stop()

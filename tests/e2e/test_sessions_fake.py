@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
 from dora.verify.invariants import violations
-from tests.e2e.restarts import Killed, settings_of
+from tests.e2e.restarts import Killed, drive_through_restarts, settings_of, train_through_restarts
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train
 from tests.snippets import snippet
@@ -240,32 +239,13 @@ async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: P
         rollout__max_tokens=12,
         rollout__ignore_eos=False,
     )
-    service, ended = Killed(tmp_path, settings), asyncio.Event()
-
-    async def driving() -> None:
-        while not ended.is_set():
-            async with dora.Sessions(service.address, service.token) as sessions:
-                with suppress(ServiceUnavailable):
-                    await sessions.drive("tool", several_turns)
-
+    service = Killed(tmp_path, settings)
     await service.start()
     try:
         async with dora.Prompts(service.address, service.token) as prompts:
             await prompts.submit(prompts_of(5 * GROUPS))
-        driver = asyncio.create_task(driving())
-        steps: list[list[TrajectoryGroup]] = []
-        async with dora.Trainer(service.address, token=service.token) as trainer:
-            async for step in trainer.steps(groups=GROUPS):
-                groups = []
-                async for group in step:
-                    groups.append(group)
-                    if len(groups) == 1 + len(steps):
-                        await service.restart()
-                steps.append(groups)
-                await step.commit(weights=tiny_dense, wait=True)
-                if len(steps) == 3:
-                    break
-        ended.set()
+        driver = asyncio.create_task(drive_through_restarts(service, "tool", several_turns))
+        steps = await during(driver, train_through_restarts(service, tiny_dense, groups=GROUPS, steps=3))
         driver.cancel()
     finally:
         await service.stop()
