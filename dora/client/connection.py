@@ -45,6 +45,7 @@ class Connection:
         for TLS files that cannot be used.
         """
         self.address = address
+        self.another = partial(Connection, address, token, max_message_bytes, tls)  # makes one to the same service
         self._prover = Prover(address, token, tls=tls)
         self.max_message_bytes = max_message_bytes
         self._channel: ProvenChannel | None = None
@@ -115,19 +116,15 @@ class Connections:
     it allows on a connection, and its caller would wait for those that are open.
     """
 
-    def __init__(
-        self, address: str, token: str | Path, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
-    ) -> None:
-        """Arguments and errors as those of a connection."""
-        self._make = partial(Connection, address, token, max_message_bytes, tls)
-        self._calls: dict[Connection, int] = {self._make(): 0}  # open ones
+    def __init__(self, first: Connection) -> None:
+        self._calls: dict[Connection, int] = {first: 0}  # open ones
 
     @contextmanager
     def for_a_call(self) -> Iterator[Connection]:
         """The connection with the fewest calls, for one more; a new one if all are full."""
         connection = min(self._calls, key=lambda each: self._calls[each])
         if self._calls[connection] >= CALLS_EACH:
-            connection = self._make()
+            connection = connection.another()
             self._calls[connection] = 0
         self._calls[connection] += 1
         try:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +17,8 @@ from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.types import FinishReason, Prompt
 from dora.errors import Conflict, NotFound, described
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import SessionsStub
 from dora.rpc.errors import ServiceUnavailable
-from dora.tls import Tls
 
 log = logging.getLogger("dora.client")
 
@@ -187,21 +185,12 @@ class Session:
 class Sessions(Client):
     """Attends an environment: gets sessions of the prompts that name it."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str | Path = "",
-        *,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        tls: Tls | None = None,
-    ) -> None:
-        """Arguments and errors as those of :class:`Client`."""
-        super().__init__(address, token, max_message_bytes=max_message_bytes, tls=tls)
-        self._connections = Connections(address, token, max_message_bytes, tls)
+    @cached_property
+    def _connections(self) -> Connections:
+        return Connections(self._connection)
 
     async def close(self) -> None:
         await self._connections.close()
-        await super().close()
 
     async def attend(self, environment: str) -> AsyncGenerator[Session]:
         """Yields each session of this environment whose first turn has ended, or that another caller has left after a

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dora.client.connection import CALLS_EACH, Connections, Patience
+from dora.client.connection import CALLS_EACH, Connection, Connections, Patience
 from dora.client.publication import canary_of, place_weights, weight_paths
 from dora.client.session import attachment_of
 from dora.client.trainer import Trainer
@@ -42,7 +42,7 @@ def test_patience_grows_and_ends_and_starts_anew_with_progress() -> None:
 
 
 def test_calls_are_spread_over_connections_and_use_them_again() -> None:
-    connections = Connections("127.0.0.1:1", "a token")
+    connections = Connections(Connection("127.0.0.1:1", "a token"))
     with ExitStack() as calls:
         held = [calls.enter_context(connections.for_a_call()) for _ in range(2 * CALLS_EACH + 1)]
         assert sorted(Counter(held).values()) == [1, CALLS_EACH, CALLS_EACH]
