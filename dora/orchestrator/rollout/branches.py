@@ -31,10 +31,10 @@ def trajectories(entry: ResponseState, step: int, reference_version: int, group_
         mask = is_sampled[path] & ~is_shared[path]
         if not mask.any():  # nothing was sampled in its turn
             continue
-        own = _values(entry, turn, path) | {
+        own = _values(entry, turn, path, is_sampled[path]) | {
             "trajectory_id": f"{entry.request_id}/{index}" if index else entry.request_id,
             "loss_mask": mask.astype(np.uint8),
-            "turn_rewards": _turn_rewards(entry, path[mask], path),
+            "turn_rewards": _turn_rewards(entry, path, mask),
             "branch_index": index,
             "shared_prefix_tokens": int(is_shared[path].sum()),  # branches share a prefix, and nothing else
         }
@@ -61,8 +61,8 @@ def leaves(entry: ResponseState) -> list[int]:
     return [turn for turn in range(len(entry.given) + 1) if turn not in continued]
 
 
-def _values(entry: ResponseState, turn: int, path: Column) -> dict[str, Any]:
-    """The values that the branch of a turn has of its own."""
+def _values(entry: ResponseState, turn: int, path: Column, is_sampled: Column) -> dict[str, Any]:
+    """The values that the branch of a turn has of its own. ``is_sampled``: of ``path``; bool."""
     held = entry.held()[path]
     finish_reason, _ = entry.end_of(turn)
     runs = runs_on(entry.given, turn)
@@ -74,7 +74,7 @@ def _values(entry: ResponseState, turn: int, path: Column) -> dict[str, Any]:
         "finish_reason": finish_reason,
         "stop_reason": entry.stop_reason(turn),
         "finished_at": entry.given[turn].at if turn < len(entry.given) else entry.finished_at,
-        "worker_history": tuple(_segments(entry, path)),
+        "worker_history": tuple(_segments(entry, path, is_sampled)),
         "length_tokens": len(path),
         "events": tuple(_events(runs)),
     }
@@ -87,16 +87,18 @@ def _events(runs: Sequence[GivenRun]) -> Iterator[EnvironmentEvent]:
             yield EnvironmentEvent(run.end, GIVEN, run.name, "", run.at)
 
 
-def _turn_rewards(entry: ResponseState, own: Column, path: Column) -> dict[str, float]:
-    """The rewards of those turns whose first sampled token counts in this branch. ``own``: the tokens that do."""
-    position_of = dict(zip(path.tolist(), range(len(path)), strict=True)) if entry.verdict().turns else {}
-    begins = {entry.turn_begin(turn): value for turn, value in entry.verdict().turns.items()}
-    return {str(position_of[token]): begins[token] for token in own.tolist() if token in begins}
+def _turn_rewards(entry: ResponseState, path: Column, mask: Column) -> dict[str, float]:
+    """The rewards of those turns whose first sampled token counts in this branch. ``mask``: its loss mask; bool."""
+    return {
+        str(position): value
+        for turn, value in entry.verdict().turns.items()
+        for position in np.flatnonzero(mask & (path == entry.turn_begin(turn))).tolist()
+    }
 
 
-def _segments(entry: ResponseState, path: Column) -> Iterator[Segment]:
+def _segments(entry: ResponseState, path: Column, is_sampled: Column) -> Iterator[Segment]:
     """Yields the segments of a path. ``path``: indexes among all tokens. Given tokens belong to the segment before."""
-    segments, sampled = entry.worker_history(), np.flatnonzero(_sampled(entry)[path])
+    segments, sampled = entry.worker_history(), np.flatnonzero(is_sampled)
     before = np.searchsorted(sampled, np.arange(len(path)), "right") - 1
     source = path[sampled[np.maximum(before, 0)]]
     of_token = np.searchsorted([each.first_token for each in segments], source, "right") - 1
