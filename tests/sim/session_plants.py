@@ -165,7 +165,7 @@ def cancelled_session_stays_idle(patch: Patch) -> None:
 
 
 def fork_keeps_the_kv_of_the_branch_it_leaves(patch: Patch) -> None:
-    patch.setattr(sessions, "_fork", lambda state, row: None)
+    patch.setattr(sessions, "_fork", lambda state, row: state.idles_no_more(row))
 
 
 def journal_forgets_forks(patch: Patch) -> None:

@@ -27,7 +27,6 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.choice import Choice, cheapest
-from dora.core.handoff.table import Signal
 from dora.core.rules import handoff, lifecycle, placement
 from dora.core.rules.admission import admissible, attempt_id
 from dora.core.state import DORMANT, FINISHED, IDLE, RUNNING, WAITING, RequestStatus, State
@@ -55,6 +54,8 @@ def asked(state: State, event: on.TurnAsked) -> None:
         raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
     if is_fork:
         _fork(state, row)
+    else:
+        state.idles_no_more(row)
     if requests["began_s"][row]:
         pause_s = state.now_s - float(requests["idle_s"][row])
         state.pauses.observe(_task(state, row), pause_s)
@@ -63,7 +64,6 @@ def asked(state: State, event: on.TurnAsked) -> None:
         requests["prompt_tokens"][row], requests["tokens"][row] = event.tokens, 0
     else:
         requests["given"][row], requests["tokens"][row] = event.tokens, after + event.tokens
-    state.idles_no_more(row)
     requests["status"][row] = RequestStatus.WAITING
     if requests["moving"][row]:
         return  # it goes on when its handoff has ended
@@ -76,8 +76,7 @@ def asked(state: State, event: on.TurnAsked) -> None:
 
 def _fork(state: State, row: int) -> None:
     """Frees the KV of a session that leaves its branch, if it has begun."""
-    handoff.signal_row(state, row, Signal.UNDO)
-    lifecycle.drop_kv(state, row)
+    lifecycle.withdraw(state, row)
     state.counters.turns_forked += bool(state.requests["began_s"][row])
 
 
