@@ -180,8 +180,8 @@ def journal_forgets_forks(patch: Patch) -> None:
 def sampled_tokens_count_in_each_branch(patch: Patch) -> None:
     delivered = branches.trajectories
 
-    def doubles(entry: ResponseState, step: int, reference_version: int) -> Iterator[Trajectory]:
-        for each in delivered(entry, step, reference_version):
+    def doubles(entry: ResponseState, *of: int) -> Iterator[Trajectory]:
+        for each in delivered(entry, *of):
             mask = each.loss_mask.copy()
             mask[: each.shared_prefix_tokens] = 1
             yield replace(each, loss_mask=mask)
