@@ -98,6 +98,12 @@ class WindowConfig(Section):
     effective_sample_min: Share = Field(
         0.5, description="auto: a narrower window where the effective sample size is below this"
     )
+    divergence_max: float = Field(
+        0.01,
+        ge=0.0,
+        description="auto: a narrower window where staleness times the policy's movement in a step "
+        "(KL divergence of consecutive versions, in nats) is above this",
+    )
     look_steps: int = Field(4, ge=1, le=256, description="auto: steps that are looked at before a change")
     rest_steps: int = Field(
         64, ge=0, le=1024, description="auto: steps until a window that was of no use is tried again; twice each time"

@@ -366,6 +366,7 @@ class StepCommitted:
     waited_s: float = -1.0  # its wait for groups
     clip_fraction: float = -1.0  # of the trained tokens
     effective_sample: float = -1.0  # 0 to 1
+    movement: float = -1.0  # of the policy in the step, nats a token
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dora.trainers.batches import packed_batches
 from dora.trainers.checkpoint import Position, moments_of, save, set_moments
 from dora.trainers.checks import check_group, check_step, vocab_size_of
 from dora.trainers.dealing import dealt, rows_from_bytes, rows_to_bytes
+from dora.trainers.movement import Probe
 from dora.trainers.objectives.batch import Objective, Row, TokenBatch, without_routing
 from dora.trainers.objectives.presets import OBJECTIVES
 from dora.trainers.packing import packed_logprobs, packs, prepare
@@ -78,6 +79,7 @@ class StepMetrics:
     signals: Signals
     by_staleness: dict[str, float]  # the same signals, named by signals.numbers_by_staleness
     alarms: dict[str, float]  # exceeded limits, by name
+    movement: float = math.nan  # KL of the version before the step from the one after it, nats a token; NaN: unknown
 
     def numbers(self) -> dict[str, float]:
         """Finite values only, for operators."""
@@ -109,8 +111,10 @@ class StepSums:
         self.groups_trained += bool(rows)
         return rows
 
-    def metrics(self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float) -> StepMetrics:
-        """The metrics, given the loss, norm and signals of all ranks."""
+    def metrics(
+        self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float, movement: float = math.nan
+    ) -> StepMetrics:
+        """The metrics, given the loss, norm, signals and movement of all ranks."""
         signals = whole(by_staleness)
         return StepMetrics(
             loss=loss,
@@ -122,6 +126,7 @@ class StepSums:
             signals=signals,
             by_staleness=numbers_by_staleness(by_staleness),
             alarms=alarm(signals.clip_fraction, clip_alarm),
+            movement=movement,
         )
 
 
@@ -192,6 +197,7 @@ class Learner:
         self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, with their arrival times
         self._rows: list[Row] = []
         self._sums = StepSums()
+        self._probe: Probe | None = None  # of this rank's latest micro-batch
 
     def add_group(self, group: TrajectoryGroup) -> None:
         """Queues the group for :meth:`work`. Thread-safe, also while another thread works.
@@ -266,14 +272,29 @@ class Learner:
         norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max)))
         tokens = whole(by_staleness).tokens_trained
         self._ranks.agree({"step": self.step, "loss": loss, "grad_norm": norm, "tokens": tokens})
+        movement = math.nan
         try:
             check_step(loss, norm)
             if tokens:
                 self._optimiser.step()
+                movement = self._movement()
         finally:
             self._optimiser.zero_grad(set_to_none=True)
+            self._probe = None
         self.step += 1
-        return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm)
+        return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm, movement)
+
+    @torch.no_grad()
+    def _movement(self) -> float:
+        """The movement of the optimiser step just taken, over the probes of all ranks."""
+        moved, tokens = 0.0, 0
+        if self._probe is not None:
+            trajectories = [row.trajectory for row in self._probe.rows]
+            moved, tokens = self._probe.moved(self._logprobs(self.module, trajectories, self._routers))
+        else:
+            self._pass_of_nothing()
+        moved, tokens = self._ranks.sum(np.array([moved, tokens])).tolist()
+        return moved / tokens if tokens else math.nan
 
     def weights(self) -> Any:
         """The argument of a commit: the module, or on several ranks its gathered tensors by Hugging Face names."""
@@ -319,11 +340,16 @@ class Learner:
 
     def _backward_of_nothing(self) -> None:
         """A pass without a loss, so that a rank without rows joins the collectives of the others."""
-        one = torch.zeros(1, 1, dtype=torch.int64, device=self._parameters[0].device)
         if self._reference is not None:
             with torch.no_grad():
-                self._reference(input_ids=one, use_cache=False)
-        (self.module(input_ids=one, use_cache=False).logits.sum() * 0.0).backward()
+                self._reference(input_ids=self._one_token(), use_cache=False)
+        (self._pass_of_nothing() * 0.0).backward()
+
+    def _pass_of_nothing(self) -> torch.Tensor:
+        return self.module(input_ids=self._one_token(), use_cache=False).logits.sum()
+
+    def _one_token(self) -> torch.Tensor:
+        return torch.zeros(1, 1, dtype=torch.int64, device=self._parameters[0].device)
 
     def _backward(self, rows: Sequence[Row]) -> None:
         trajectories = [row.trajectory for row in rows]
@@ -331,7 +357,9 @@ class Learner:
         if self._reference is not None:
             with torch.no_grad():
                 reference = self._logprobs(self._reference, trajectories)  # another policy: its own routers choose
-        batch = TokenBatch.of(rows, self._logprobs(self.module, trajectories, self._routers), reference=reference)
+        logprobs = self._logprobs(self.module, trajectories, self._routers)
+        self._probe = Probe.of(rows, logprobs)
+        batch = TokenBatch.of(rows, logprobs, reference=reference)
         terms = self._config.objective.terms(batch)
         loss, units = self._config.objective.sum(batch, terms)
         loss.backward()

@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.unit.test_machine import Bench
 
 SHARE = st.none() | st.floats(0.0, 1.0)
-SIGNALS = st.none() | st.builds(StepSignals, st.floats(0.5, 2.0), SHARE, SHARE, SHARE)
+SIGNALS = st.none() | st.builds(StepSignals, st.floats(0.5, 2.0), SHARE, SHARE, SHARE, SHARE)
 LOOK = 4
 
 
@@ -133,6 +133,27 @@ def test_a_signal_past_its_limit_makes_it_narrower_and_holds_it_there() -> None:
 def test_a_wider_window_is_not_tried_near_a_limit() -> None:
     sizes = run(adaptive(), 200, lambda size: StepSignals(1.0, 0.5, clip_fraction=0.15))
     assert set(sizes) == {1}
+
+
+def test_it_stays_narrow_while_the_policy_moves_fast_and_widens_as_it_settles() -> None:
+    """The trainer waits half of each step, and the movement halves every 20 steps: 0.08 nats at first."""
+    window, sizes = adaptive(), []
+    for step in range(160):
+        sizes.append(window.size)
+        window.saw(step, StepSignals(1.0, 0.5 / window.size, movement=0.08 * 0.5 ** (step / 20)))
+    most = WindowConfig().divergence_max
+    assert set(sizes[:40]) == {1}, "one version of staleness is 0.02 nats or more"
+    assert sizes[-1] == 4
+    assert all((size - 1) * 0.08 * 0.5 ** (step / 20) <= most for step, size in enumerate(sizes))
+
+
+def test_a_policy_that_moves_faster_than_before_makes_it_narrower() -> None:
+    window = adaptive()
+    run(window, 60, lambda size: StepSignals(1.0, 0.5 / size, movement=1e-4))
+    wide = window.size
+    run(window, 60, lambda size: StepSignals(1.0, 0.5 / size, movement=0.05), first=60)
+    assert (wide, window.size) == (4, 1)
+    assert window.last is not None and "staleness x movement" in window.last.reason
 
 
 def test_a_step_that_says_nothing_changes_nothing() -> None:

@@ -125,6 +125,28 @@ def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
     assert (metrics.signals.tokens_trained, metrics.groups, metrics.groups_trained) == (tokens, 2, 2)
 
 
+def test_movement_is_the_divergence_of_the_step_on_its_own_tokens(model_folder: Path) -> None:
+    """By hand, from the logprobs before the step and after it; half the learning rate moves a quarter as far."""
+    group = responses([[5, 6, 7], [8] * 9, [9, 10]], [1.0, 0.0, 0.5])
+    found = {}
+    for rate in (1e-4, 5e-5):
+        module = load(model_folder)
+        learner = Learner(module, LearnerConfig(learning_rate=rate))
+        before = torch.cat([response_logprobs(module, [each])[0] for each in group.trajectories]).detach()
+        learner.add_group(group)
+        found[rate] = learner.finish_step().numbers()["movement"]
+        after = torch.cat([response_logprobs(module, [each])[0] for each in group.trajectories]).detach()
+        moved = (after - before).double()
+        assert found[rate] == pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=0.02)
+    assert found[1e-4] / found[5e-5] == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_step_without_a_learning_signal_has_no_movement(model_folder: Path) -> None:
+    learner = Learner(load(model_folder), LearnerConfig())
+    learner.add_group(responses([[5], [6]], [0.5, 0.5]))
+    assert "movement" not in learner.finish_step().numbers()
+
+
 def test_groups_that_teach_nothing_leave_the_weights_alone(model_folder: Path) -> None:
     module = load(model_folder)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -4,8 +4,11 @@ A window changes by one version at a time, between two steps. Groups of the prev
 first ``max(size, size before)`` steps are ignored. Then ``window.look_steps`` or more are measured, and these rules
 apply in this order:
 
-1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, or the effective sample size is
-   below ``window.effective_sample_min``. The window gets narrower.
+1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, the effective sample size is below
+   ``window.effective_sample_min``, or staleness times movement is above ``window.divergence_max``. The window gets
+   narrower. Movement is the KL divergence of consecutive versions, so the product estimates how far the trained policy
+   is from the one that sampled its oldest responses (docs/staleness.md). It is known in a window of 1 too, so a run
+   begins narrow while its policy moves fast, and widens as it settles.
 2. *A trial*: each other change is a trial. A wider window stays if its steps are shorter than the previous ones by half
    of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns
    to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times
@@ -46,6 +49,7 @@ class StepSignals:
     waited_s: float | None = None  # part of it in which the trainer waited for groups
     clip_fraction: float | None = None
     effective_sample: float | None = None  # 0 to 1
+    movement: float | None = None  # KL of the version before the step from the one after it, nats a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class AdaptiveSize:
         self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # durations and training times
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
+        self._movements: deque[float] = deque(maxlen=config.look_steps)
 
     def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
         """Records a committed step. Returns the window's change for later admissions, if any.
@@ -121,7 +126,7 @@ class AdaptiveSize:
         self.last = Resize(step, self.size, size, reason)
         self._settles, self._seen = max(size, self.size), 0
         self.size = size
-        for values in (self._times, self._clips, self._samples):
+        for values in (self._times, self._clips, self._samples, self._movements):
             values.clear()
         return self.last
 
@@ -133,6 +138,7 @@ class AdaptiveSize:
             "trial": None if trial is None else [trial.before, trial.pace.mean, trial.pace.error, trial.pace.steps],
             "rests": [[size, until, self._rest_steps[size]] for size, until in self._rest_until.items()],
             "seen": [list(values) for values in (self._times, self._clips, self._samples)],
+            "movements": list(self._movements),
             "last": None if self.last is None else [*astuple(self.last)],
         }
 
@@ -151,6 +157,7 @@ class AdaptiveSize:
         self._times.extend((took_s, trained_s) for took_s, trained_s in times)
         self._clips.extend(clips)
         self._samples.extend(samples)
+        self._movements.extend(values.get("movements", ()))  # an older DORA knew none
         self.last = None if values["last"] is None else Resize(*values["last"])
 
     def _note(self, signals: StepSignals) -> None:
@@ -161,6 +168,8 @@ class AdaptiveSize:
             self._clips.append(signals.clip_fraction)
         if signals.effective_sample is not None:
             self._samples.append(signals.effective_sample)
+        if signals.movement is not None:
+            self._movements.append(signals.movement)
 
     def _decide(self) -> tuple[int, str] | None:
         """The next size and the reason; None: no change."""
@@ -219,16 +228,20 @@ class AdaptiveSize:
     def _too_far(self) -> str:
         """The signal that exceeds its limit; empty: none."""
         config = self._config
-        clip, sample = self._clip(), self._sample()
+        clip, sample, divergence = self._clip(), self._sample(), self._divergence(self.size)
         if clip > config.clip_fraction_max:
             return f"clipped fraction {clip:.1%} is above {config.clip_fraction_max:.1%}"
         if sample < config.effective_sample_min:
             return f"effective sample size {sample:.1%} is below {config.effective_sample_min:.1%}"
+        if divergence > config.divergence_max:
+            return f"staleness x movement {divergence:.2g} is above {config.divergence_max:.2g} nats"
         return ""
 
     def _has_room(self) -> bool:
-        """Whether all signals are far enough from their limits."""
+        """Whether all signals are far enough from their limits for a window that is wider by one."""
         config = self._config
+        if self._divergence(self.size + 1) > config.divergence_max:
+            return False
         lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_min
         return self._clip() <= ROOM * config.clip_fraction_max and lost <= ROOM * lost_most
 
@@ -237,6 +250,10 @@ class AdaptiveSize:
 
     def _sample(self) -> float:
         return median(self._samples) if self._samples else 1.0
+
+    def _divergence(self, size: int) -> float:
+        """The greatest staleness of a window times the movement, in nats."""
+        return (size - 1) * median(self._movements) if self._movements else 0.0
 
     def _rests(self, size: int) -> bool:
         return self._steps < self._rest_until.get(size, 0)

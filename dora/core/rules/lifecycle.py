@@ -289,7 +289,7 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
         return
     signals = None
     if took_s and not disturbed:
-        measured = (event.waited_s, event.clip_fraction, event.effective_sample)
+        measured = (event.waited_s, event.clip_fraction, event.effective_sample, event.movement)
         signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in measured))
     resize = state.adaptive.saw(event.step, signals)
     if resize is not None:

@@ -39,7 +39,8 @@ UPLOAD_SILENCE_S: Final = 60.0  # an upload that is silent for so long is given 
 METRICS_MAX: Final = 128  # of one commit
 METRIC_NAME_MAX: Final = 128  # characters
 CLIENT_NAME_MAX: Final = 128  # characters
-SHARES: Final = ("clip_fraction", "effective_sample")  # the metrics of a commit that the adaptive window uses
+# The metrics of a commit that the adaptive window uses, with the largest value of each.
+WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movement": math.inf}
 
 Reply = TypeVar("Reply")
 
@@ -229,7 +230,7 @@ class TrainerService(stubs.TrainerServicer):
                 raise
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.buffer.leased(), metrics, time.time(), stepped_s, waited_s)
-            measured = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
+            measured = (-1.0 if waited_s is None else waited_s, *(_known(metrics, name) for name in WINDOW_METRICS))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             runtime.hosts.published(request.version)
             if runtime.traces is not None:
@@ -310,10 +311,10 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(metrics)
 
 
-def _share(metrics: Mapping[str, float], name: str) -> float:
-    """A metric that is a share; -1 if it is missing or out of range."""
+def _known(metrics: Mapping[str, float], name: str) -> float:
+    """One of WINDOW_METRICS; -1 if it is missing or out of range."""
     value = metrics.get(name, -1.0)
-    return value if 0.0 <= value <= 1.0 else -1.0
+    return value if 0.0 <= value <= WINDOW_METRICS[name] else -1.0
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:
