@@ -14,13 +14,13 @@ REWARD_PLOT: Final = "convergence-reward.svg"
 LIMITS_PLOT: Final = "convergence-limits.svg"
 
 
-def with_results(page: str, results: str) -> str:
-    """``page`` with ``results`` between its two marks. Raises InvalidValue for a page without them."""
-    before, begin, rest = page.partition(BEGIN)
+def with_results(page: str, results: str, mark: str = BEGIN) -> str:
+    """``page`` with ``results`` between ``mark`` and END. Raises InvalidValue for a page without them."""
+    before, begin, rest = page.partition(mark)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise InvalidValue("--page", page[:80], f"a page with the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{results.strip()}\n\n{END}{after}"
+        raise InvalidValue("--page", page[:80], f"a page with the lines {mark} and {END}")
+    return f"{before}{mark}\n\n{results.strip()}\n\n{END}{after}"
 
 
 def write_page(path: Path, results: str) -> None:

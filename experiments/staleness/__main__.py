@@ -1,0 +1,59 @@
+"""``python -m experiments.staleness``: runs the missing cells of the map and writes its tables and its figure."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from experiments.convergence.page import with_results
+from experiments.staleness.cell import TASKS
+from experiments.staleness.grid import LAGS, cells, make, result_of
+from experiments.staleness.page import draw, markdown
+from experiments.staleness.report import best_rates, points, rule
+
+OBJECTIVE_NAMES: Final = ("dapo", "decoupled-ppo", "truncated", "cispo")
+MARK: Final = "<!-- map: written by python -m experiments.staleness -->"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 if every wanted cell has a result, else 1."""
+    options = _parser().parse_args(arguments)
+    wanted = list(cells(options.tasks, options.objectives, options.lags, options.seeds))
+    if not options.tell_only:
+        import torch
+
+        torch.set_num_threads(options.threads)
+        make(wanted, options.out / "cells", options.minutes, lambda text: print(text, file=sys.stderr, flush=True))
+    results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
+    found, best = points(results), best_rates(results)
+    of_all = rule(found)
+    if options.json:
+        print(json.dumps({"rule": asdict(of_all), "points": [asdict(each) for each in found]}, indent=1))
+    else:
+        print(markdown(found, of_all, best))
+    if options.page is not None:
+        draw(found, of_all, options.page.with_name("staleness-map.svg"))
+        options.page.write_text(with_results(options.page.read_text(), markdown(found, of_all, best), MARK))
+    return 0 if len(results) == len(wanted) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.staleness", description=__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["tiny"])
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVE_NAMES, default=list(OBJECTIVE_NAMES))
+    parser.add_argument("--lags", nargs="+", type=int, default=list(LAGS))
+    parser.add_argument("--seeds", type=int, default=5, help="of each cell (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no cell after so long; 0: no limit")
+    parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
+    parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced")
+    parser.add_argument("--out", type=Path, default=Path("out/staleness"))
+    parser.add_argument("--json", action="store_true", help="one JSON document for programs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The map as tables of Markdown and as a figure."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.convergence.plots import COLOURS, GRID, SOFT, STYLE
+from experiments.staleness.report import COST_MAX, Point, Rule
+
+
+def markdown(points: Sequence[Point], rule: Rule, best: Mapping[tuple[str, str, int], float]) -> str:
+    """The results section of docs/staleness.md."""
+    parts = [_rule(rule), _table(points)]
+    if best:
+        parts += ["**With the learning rate chosen for each lag**, on two seeds of their own.", _best(points, best)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rule(rule: Rule) -> str:
+    cost = f"{COST_MAX - 1:.0%}"
+    held = f"Every mode with lag x movement up to {rule.holds_to:.2g} nats costs at most {cost} of the samples."
+    if rule.fails_from is None:
+        return held + " No measured mode costs more."
+    return held + f" The first mode that costs more is at {rule.fails_from:.2g} nats."
+
+
+def _table(points: Sequence[Point]) -> str:
+    head = "| task | objective | learning rate | movement, nats a step | lag | lag x movement | steps to the level | "
+    lines = [head + "samples / lag 0 | reached |", "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for each in points:
+        half = "" if each.samples.half is None else f" ± {each.samples.half:.2f}"
+        samples = "1" if each.lag == 0 else f"{each.samples.mean:.2f}{half}"
+        lines.append(
+            f"| {each.task} | {each.objective} | {each.learning_rate:g} | {each.movement:.2g} | {each.lag} | "
+            f"{each.far:.2g} | {each.steps:.0f} | {samples} | {each.reached} of {each.seeds} |"
+        )
+    return "\n".join(lines)
+
+
+def _best(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -> str:
+    steps = {(each.task, each.objective, each.lag, each.learning_rate): each.steps for each in points}
+    lines = ["| task | objective | lag | learning rate | steps to the level |", "|---|---|---:|---:|---:|"]
+    for (task, objective, lag), rate in sorted(best.items()):
+        found = steps.get((task, objective, lag, rate))
+        lines.append(f"| {task} | {objective} | {lag} | {rate:g} | {'-' if found is None else f'{found:.0f}'} |")
+    return "\n".join(lines)
+
+
+def draw(points: Sequence[Point], rule: Rule, path: Path) -> None:
+    """Samples to the level over lag times movement, both relative; one colour an objective."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
+        axes: Any = figure.subplots()
+        axes.set_xscale("log")
+        axes.set_xlabel("lag x movement of the policy in a step, nats")
+        axes.set_ylabel("samples to the level / those at lag 0")
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.axhline(COST_MAX, color=SOFT, linestyle=":", linewidth=1)
+        for colour, name in zip(COLOURS[1:], sorted({each.objective for each in points}), strict=False):
+            own = [each for each in points if each.objective == name and each.lag]
+            half = [each.samples.half or 0.0 for each in own]
+            where = [each.far for each in own], [each.samples.mean for each in own]
+            axes.errorbar(*where, yerr=half, fmt="o", markersize=4, linewidth=0.8, color=colour, label=name)
+        if rule.fails_from is not None:
+            axes.axvspan(axes.get_xlim()[0], rule.holds_to, color=GRID, alpha=0.5, linewidth=0)
+        axes.legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+        pyplot.close(figure)
