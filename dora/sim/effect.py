@@ -36,7 +36,7 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
             "wait_share",
             "clip_fraction_max",
             "effective_sample_min",
-            "divergence_max",
+            "staleness_cost",
             "look_steps",
             "rest_steps",
         ):
@@ -44,7 +44,7 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield "trainer.clip_per_step", fixed
     else:
         yield "window.effective_sample_min", "the simulator's trainer tells no effective sample size"
-        yield "window.divergence_max", "the simulator's trainer tells no movement of its policy"
+        yield "window.staleness_cost", "the simulator's trainer tells no movement of its policy"
     if scenario.balance.predictor != "ranker":
         yield (
             "workload.feature_correlation",

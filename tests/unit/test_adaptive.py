@@ -1,5 +1,6 @@
 """The size of an adaptive window: within its bounds whatever it is told, slow, and settled where it should be."""
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from dora.config import WindowConfig
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
+from dora.core.forecast.adaptive import AdaptiveSize, StepSignals, samples_factor
 from dora.errors import InvalidValue
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
@@ -135,25 +136,65 @@ def test_a_wider_window_is_not_tried_near_a_limit() -> None:
     assert set(sizes) == {1}
 
 
-def test_it_stays_narrow_while_the_policy_moves_fast_and_widens_as_it_settles() -> None:
-    """The trainer waits half of each step, and the movement halves every 20 steps: 0.08 nats at first."""
+def moving(movement: Callable[[int], float], shares: Sequence[float] = (0.38, 0.21, 0.10, 0.095)) -> list[int]:
+    """The sizes at each of 300 steps, whose movement is given by step; every group is as stale as the window allows."""
     window, sizes = adaptive(), []
-    for step in range(160):
+    for step in range(300):
         sizes.append(window.size)
-        window.saw(step, StepSignals(1.0, 0.5 / window.size, movement=0.08 * 0.5 ** (step / 20)))
-    most = WindowConfig().divergence_max
-    assert set(sizes[:40]) == {1}, "one version of staleness is 0.02 nats or more"
-    assert sizes[-1] == 4
-    assert all((size - 1) * 0.08 * 0.5 ** (step / 20) <= most for step, size in enumerate(sizes))
+        window.saw(step, StepSignals(1.0, shares[window.size - 1], movement=movement(step), staleness=window.size - 1))
+    return sizes
 
 
-def test_a_policy_that_moves_faster_than_before_makes_it_narrower() -> None:
+def test_it_stays_narrow_while_the_policy_moves_fast_and_widens_as_it_settles() -> None:
+    sizes = moving(lambda step: 0.1 * 0.5 ** (step / 20))
+    assert set(sizes[:12]) == {1}, (
+        "a version of staleness costs 64% of the samples or more, and no wait would save as much"
+    )
+    assert sizes[-1] == 3, "staleness costs next to nothing, and a window of 4 saves less than 1% of a step"
+
+
+def test_a_policy_that_moves_faster_than_before_makes_it_narrower_again() -> None:
+    sizes = moving(lambda step: 1e-6 if step < 100 else 0.1)
+    assert sizes[40:100].count(1) == 0 and sizes[40:100].count(3) > 30
+    assert sizes[150:].count(1) > 0.8 * len(sizes[150:])
+
+
+@pytest.mark.parametrize("movement", [0.0, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 0.1])
+def test_it_settles_where_time_to_learn_is_shortest(movement: float) -> None:
+    """Length of a step times the samples that staleness costs, within 3% of the best window's."""
+    shares = (0.38, 0.21, 0.10, 0.095)
+    cost = [
+        samples_factor(size - 1, movement, WindowConfig().staleness_cost) / (1.0 - share)
+        for size, share in enumerate(shares, start=1)
+    ]
+    sizes = moving(lambda step: movement, shares)[60:]
+    usual = max(set(sizes), key=sizes.count)
+    assert cost[usual - 1] <= 1.03 * min(cost)
+    assert sizes.count(usual) > 0.75 * len(sizes)
+
+
+def test_a_movement_that_differs_from_step_to_step_does_not_drive_it_to_and_fro() -> None:
+    random = Random(5)
+    sizes = moving(lambda step: 2e-3 * random.lognormvariate(0.0, 0.5))
+    assert sum(one != other for one, other in pairwise(sizes[60:])) <= 12
+
+
+def test_a_trainer_that_reports_no_movement_has_the_window_of_its_waits_alone() -> None:
     window = adaptive()
-    run(window, 60, lambda size: StepSignals(1.0, 0.5 / size, movement=1e-4))
-    wide = window.size
-    run(window, 60, lambda size: StepSignals(1.0, 0.5 / size, movement=0.05), first=60)
-    assert (wide, window.size) == (4, 1)
-    assert window.last is not None and "staleness x movement" in window.last.reason
+    sizes = run(window, 300, lambda size: StepSignals(1.0, (0.38, 0.21, 0.10, 0.16)[size - 1], staleness=size - 1.0))
+    assert sizes[100:].count(3) > 0.8 * len(sizes[100:])
+
+
+def test_what_it_has_learnt_of_movement_outlives_a_crash() -> None:
+    def signals(size: int) -> StepSignals:
+        return StepSignals(1.0, (0.38, 0.21, 0.10, 0.095)[size - 1], movement=2e-3, staleness=size - 1.0)
+
+    for steps in range(1, 60):
+        one, again = adaptive(), adaptive()
+        run(one, steps, signals)
+        again.size = one.size
+        again.learn_again(json.loads(json.dumps(one.learnt())))
+        assert run(again, 40, signals, first=steps) == run(one, 40, signals, first=steps)
 
 
 def test_a_step_that_says_nothing_changes_nothing() -> None:

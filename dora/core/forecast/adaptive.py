@@ -4,23 +4,25 @@ A window changes by one version at a time, between two steps. Groups of the prev
 first ``max(size, size before)`` steps are ignored. Then ``window.look_steps`` or more are measured, and these rules
 apply in this order:
 
-1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, the effective sample size is below
-   ``window.effective_sample_min``, or staleness times movement is above ``window.divergence_max``. The window gets
-   narrower. Movement is the KL divergence of consecutive versions, so the product estimates how far the trained policy
-   is from the one that sampled its oldest responses (docs/staleness.md). It is known in a window of 1 too, so a run
-   begins narrow while its policy moves fast, and widens as it settles.
-2. *A trial*: each other change is a trial. A wider window stays if its steps are shorter than the previous ones by half
-   of ``window.wait_share``. A narrower one stays if its steps are not longer by as much. Otherwise the window returns
+1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, or the effective sample size is
+   below ``window.effective_sample_min``. The window gets narrower.
+2. *A trial*: each other change is a trial. A wider window stays if its steps are cheaper than the previous ones by half
+   of ``window.wait_share``. A narrower one stays if its steps are not dearer by as much. Otherwise the window returns
    to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times
    as many. If it is still unclear then, the narrower size wins.
-3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
-   are far enough from their limits.
-4. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.
+3. *Staleness costs more than it saves*: by its steps' length when it was left, the next narrower window is cheaper now.
+   It is tried, even while it rests.
+4. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
+   are far enough from their limits, and if it would be cheaper with no wait at all.
+5. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.
+
+The cost of steps is their length times the samples that their staleness costs (:func:`samples_factor`). The policy's
+movement is known in a window of 1 too, so a run begins narrow while its policy moves fast, and widens as it settles.
 
 A size that lost a trial rests: it is not tried for ``window.rest_steps``, and for twice as long each further time. So
 changes become rarer if conditions stay the same (hysteresis).
 
-The length of steps is measured in units of their training, time / (time - wait), which is independent of the amount of
+Their length is measured in units of their training, time / (time - wait), which is independent of the amount of
 training in a batch. In *DORA* (section 7) the window is set by hand for each task.
 """
 
@@ -50,6 +52,7 @@ class StepSignals:
     clip_fraction: float | None = None
     effective_sample: float | None = None  # 0 to 1
     movement: float | None = None  # KL of the version before the step from the one after it, nats a token
+    staleness: float = 0.0  # mean over the step's groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,20 @@ class Pace:
         return 1.0 - 1.0 / self.mean
 
 
+def samples_factor(staleness: float, movement: float, weight: float) -> float:
+    """The samples to a level of reward at this mean staleness, relative to fresh ones.
+
+    ``weight``: ``window.staleness_cost``. A policy that is ``staleness`` steps of one direction away has a divergence
+    of ``staleness ** 2 * movement``, whose square root this is linear in (docs/convergence.md has the measurements).
+    """
+    return 1.0 + weight * staleness * sqrt(movement)
+
+
 @dataclass(frozen=True, slots=True)
 class _Trial:
     before: int  # the previous size
     pace: Pace  # at the previous size
+    factor: float  # of samples, at the previous size
 
 
 class AdaptiveSize:
@@ -107,6 +120,8 @@ class AdaptiveSize:
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
         self._movements: deque[float] = deque(maxlen=config.look_steps)
+        self._staleness: deque[float] = deque(maxlen=config.look_steps)
+        self._lengths: dict[int, float] = {}  # size -> the latest Pace.mean that a change ended
 
     def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
         """Records a committed step. Returns the window's change for later admissions, if any.
@@ -123,10 +138,12 @@ class AdaptiveSize:
         if found is None:
             return None
         size, reason = found
+        if self._times:
+            self._lengths[self.size] = Pace.of(self._times).mean
         self.last = Resize(step, self.size, size, reason)
         self._settles, self._seen = max(size, self.size), 0
         self.size = size
-        for values in (self._times, self._clips, self._samples, self._movements):
+        for values in (self._times, self._clips, self._samples, self._movements, self._staleness):
             values.clear()
         return self.last
 
@@ -135,10 +152,12 @@ class AdaptiveSize:
         trial = self._trial
         return {
             "counts": [self._steps, self._settles, self._seen],
-            "trial": None if trial is None else [trial.before, trial.pace.mean, trial.pace.error, trial.pace.steps],
+            "trial": None if trial is None else [trial.before, *astuple(trial.pace)],
+            "factor": 1.0 if trial is None else trial.factor,
             "rests": [[size, until, self._rest_steps[size]] for size, until in self._rest_until.items()],
             "seen": [list(values) for values in (self._times, self._clips, self._samples)],
-            "movements": list(self._movements),
+            "moved": [list(values) for values in (self._movements, self._staleness)],
+            "lengths": [list(pair) for pair in self._lengths.items()],
             "last": None if self.last is None else [*astuple(self.last)],
         }
 
@@ -150,14 +169,16 @@ class AdaptiveSize:
         if values["trial"] is not None:
             before, *pace = values["trial"]
             is_allowed = self._config.least <= before <= self._config.most
-            self._trial = _Trial(before, Pace(*pace)) if is_allowed else None
+            self._trial = _Trial(before, Pace(*pace), values.get("factor", 1.0)) if is_allowed else None
         self._rest_until = {size: until for size, until, _ in values["rests"]}
         self._rest_steps = {size: steps for size, _, steps in values["rests"]}
         times, clips, samples = values["seen"]
         self._times.extend((took_s, trained_s) for took_s, trained_s in times)
         self._clips.extend(clips)
         self._samples.extend(samples)
-        self._movements.extend(values.get("movements", ()))  # an older DORA knew none
+        for kept, values_of in zip((self._movements, self._staleness), values.get("moved", ()), strict=False):
+            kept.extend(values_of)  # an older DORA knew none
+        self._lengths = dict(values.get("lengths", ()))
         self.last = None if values["last"] is None else Resize(*values["last"])
 
     def _note(self, signals: StepSignals) -> None:
@@ -170,6 +191,7 @@ class AdaptiveSize:
             self._samples.append(signals.effective_sample)
         if signals.movement is not None:
             self._movements.append(signals.movement)
+            self._staleness.append(signals.staleness)
 
     def _decide(self) -> tuple[int, str] | None:
         """The next size and the reason; None: no change."""
@@ -189,17 +211,17 @@ class AdaptiveSize:
             if not stays:
                 self._rest(self.size)
                 change = f"the trainer waited {trial.pace.waited:.0%} of a step before, and {pace.waited:.0%} since"
-                return trial.before, f"{self.size} did not pay: {change}"
+                return trial.before, f"{self.size} did not pay: {change}{self._cost_of_staleness()}"
             self._rest(trial.before)
-        return self._try_wider(pace) or self._try_narrower(pace)
+        return self._leave_staleness(pace) or self._try_wider(pace) or self._try_narrower(pace)
 
     def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
         """Whether the trial has shown that the new size is better; None: unclear so far."""
         wider = trial.before < self.size
-        longer = pace.mean / trial.pace.mean - 1.0
+        dearer = pace.mean * self._factor() / (trial.pace.mean * trial.factor) - 1.0
         error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
         least = self._config.wait_share / 2
-        gain = -longer - least if wider else least - longer
+        gain = -dearer - least if wider else least - dearer
         if self._looks_on and abs(gain) < _clear(min(pace.steps, trial.pace.steps)) * error:
             return None
         return gain >= error if wider else gain >= -error
@@ -210,14 +232,27 @@ class AdaptiveSize:
             return None
         if not self._has_room() or (self._looks_on and pace.mean - 1.0 < _clear(pace.steps) * pace.error):
             return None
-        self._trial = _Trial(self.size, pace)
+        if pace.mean * self._factor() <= self._factor(1.0):
+            return None  # its staleness would cost more than the whole wait
+        self._trial = _Trial(self.size, pace, self._factor())
         return size, f"the trainer waited {pace.waited:.0%} of a step"
+
+    def _leave_staleness(self, pace: Pace) -> tuple[int, str] | None:
+        size = self.size - 1
+        length = self._lengths.get(size)
+        if size < self._config.least or length is None:
+            return None
+        saved = length * self._factor(-1.0) / (pace.mean * self._factor()) - 1.0
+        if saved >= -self._config.wait_share / 2:
+            return None
+        self._trial = _Trial(self.size, pace, self._factor())
+        return size, f"{size} would be cheaper{self._cost_of_staleness()}"
 
     def _try_narrower(self, pace: Pace) -> tuple[int, str] | None:
         size = self.size - 1
         if size < self._config.least or self._rests(size) or 2 * self._seen < self._config.rest_steps:
             return None
-        self._trial = _Trial(self.size, pace)
+        self._trial = _Trial(self.size, pace, self._factor())
         return size, f"whether {size} will do is tried: the trainer waited {pace.waited:.0%} of a step"
 
     @property
@@ -228,20 +263,16 @@ class AdaptiveSize:
     def _too_far(self) -> str:
         """The signal that exceeds its limit; empty: none."""
         config = self._config
-        clip, sample, divergence = self._clip(), self._sample(), self._divergence(self.size)
+        clip, sample = self._clip(), self._sample()
         if clip > config.clip_fraction_max:
             return f"clipped fraction {clip:.1%} is above {config.clip_fraction_max:.1%}"
         if sample < config.effective_sample_min:
             return f"effective sample size {sample:.1%} is below {config.effective_sample_min:.1%}"
-        if divergence > config.divergence_max:
-            return f"staleness x movement {divergence:.2g} is above {config.divergence_max:.2g} nats"
         return ""
 
     def _has_room(self) -> bool:
-        """Whether all signals are far enough from their limits for a window that is wider by one."""
+        """Whether all signals are far enough from their limits."""
         config = self._config
-        if self._divergence(self.size + 1) > config.divergence_max:
-            return False
         lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_min
         return self._clip() <= ROOM * config.clip_fraction_max and lost <= ROOM * lost_most
 
@@ -251,9 +282,17 @@ class AdaptiveSize:
     def _sample(self) -> float:
         return median(self._samples) if self._samples else 1.0
 
-    def _divergence(self, size: int) -> float:
-        """The greatest staleness of a window times the movement, in nats."""
-        return (size - 1) * median(self._movements) if self._movements else 0.0
+    def _factor(self, more: float = 0.0) -> float:
+        """The factor of samples at the measured staleness and ``more``; 1 if the trainer reports no movement."""
+        if not self._movements:
+            return 1.0
+        staleness = max(0.0, median(self._staleness) + more)
+        return samples_factor(staleness, median(self._movements), self._config.staleness_cost)
+
+    def _cost_of_staleness(self) -> str:
+        """A clause for operators; empty: it costs nothing that is known."""
+        cost = self._factor() - 1.0
+        return f"; staleness costs {cost:.0%} of the samples" if cost >= 0.005 else ""
 
     def _rests(self, size: int) -> bool:
         return self._steps < self._rest_until.get(size, 0)

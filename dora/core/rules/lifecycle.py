@@ -270,6 +270,7 @@ def _retire(state: State, version: int) -> None:
 def commit(state: State, event: on.StepCommitted) -> None:
     """Ends a trained step whose weights are stored: forgets its groups, begins the next version."""
     check_commit(state, event.trainer_epoch, event.step)
+    staleness = _staleness(state, event.step)
     for group in state.leased:
         state.out.append(do.ForgetGroup(state.group_id[group]))
         _free(state, group)
@@ -279,10 +280,16 @@ def commit(state: State, event: on.StepCommitted) -> None:
     state.window.publish()
     lease.committed(state)
     state.freshness.published(state.now_s, event.waited_s)
-    _adapt(state, event, state.rates.published(state.now_s))
+    _adapt(state, event, state.rates.published(state.now_s), staleness)
 
 
-def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
+def _staleness(state: State, step: int) -> float:
+    """The mean staleness of the step's groups."""
+    groups = list(state.leased)
+    return step - float(state.groups["version"][groups].mean()) if groups else 0.0
+
+
+def _adapt(state: State, event: on.StepCommitted, took_s: float | None, staleness: float) -> None:
     """Passes the step to an adaptive window (``took_s`` None: unknown), and resizes the window if that decides so."""
     disturbed, state.step_disturbed = state.step_disturbed, False
     if state.adaptive is None:
@@ -290,7 +297,8 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
     signals = None
     if took_s and not disturbed:
         measured = (event.waited_s, event.clip_fraction, event.effective_sample, event.movement)
-        signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in measured))
+        waited_s, clipped, sample, movement = (value if value >= 0.0 else None for value in measured)
+        signals = StepSignals(took_s, waited_s, clipped, sample, movement, staleness)
     resize = state.adaptive.saw(event.step, signals)
     if resize is not None:
         state.window.set_size(resize.size)

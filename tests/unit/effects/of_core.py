@@ -71,7 +71,7 @@ def sizes(config: Config, _: Place) -> list[int]:
         found.append(window.size)
         size = window.size
         waited_s = (0.5, 0.31, 0.19, 0.12, 0.06, 0.05)[size - 1]
-        signals = StepSignals(1.0, waited_s, 0.045 * size, 1.0 - 0.09 * size, movement=0.001)
+        signals = StepSignals(1.0, waited_s, 0.045 * size, 1.0 - 0.09 * size, movement=0.001, staleness=size - 1)
         window.saw(step, signals)
     return found
 
@@ -153,7 +153,7 @@ ROWS: Final[dict[str, Row]] = {
     "window.wait_share": Seen(0.2, sizes, base=AUTO),
     "window.clip_fraction_max": Seen(0.1, sizes, base=AUTO),
     "window.effective_sample_min": Seen(0.8, sizes, base=AUTO),
-    "window.divergence_max": Seen(0.0015, sizes, base=AUTO),
+    "window.staleness_cost": Seen(20.0, sizes, base=AUTO),
     "window.look_steps": Seen(9, sizes, base=AUTO),
     "window.rest_steps": Seen(8, sizes, base=AUTO),
     "balance.policy": Seen("dora", simulated, base={"balance.predictor": "oracle"}),
