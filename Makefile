@@ -6,6 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of process
 JOBS ?= 3# test processes, of which some wait
 TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu"
 V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py
+CLIENTS := tinker# other projects' clients, each in an environment of its own: locks/install.py
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
@@ -16,7 +17,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo triton prometheus test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo triton prometheus clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +29,10 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check triton prometheus ## lint, types, import rules, stubs, and the tests that CI runs
+test: check triton prometheus clients-if-had ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check prometheus ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+test-all: check prometheus clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
@@ -45,6 +46,13 @@ test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatro
 # Where they cannot be had, the tests of rules and dashboards are skipped with the reason.
 prometheus: setup
 	@$(BIN)/python -m tests.prometheus.fetch .prometheus-build || true
+
+clients: setup ## the environments of other projects' clients, which their tests run: .venv-tinker (350 MB)
+	@for name in $(CLIENTS); do $(PYTHON) locks/install.py $$name || exit 1; done
+
+# Where they cannot be had, the tests with these clients are skipped with the reason.
+clients-if-had: setup
+	@$(MAKE) --no-print-directory clients || true
 
 test-v2: setup ## the engine's contract suite on vLLM's runner for GPUs, on a CPU by Triton's interpreter (about 10 minutes)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton

@@ -1,10 +1,10 @@
 """Creates an environment from a lock, once. Run by ``make setup``; needs nothing but Python's standard library.
 
 ``.venv`` is of locks/cpu.txt, or with ``python3 locks/install.py cuda`` of locks/cuda.txt. Without an argument it stays
-of the lock that it has. ``python3 locks/install.py megatron`` then makes ``.venv-megatron``, which sees all of
-``.venv`` and has locks/megatron.txt of its own. A stamp in the environment holds the hash of its locks and of
-pyproject.toml: while it fits, nothing is done. Written for old interpreters too, so that one that is too old can say
-so.
+of the lock that it has. ``python3 locks/install.py NAME`` then makes ``.venv-NAME`` of locks/NAME.txt, for each name of
+``OWN``: Megatron, which sees all of ``.venv`` too, and other projects' clients, whose pins are not DORA's. A stamp in
+the environment holds the hash of its locks and of pyproject.toml: while it fits, nothing is done. Written for old
+interpreters too, so that one that is too old can say so.
 """
 
 import hashlib
@@ -15,10 +15,14 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MEGATRON = sys.argv[1:] == ["megatron"]
 DEVICES = ("cpu", "cuda")
+OWN = {  # environments beside .venv: whether each sees all of .venv too, and modules that it then has
+    "megatron": (True, ("dora", "megatron", "torch", "vllm")),
+    "tinker": (False, ("tinker",)),
+}
+NAME = sys.argv[1] if len(sys.argv) == 2 and sys.argv[1] in OWN else ""  # empty: .venv
 BASE = os.path.join(ROOT, ".venv")
-VENV = BASE + "-megatron" if MEGATRON else BASE
+VENV = BASE + "-" + NAME if NAME else BASE
 DEVICE_FILE = os.path.join(BASE, "setup.device")  # of which lock .venv is; missing: of cpu.txt
 VENV_PYTHON = os.path.join(VENV, "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
@@ -47,9 +51,9 @@ if torch.version.cuda is None:
     sys.exit("torch " + torch.__version__ + " is a CPU build; locks/cuda.txt needs the CUDA build")
 import vllm
 """
-CHECK_MEGATRON = """
+CHECK_OWN = """
 import importlib.util, sys
-for name in ("dora", "megatron", "torch", "vllm"):
+for name in {!r}:
     if importlib.util.find_spec(name) is None:
         sys.exit(name + " is not found")
 """
@@ -75,10 +79,10 @@ def device_of_base():
 def chosen_device():
     """The device that is asked for, or else the one that ``.venv`` is for. Refuses to change it."""
     there = device_of_base()
-    if not sys.argv[1:] or MEGATRON:
+    if not sys.argv[1:] or NAME:
         return there or "cpu"
     if sys.argv[1:] not in [[name] for name in DEVICES]:
-        fail("DEVICE = {} is not one of: {}".format(" ".join(sys.argv[1:]), ", ".join(DEVICES)))
+        fail("DEVICE = {} is not one of: {}".format(" ".join(sys.argv[1:]), ", ".join([*DEVICES, *OWN])))
     if there not in ("", sys.argv[1]):  # two builds of vLLM have files of the same names
         fail(f"{BASE} is of locks/{there}.txt, and one environment has one lock; remove it first: rm -r {BASE}")
     return sys.argv[1]
@@ -91,8 +95,10 @@ def lock_of(name):
 def fingerprint(device):
     """The hash of everything that decides what is installed."""
     digest = hashlib.sha256(repr(sys.version_info[:2]).encode())
-    locks = [lock_of(device), lock_of("megatron")] if MEGATRON else [lock_of(device)]
-    for path in [*locks, "pyproject.toml"]:
+    paths = [lock_of(NAME)] if NAME else []
+    if not NAME or OWN[NAME][0]:
+        paths += [lock_of(device), "pyproject.toml"]
+    for path in paths:
         with open(os.path.join(ROOT, path), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
@@ -155,18 +161,20 @@ def make_base(device):
     run("checking torch", [VENV_PYTHON, "-c", CHECK if is_cpu else CHECK_CUDA], "remove " + VENV + " and try again")
 
 
-def make_overlay():
-    """``.venv-megatron``: a few packages, and a line that lets Python see those of ``.venv``."""
+def make_own():
+    """``.venv-NAME``: the packages of its lock, and a line that lets Python see those of ``.venv`` if it is to."""
     base_python = os.path.join(BASE, "bin", "python")
+    sees_base, modules = OWN[NAME]
     if not os.path.isdir(packages(BASE)):
         fail("there is no " + packages(BASE) + ": 'make setup' with the same Python makes it")
     if subprocess.call([base_python, "-m", "venv", "--clear", "--without-pip", VENV]) != 0:
         fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
-    with open(os.path.join(packages(VENV), "base.pth"), "w") as file:
-        file.write(PATH_FILE.format(packages(BASE)))
-    lock = lock_of("megatron")
-    run("installing " + lock, [*pip(base_python, VENV_PYTHON), "--ignore-requires-python", "-r", lock], HINT)
-    run("checking megatron", [VENV_PYTHON, "-c", CHECK_MEGATRON], "see the log")
+    if sees_base:
+        with open(os.path.join(packages(VENV), "base.pth"), "w") as file:
+            file.write(PATH_FILE.format(packages(BASE)))
+    lock, any_python = lock_of(NAME), ["--ignore-requires-python"] if sees_base else []
+    run("installing " + lock, [*pip(base_python, VENV_PYTHON), *any_python, "-r", lock], HINT)
+    run("checking " + NAME, [VENV_PYTHON, "-c", CHECK_OWN.format(modules)], "see the log")
 
 
 def pip(python, target=""):
@@ -183,8 +191,8 @@ def main():
     if is_done(expected):
         return
     start_s = time.monotonic()
-    if MEGATRON:
-        make_overlay()
+    if NAME:
+        make_own()
     else:
         make_base(device)
     with open(STAMP, "w") as file:

@@ -82,6 +82,12 @@ def test_an_unknown_device_is_refused(checkout: Path) -> None:
     assert done.returncode == 1 and "rocm" in done.stderr and "cpu, cuda" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "version"), [("tinker", "0.38.0")])
+def test_a_client_of_another_project_is_pinned_with_all_that_it_needs(name: str, version: str) -> None:
+    locked = pins(name)
+    assert locked[name] == version and len(locked) > 1 and all(locked.values())
+
+
 @pytest.mark.parametrize("device", LOCKED)
 def test_a_finished_environment_stays_of_its_lock_without_being_asked(checkout: Path, device: str) -> None:
     (checkout / ".venv" / "setup.device").write_text(f"{device}\n")
