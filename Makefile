@@ -14,7 +14,10 @@ DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(i
 	$(if $(WINDOW),--window $(WINDOW)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 PROTO := dora/rpc/dora.proto
-PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
+SAMPLE_PROTO := dora/front/tinker/sample.proto# messages alone
+STUBS := $(addprefix dora/rpc/dora_,pb2.py pb2.pyi pb2_grpc.py) $(addprefix dora/front/tinker/sample_,pb2.py pb2.pyi)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO) \
+	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo triton prometheus clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
@@ -91,13 +94,13 @@ types: setup ## static types
 imports: setup ## which module may import which
 	@$(BIN)/lint-imports --no-logo
 
-proto: setup ## generate the gRPC stubs from dora.proto
+proto: setup ## generate the stubs from dora.proto and sample.proto
 	@$(call PROTOC,.)
 
-proto-check: setup ## are the gRPC stubs those of dora.proto?
+proto-check: setup ## are the stubs those of dora.proto and sample.proto?
 	@folder=$$(mktemp -d); trap 'rm -rf '$$folder EXIT; $(call PROTOC,$$folder); \
-		for file in dora_pb2.py dora_pb2.pyi dora_pb2_grpc.py; do \
-			cmp -s $$folder/dora/rpc/$$file dora/rpc/$$file || { echo "dora/rpc/$$file is not that of $(PROTO); run make proto"; exit 1; }; \
+		for file in $(STUBS); do \
+			cmp -s $$folder/$$file $$file || { echo "$$file is not that of its .proto; run make proto"; exit 1; }; \
 		done
 
 docs: setup ## write docs/reference.md from the code

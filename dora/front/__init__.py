@@ -1,4 +1,4 @@
-"""The agents' door: an HTTP server that speaks the protocols of OpenAI and vLLM, over a service's sessions.
+"""The agents' door: an HTTP server that speaks the protocols of OpenAI, vLLM and others, over a service's sessions.
 
 It is a process of its own and talks to the service by gRPC alone, so JSON, chat templates and tool calls never load the
 orchestrator's event loop.
@@ -13,6 +13,7 @@ orchestrator's event loop.
 | ``replays`` | retries of a request get the turns of its first call |
 | ``door`` | all of it together: whose call it is, limits, and the turns that it gets |
 | ``chat``, ``completions``, ``responses``, ``anthropic``, ``tokens``, ``control`` | the routes |
+| ``tinker`` | the routes of Tinker's sampling half |
 | ``model``, ``parts`` | the served model; parts of replies |
 | ``errors``, ``http`` | refusals as HTTP statuses; bodies and server-sent events |
 | ``app``, ``listening`` | the aiohttp application, and its socket |

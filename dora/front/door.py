@@ -16,7 +16,7 @@ from dora.front.asked import MODEL, Wanted, version_of
 from dora.front.errors import SessionClosed
 from dora.front.model import ServedModel
 from dora.front.replays import Replays
-from dora.front.sessions import AgentSession, Verdict
+from dora.front.sessions import AgentSession, Verdict, ended_turn
 from dora.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.front.turns import RunningTurn
 from dora.prompts.check import check_name
@@ -25,6 +25,7 @@ from dora.rpc.errors import Unauthenticated
 log = logging.getLogger("dora.front")
 
 CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
+TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
 LIVE_S: Final = 1.0  # how old the list of versions may be
 
 
@@ -40,6 +41,9 @@ class Limits:
     idle_s: float = 1800.0  # a session without a call is closed
     messages: int = 4096
     tools: int = 256
+    futures: int = 4096  # samples of Tinker's clients that they have not fetched
+    future_s: float = 600.0  # a sample that no client asks for is given up
+    poll_s: float = 20.0  # how long a client that asks for a sample may wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,13 @@ class Door:
 
     def caller(self, key: str, session_id: str) -> Call:
         """Returns who calls. ``session_id``: as header or path say. Raises Unauthenticated, NotFound, InvalidValue."""
-        own = self._by_key.get(key)
+        bare = key.removeprefix(TINKER_KEY)
+        own = self._by_key.get(key) or self._by_key.get(bare)
         if own is not None:
             if session_id and session_id != own.session_id:
                 raise Unauthenticated("key", "(of another session)", f"the key of session {session_id}")
             return Call(own.session_id, own.session_id)
-        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
+        if self._key and not any(hmac.compare_digest(each.encode(), self._key.encode()) for each in (key, bare)):
             shown = "(another)" if key else MISSING
             raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")
         if session_id:
@@ -107,8 +112,9 @@ class Door:
             self._live = now_s, await self._source.live()
         return self._live[1]
 
-    async def turns(self, call: Call, wanted: Wanted) -> list[RunningTurn]:
-        """Begins the turns of a request: in the call's session, or each in one of its own.
+    async def turns(self, call: Call, wanted: Wanted, group: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``group``: the name of the
+        group of these; turns that it has already, by a front that has died, are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -119,12 +125,15 @@ class Door:
             session.used_s = time.monotonic()
             return await self._begun(session, wanted)
         opening = Opening(
-            f"one-{uuid.uuid4().hex}", wanted.choices, await self._version(wanted.model), wanted.sampling or None
+            group or f"one-{uuid.uuid4().hex}",
+            wanted.choices,
+            await self._version(wanted.model),
+            wanted.sampling or None,
         )
         one, turns = replace(wanted, choices=1), []
         for handle in await self._source.open(opening):
             session = self._made(handle.session_id, handle, wanted)
-            turns += await self._begun(session, one)
+            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 

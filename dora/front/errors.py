@@ -59,6 +59,17 @@ def openai_body(error: DoraError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": field, "code": code or int(status)}}
 
 
+def category_of(error: DoraError) -> str:
+    """Returns whose fault a refusal is, in Tinker's words."""
+    status, _ = status_of(error)
+    return "user" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server"
+
+
+def tinker_body(error: DoraError) -> dict[str, Any]:
+    """Returns the body of Tinker's errors."""
+    return {"error": str(error), "category": category_of(error)}
+
+
 def anthropic_body(error: DoraError) -> dict[str, Any]:
     """Returns the body of Anthropic's errors."""
     status, kind = status_of(error)

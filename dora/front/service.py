@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from dora.client import Operator, Prompts
 from dora.client.connection import Patience
-from dora.client.sessions import Session, Sessions
+from dora.client.sessions import Session, Sessions, Turn
 from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.front.source import Live, Opening, Sampled
@@ -41,8 +41,8 @@ class ServiceSession:
         return [*self.session.prompt_token_ids.tolist(), *self.session.response]
 
     @property
-    def turn_tokens(self) -> int:
-        return len(self.session.turn.token_ids)
+    def last(self) -> Sampled:
+        return _sampled(self.session.turn)
 
     @property
     def turn(self) -> int:
@@ -67,8 +67,7 @@ class ServiceSession:
                         seen = max(seen, at)
                         if piece.finish_reason is not None:
                             self.session.turn = piece
-                        ids, logprobs = piece.token_ids[new].tolist(), piece.logprobs[new].tolist()
-                        yield Sampled(tuple(ids), tuple(logprobs), piece.finish_reason, piece.stop)
+                        yield _sampled(piece, new)
                 return
             except ServiceUnavailable as error:
                 await patience.wait(error)
@@ -86,6 +85,11 @@ class ServiceSession:
     async def give_up(self, reason: str) -> None:
         """Cancels the group: another session in its place would have nobody who drives it."""
         await self.take_back(self.session.prompt_id, reason)
+
+
+def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
+    ids, logprobs = turn.token_ids[part].tolist(), turn.logprobs[part].tolist()
+    return Sampled(tuple(ids), tuple(logprobs), turn.finish_reason, turn.stop)
 
 
 class Service:

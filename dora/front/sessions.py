@@ -35,6 +35,14 @@ class Verdict:
     log: str = ""
 
 
+def ended_turn(handle: SessionHandle) -> RunningTurn:
+    """Returns the last turn of a session as one that has been read."""
+    last = handle.last
+    turn = RunningTurn(handle.version, tuple(handle.token_ids[: len(handle.token_ids) - len(last.token_ids)]), None)
+    turn.add(last)
+    return turn
+
+
 class AgentSession:
     """One session of an agent. Each of its branches is a trajectory."""
 
@@ -63,7 +71,7 @@ class AgentSession:
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
         tokens = handle.token_ids
         if handle.turn and tokens:
-            self.tree.restored(tokens, len(tokens) - handle.turn_tokens)
+            self.tree.restored(tokens, len(tokens) - len(handle.last.token_ids))
             self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model

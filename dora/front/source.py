@@ -53,8 +53,8 @@ class SessionHandle(Protocol):
         ...
 
     @property
-    def turn_tokens(self) -> int:
-        """The sampled tokens of the last turn."""
+    def last(self) -> Sampled:
+        """The last turn that has ended."""
         ...
 
     @property

@@ -85,7 +85,7 @@ class RunningTurn:
                 async for sampled in pieces:
                     if self.has_ended:  # it was aborted
                         return
-                    self._add(sampled)
+                    self.add(sampled)
                     if sampled.finish_reason is not None:
                         return
         except DoraError as error:
@@ -122,7 +122,8 @@ class RunningTurn:
         async for _ in self.chunks():
             pass
 
-    def _add(self, sampled: Sampled) -> None:
+    def add(self, sampled: Sampled) -> None:
+        """Notes more tokens for its readers."""
         piece, reply = (Piece(), None) if self.texts is None else self.texts.push(sampled)
         is_last = sampled.finish_reason is not None
         self._chunks.append(Chunk(len(self.token_ids), sampled.token_ids, sampled.logprobs, piece, is_last))

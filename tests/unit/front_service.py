@@ -38,7 +38,7 @@ class FakeSession:
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has ended
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_busy: bool = False
-    last_tokens: int = 0
+    last: Sampled = field(default_factory=lambda: Sampled((), ()))
     ended: tuple[Any, ...] | None = None
     failed: str = ""
 
@@ -50,10 +50,6 @@ class FakeSession:
     def token_ids(self) -> list[int]:
         return self.paths[-1]
 
-    @property
-    def turn_tokens(self) -> int:
-        return self.last_tokens
-
     async def stream(
         self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
     ) -> AsyncGenerator[Sampled]:
@@ -64,10 +60,13 @@ class FakeSession:
             raise InvalidValue("given_token_ids", f"{len(token_ids)} tokens", f"1 to {CONTEXT}")
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
+        ids: tuple[int, ...] = ()
+        logprobs: tuple[float, ...] = ()
         async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
             path += sampled.token_ids
-            self.last_tokens = len(path) - len(before) - len(token_ids)
+            ids, logprobs = (*ids, *sampled.token_ids), (*logprobs, *sampled.logprobs)
             if sampled.finish_reason is not None:
+                self.last = Sampled(ids, logprobs, sampled.finish_reason, sampled.stop)
                 self.is_busy = False
                 self.paths.append(path)
                 self.is_idle.set()

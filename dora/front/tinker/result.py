@@ -1,0 +1,24 @@
+"""A sample in protobuf, as Tinker's client reads it."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from dora.front.tinker import sample_pb2 as pb
+from dora.front.turns import RunningTurn
+
+CONTENT_TYPE: Final = "application/x-protobuf"
+
+
+def encoded_sample(turns: Sequence[RunningTurn]) -> bytes:
+    """Returns the sequences of turns that have ended."""
+    return pb.SampleResponse(sequences=map(_sequence, turns)).SerializeToString()
+
+
+def _sequence(turn: RunningTurn) -> pb.SampledSequence:
+    return pb.SampledSequence(
+        stop_reason=pb.STOP_REASON_STOP if turn.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+        tokens=np.asarray(turn.token_ids, "<i4").tobytes(),
+        logprobs=np.asarray(turn.logprobs, "<f4").tobytes(),
+    )
