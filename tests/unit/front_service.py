@@ -94,6 +94,7 @@ class FakeService:
     openings: list[Opening] = field(default_factory=list)
     is_full: bool = False
     gate: asyncio.Event | None = None  # a turn's second piece waits for it
+    groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
         return Live("styled", self.versions[-1], self.versions, CONTEXT)
@@ -101,9 +102,16 @@ class FakeService:
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
+        known = self.groups.get(opening.group)
+        if known is not None:
+            for session in known:
+                await session.is_idle.wait()
+            return known
         self.openings.append(opening)
         version = self.versions[-1] if opening.version is None else opening.version
-        return [self.made(version, opening.sampling) for _ in range(opening.size)]
+        sessions = [self.made(version, opening.sampling) for _ in range(opening.size)]
+        self.groups[opening.group] = sessions
+        return sessions
 
     def made(self, version: int, sampling: Any) -> FakeSession:
         session = FakeSession(f"g0.{len(self.sessions)}", version, self, sampling)
@@ -139,10 +147,19 @@ async def front(
     style: str = "qwen2.5", *, key: str = "", limits: Limits | None = None, **service: Any
 ) -> AsyncIterator[tuple[str, FakeService, Door]]:
     """A front's base URL, its service and its door."""
-    chat = Chat(STYLES[style])
+    fake = FakeService(Chat(STYLES[style]), **service)
+    async with front_of(fake, key=key, limits=limits) as (url, door):
+        yield url, fake, door
+
+
+@asynccontextmanager
+async def front_of(
+    fake: FakeService, *, key: str = "", limits: Limits | None = None
+) -> AsyncIterator[tuple[str, Door]]:
+    """The base URL and the door of a front over this service."""
+    chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    fake = FakeService(chat, **service)
     door = Door(fake, model, key=key, limits=limits)
     async with serving(door, listening_socket("127.0.0.1:0", has_key=bool(key))) as url:
-        yield url, fake, door
+        yield url, door

@@ -47,6 +47,7 @@ class Future:
         if self.has_ended.is_set():
             return
         self.error = DoraError("the sample was cancelled")
+        self.has_ended.set()  # a task that has not begun sets nothing
         if self.task is not None:
             self.task.cancel()
         for turn in self.turns:
