@@ -22,6 +22,8 @@ FIELDS: Final = (
     *("task", "reward", "components", "log", "turn", "request_ids", "request_id", "logit_bias", "response_format"),
     *("chat_template_kwargs", "stop_token_ids", "min_tokens", "thinking", "reasoning", "reasoning_effort", "text"),
     *("metadata", "user", "output_mode", "verifier", "stop_sequences", "session_id", "ignore_eos", "echo", "store"),
+    *("num_samples", "seq_id", "sampling_session_id", "model_path", "base_model", "prompt_logprobs"),
+    "sampling_session_seq_id",
 )
 VALUES: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 1e308, -0.5, 0.7, "", "x", "policy", "policy-v6", "policy-v9"),
@@ -34,6 +36,8 @@ VALUES: Final[tuple[Any, ...]] = (
     [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text"}]}]}],
     *({"include_usage": True}, {"effort": "high"}, {"format": {"type": "json_schema"}}, [1.5], [-1], ["a"] * 40, 5),
 )
+SAMPLER: Final = f"tinker-{'0' * 32}.0.policy"
+ASAMPLE: Final = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_session_id": SAMPLER, "seq_id": 0}
 ROUTES: Final[Mapping[str, dict[str, Any]]] = {  # with a body that each accepts
     "/v1/chat/completions": {"messages": CHAT},
     "/v1/completions": {"prompt": "hi"},
@@ -49,6 +53,15 @@ ROUTES: Final[Mapping[str, dict[str, Any]]] = {  # with a body that each accepts
     "/sessions/s1": {},
     f"/sessions/{'z' * 300}/v1/completions": {"prompt": "hi"},
     "/sessions/s%00x/v1/completions": {"prompt": "hi"},
+    "/api/v1/create_sampling_session": {"session_id": SAMPLER.partition(".")[0], "sampling_session_seq_id": 0},
+    "/api/v1/asample": {"prompt": ASAMPLE["prompt"]},
+    "/sessions/s2/api/v1/asample": ASAMPLE,
+    "/api/v1/retrieve_future": {"request_id": f"{SAMPLER}.0"},
+    "/sessions/s2/api/v1/retrieve_future": {"request_id": f"{SAMPLER}.0"},
+    "/api/v1/cancel_future": {"request_id": f"{SAMPLER}.0"},
+    "/api/v1/samplers/x": {},
+    "/api/v1/telemetry": {},
+    "/api/v1/forward": {},
     "/v1/models": {},
     "/health": {},
     "/nothing": {},
