@@ -207,6 +207,10 @@ class Door:
             self._sessions[session.session_id] = self._by_key[session.key] = session
         return sessions
 
+    async def withdraw(self, group: str) -> None:
+        """Withdraws the group that a front has opened that died, if the service has it."""
+        await self._source.withdraw(group, "its front has died")
+
     async def version_for(self, model: str) -> int | None:
         return await self._version(model)
 

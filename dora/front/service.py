@@ -132,8 +132,12 @@ class Service:
         return [ServiceSession(session, self._take_back) for session in sessions]
 
     async def _take_back(self, group: str, reason: str) -> None:
+        """Withdraws a group. A failure leaves it to the service's own timeouts."""
         with suppress(DoraError):
-            await self._prompts.cancel([group], reason)
+            await self.withdraw(group, reason)
+
+    async def withdraw(self, group: str, reason: str) -> None:
+        await self._prompts.cancel([group], reason)
 
     async def __aenter__(self) -> Self:
         return self

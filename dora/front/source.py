@@ -95,3 +95,7 @@ class SessionSource(Protocol):
         a version that is not live, ServiceUnavailable.
         """
         ...
+
+    async def withdraw(self, group: str, reason: str) -> None:
+        """Cancels a group that an opening has named, if there is one and no step has it. Raises ServiceUnavailable."""
+        ...

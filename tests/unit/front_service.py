@@ -113,6 +113,10 @@ class FakeService:
         self.groups[opening.group] = sessions
         return sessions
 
+    async def withdraw(self, group: str, reason: str) -> None:
+        for session in self.groups.pop(group, ()):
+            await session.give_up(reason)
+
     def made(self, version: int, sampling: Any) -> FakeSession:
         session = FakeSession(f"g0.{len(self.sessions)}", version, self, sampling)
         self.sessions.append(session)

@@ -134,6 +134,17 @@ async def test_a_front_gives_the_turn_that_another_has_begun_that_died() -> None
     assert len(service.sessions) == session.turn == 1, "no turn is sampled twice"
 
 
+async def test_a_future_of_a_front_that_died_is_gone_and_its_group_withdrawn() -> None:
+    async with front() as (base, service, _), client(base) as api:
+        (session,) = await service.open(Opening(f"{api.sampler}.0"))
+        status, error = await api.fetch(f"{api.sampler}.0")
+        assert (status, error["category"]) == (410, "user") and session.failed
+        (other,) = await service.open(Opening("mine"))
+        for name in ("mine", "mine.0", f"{api.sampler}.x", f"{api.sampler[:-7]}.0"):
+            assert (await api.fetch(name))[0] == 410
+        assert not other.failed
+
+
 async def test_a_client_waits_for_the_window_and_for_a_turn() -> None:
     gate = asyncio.Event()
     async with front(is_full=True, gate=gate, limits=Limits(poll_s=0.01)) as (base, service, _), client(base) as api:
@@ -200,9 +211,10 @@ async def test_a_key_is_the_fronts_after_its_prefix_and_futures_are_their_holder
         async with aiohttp.ClientSession(headers={"X-API-Key": "tml-wrong"}) as http:
             status, error = await Api(base, http).fetch(request_id)
             assert (status, error["category"]) == (401, "user")
-    async with front() as (base, _, _), client(base, "tml-a") as api, client(base, "tml-b") as other:
+    async with front() as (base, service, _), client(base, "tml-a") as api, client(base, "tml-b") as other:
         request_id = await api.begin()
         assert (await other.fetch(request_id))[0] == 410 and (await api.fetch(request_id))[0] == 200
+        assert not any(session.failed for session in service.sessions)
 
 
 async def test_with_the_base_url_of_a_session_samples_are_its_turns() -> None:

@@ -66,6 +66,12 @@ def sampler_model(sampler: str) -> str:
     return model
 
 
+def is_sample(name: str) -> bool:
+    """Returns whether a future can have been named so."""
+    sampler, _, number = name.rpartition(".")
+    return is_session(sampler.partition(".")[0]) and sampler.count(".") > 1 and number.isascii() and number.isdigit()
+
+
 def asked_model(body: Mapping[str, Any]) -> str:
     """Returns the model that ``model_path``, or else ``base_model``, names. Raises InvalidValue."""
     path, base = _text(body, "model_path"), _text(body, "base_model")

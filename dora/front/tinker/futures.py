@@ -86,6 +86,9 @@ class Futures:
         future.used_s = time.monotonic()
         return future
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
     def finish(self, session_id: str, holder: str) -> None:
         """Gives up what a client's session has under way."""
         for future in self._kept.values():

@@ -14,6 +14,7 @@ from dora.front.errors import category_of, tinker_body
 from dora.front.http import DOOR, VERSION_HEADER, Handler, read_asked, read_body, refusing
 from dora.front.tinker.asked import (
     asked_model,
+    is_sample,
     is_session,
     new_session,
     number_of,
@@ -108,11 +109,15 @@ async def asample(request: web.Request) -> web.StreamResponse:
 
 
 async def retrieve_future(request: web.Request) -> web.StreamResponse:
-    """Waits a while for a sample. 408: ask again; 410: it has expired, or another front had it."""
+    """Waits a while for a sample. 408: ask again; 410: it has expired, or a front had it that died. Then the client
+    samples anew, so the group of the first one, which nobody drives, is withdrawn.
+    """
     asked = await read_asked(request)
     name = text_of(asked.body, "request_id")
     future = request.app[FUTURES].find(name, asked.call.holder)
     if future is None:
+        if is_sample(name) and name not in request.app[FUTURES]:
+            await asked.door.withdraw(name)
         error = NotFound("request_id", name, "that of a sample that was not given up: ask for it again")
         return web.json_response(tinker_body(error), status=HTTPStatus.GONE)
     if not await future.ended(asked.door.limits.poll_s):
