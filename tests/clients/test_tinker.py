@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import pytest
 
 import dora
 from dora.data.trajectory import Trajectory
+from dora.front.child import FrontProcess
 from dora.front.run import FrontOptions, front
 from dora.front.tinker import sample_pb2 as pb
+from dora.system.process_tree import descendants
 from dora.verify.check import verify
 from tests.clients.environments import run_in
-from tests.service import check_promises, configured, running, train
+from tests.service import check_promises, configured, during, running, train
 from tests.unit.front_service import front as fake_front
 
 FOLDER: Final = Path(__file__).parent
@@ -88,6 +93,43 @@ async def test_every_logprob_that_the_client_gets_is_the_models(tiny_dense: Path
     check(*await sample_and_train(tiny_dense, record=str(tmp_path / "record")))
     report = verify(tmp_path / "record")
     assert report.recomputed and report.ok, report
+
+
+@pytest.mark.full  # a front is started twice
+async def test_a_client_goes_on_when_its_front_dies(tiny_dense: Path) -> None:
+    """Its requests wait for the next front, which knows none of its futures: what was under way is sampled anew."""
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        prompts="none",
+        reward__function="tests.unit.reward_functions:process_id",
+        window__size=1,
+        rollout__max_tokens=8,
+    )
+    steps: list[list[Any]] = []
+
+    async def learn(trainer: dora.Trainer, process: FrontProcess) -> None:
+        async for step in trainer.steps(groups=1):
+            steps.append([group async for group in step])
+            if len(steps) == 1:  # the window has no room for the other groups: their samples wait
+                (child,) = [each for each in descendants() if "front" in psutil.Process(each).cmdline()]
+                os.kill(child, signal.SIGKILL)
+            await step.commit(weights=handle.model, wait=True)
+
+    process = FrontProcess("127.0.0.1:0")
+    async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        process.start(handle.address, handle.token, handle.model, 256)
+        try:
+            learning = asyncio.create_task(learn(trainer, process))
+            work = samples(process.url, prompts=PROMPTS, num_samples=SAMPLES, params={"max_tokens": 6})
+            seen = sampled(await during(learning, work))
+            learning.cancel()
+        finally:
+            await process.stop()
+    assert len(seen) == SAMPLES * len(PROMPTS)
+    found = [delivered(each) for (group,) in steps for each in group.trajectories]
+    assert len({each.trajectory_id for (group,) in steps for each in group.trajectories}) == len(found)
+    assert len([each for each in seen if each not in found]) <= SAMPLES, "those of the step that was not taken"
 
 
 async def test_the_client_shows_what_is_refused() -> None:

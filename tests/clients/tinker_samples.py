@@ -1,7 +1,7 @@
 """A program for Tinker's client in an environment of its own, without DORA: samples as its arguments say.
 
-Argument: a JSON object with ``model_path``, ``prompts`` (token ids), ``num_samples``, ``params``, ``options`` of
-``sample``, and ``cancel`` (gives each sample up at once). Prints a JSON object with the results, or with the error.
+Argument: a JSON object with ``model_path``, ``prompts`` (token ids), ``num_samples``, ``params``, and further
+``options`` of ``sample``. Prints a JSON object with the results, or with the error.
 """
 
 import json
