@@ -14,8 +14,7 @@ from dora.front.door import Door
 from dora.front.errors import TooLarge, anthropic_body, openai_body, status_of
 from dora.front.http import DOOR, refusing
 from dora.front.listening import BACKLOG, url_of
-from dora.front.tinker.futures import Futures
-from dora.front.tinker.routes import FUTURES, add_routes
+from dora.front.tinker.routes import add_routes
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
@@ -27,7 +26,7 @@ def application(door: Door) -> web.Application:
     app = web.Application(
         client_max_size=door.limits.body_bytes, middlewares=[_shaped], handler_args={"max_field_size": HEADER_BYTES_MAX}
     )
-    app[DOOR], app[FUTURES] = door, Futures(door.limits)
+    app[DOOR] = door
     app.router.add_get("/health", refusing(control.health))
     app.router.add_get("/prefix_breaks", refusing(control.breaks))
     app.router.add_post("/sessions", refusing(control.open_sessions))
@@ -42,9 +41,9 @@ def application(door: Door) -> web.Application:
         app.router.add_post(f"{base}/v1/messages/count_tokens", refusing(anthropic.count_tokens, anthropic_body))
         app.router.add_post(f"{base}/v1/completions", refusing(completions.completions))
         app.router.add_post(f"{base}/inference/v1/generate", refusing(tokens.generate))
-        add_routes(app, base)
     app.router.add_post("/inference/v1/abort_requests", refusing(tokens.abort_requests))
     app.cleanup_ctx.append(_sweeping)
+    add_routes(app, door)
     return app
 
 
@@ -52,7 +51,6 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            app[FUTURES].sweep()
             await app[DOOR].sweep()
 
     task = asyncio.create_task(sweep())
@@ -60,7 +58,6 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    await app[FUTURES].stop()
     await app[DOOR].stop()
 
 

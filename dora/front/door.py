@@ -25,7 +25,6 @@ from dora.rpc.errors import Unauthenticated
 log = logging.getLogger("dora.front")
 
 CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
-TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
 LIVE_S: Final = 1.0  # how old the list of versions may be
 
 
@@ -39,11 +38,11 @@ class Limits:
     in_flight: int = 512  # requests of one key
     sessions: int = 16384
     idle_s: float = 1800.0  # a session without a call is closed
-    messages: int = 4096
-    tools: int = 256
     futures: int = 4096  # samples of Tinker's clients that they have not fetched
     future_s: float = 600.0  # a sample that no client asks for is given up
     poll_s: float = 20.0  # how long a client that asks for a sample may wait
+    messages: int = 4096
+    tools: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,12 @@ class Door:
 
     def caller(self, key: str, session_id: str) -> Call:
         """Returns who calls. ``session_id``: as header or path say. Raises Unauthenticated, NotFound, InvalidValue."""
-        bare = key.removeprefix(TINKER_KEY)
-        own = self._by_key.get(key) or self._by_key.get(bare)
+        own = self._by_key.get(key)
         if own is not None:
             if session_id and session_id != own.session_id:
                 raise Unauthenticated("key", "(of another session)", f"the key of session {session_id}")
             return Call(own.session_id, own.session_id)
-        if self._key and not any(hmac.compare_digest(each.encode(), self._key.encode()) for each in (key, bare)):
+        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
             shown = "(another)" if key else MISSING
             raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")
         if session_id:
@@ -114,7 +112,7 @@ class Door:
 
     async def turns(self, call: Call, wanted: Wanted, group: str = "") -> list[RunningTurn]:
         """Begins the turns of a request: in the call's session, or each in one of its own. ``group``: the name of the
-        group of these; turns that it has already, by a front that has died, are returned and not sampled again.
+        group of these; turns that it has, of a front that died, are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -124,12 +122,8 @@ class Door:
             session = await self._session(call.session_id, wanted)
             session.used_s = time.monotonic()
             return await self._begun(session, wanted)
-        opening = Opening(
-            group or f"one-{uuid.uuid4().hex}",
-            wanted.choices,
-            await self._version(wanted.model),
-            wanted.sampling or None,
-        )
+        group = group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(group, wanted.choices, await self._version(wanted.model), wanted.sampling or None)
         one, turns = replace(wanted, choices=1), []
         for handle in await self._source.open(opening):
             session = self._made(handle.session_id, handle, wanted)
@@ -208,7 +202,7 @@ class Door:
         return sessions
 
     async def withdraw(self, group: str) -> None:
-        """Withdraws the group that a front has opened that died, if the service has it."""
+        """Withdraws the group of a front that died, if the service has it."""
         await self._source.withdraw(group, "its front has died")
 
     async def version_for(self, model: str) -> int | None:

@@ -22,6 +22,8 @@ log = logging.getLogger("dora.front")
 
 DOOR: Final = web.AppKey("door", Door)
 VERSION_HEADER: Final = "X-Policy-Version"
+TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
+TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
 DONE: Final = b"data: [DONE]\n\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[DoraError], dict[str, Any]]
@@ -72,6 +74,8 @@ def caller_of(request: web.Request) -> Call:
     key = key.strip() if scheme.lower() == "bearer" else ""
     key = key or request.headers.get("X-API-Key", "")
     header, path = request.headers.get("X-Session-ID", ""), request.match_info.get("session", "")
+    if TINKER in request.path:
+        key = key.removeprefix(TINKER_KEY)
     if header and path and header != path:
         raise InvalidValue("X-Session-ID", header, f"{path}, as in the path, or left out")
     return request.app[DOOR].caller(key, path or header)

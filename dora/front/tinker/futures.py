@@ -16,6 +16,7 @@ from dora.rpc.errors import ServiceUnavailable
 
 log = logging.getLogger("dora.front")
 
+SWEEP_S: Final = 5.0
 FINISH_REASONS: Final = ("stop", "length")
 NO_ROOM: Final = "branches"  # the field of a refusal that waiting does not help
 Begin = Callable[[], Awaitable[list[RunningTurn]]]
@@ -94,6 +95,12 @@ class Futures:
         for future in self._kept.values():
             if future.holder == holder and future.name.startswith(f"{session_id}."):
                 future.cancel()
+
+    async def run(self) -> None:
+        """Sweeps from time to time, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep()
 
     def sweep(self) -> None:
         """Forgets samples that have expired."""

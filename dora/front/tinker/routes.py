@@ -4,14 +4,19 @@ Tinker's client repeats a request that is answered 408, 409, 429 or 5xx, so what
 404. A future that has failed is answered 200, with its error and whose fault it is.
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
 
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.front.asked import MODEL
+from dora.front.door import Door
 from dora.front.errors import category_of, tinker_body
-from dora.front.http import DOOR, VERSION_HEADER, Handler, read_asked, read_body, refusing
+from dora.front.http import DOOR, TINKER, VERSION_HEADER, Handler, read_asked, read_body, refusing
 from dora.front.tinker.asked import (
     asked_model,
     is_sample,
@@ -29,8 +34,10 @@ from dora.front.tinker.result import CONTENT_TYPE, encoded_sample
 FUTURES: Final = web.AppKey("futures", Futures)
 
 
-def add_routes(app: web.Application, base: str) -> None:
-    """Adds the routes below a path."""
+def add_routes(app: web.Application, door: Door) -> None:
+    """Adds the routes, also within a session, and their futures."""
+    app[FUTURES] = Futures(door.limits)
+    app.cleanup_ctx.append(_sweeping)
     posts = {
         "client/config": client_config,
         "client/dynamic_config": client_dynamic_config,
@@ -44,11 +51,21 @@ def add_routes(app: web.Application, base: str) -> None:
         "sessions/{tinker}/finish": finish_session,
     }
     gets = {"healthz": healthz, "get_server_capabilities": capabilities, "samplers/{sampler}": show_sampler}
-    for path, handler in posts.items():
-        app.router.add_post(f"{base}/api/v1/{path}", refusing(_final(handler), tinker_body))
-    for path, handler in gets.items():
-        app.router.add_get(f"{base}/api/v1/{path}", refusing(handler, tinker_body))
-    app.router.add_route("*", f"{base}/api/v1/{{rest:.*}}", refusing(not_offered, tinker_body))
+    for base in ("", "/sessions/{session}"):
+        for path, handler in posts.items():
+            app.router.add_post(f"{base}{TINKER}{path}", refusing(_final(handler), tinker_body))
+        for path, handler in gets.items():
+            app.router.add_get(f"{base}{TINKER}{path}", refusing(handler, tinker_body))
+        app.router.add_route("*", f"{base}{TINKER}{{rest:.*}}", refusing(not_offered, tinker_body))
+
+
+async def _sweeping(app: web.Application) -> AsyncIterator[None]:
+    task = asyncio.create_task(app[FUTURES].run())
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await app[FUTURES].stop()
 
 
 def _final(handler: Handler) -> Handler:
@@ -91,16 +108,24 @@ async def create_sampling_session(request: web.Request) -> web.StreamResponse:
     session_id, model = text_of(asked.body, "session_id"), asked_model(asked.body)
     if not is_session(session_id):
         raise InvalidValue("session_id", session_id, "as create_session has answered")
-    await asked.door.version_for(model)
+    await _check_live(asked.door, model)
     name = sampler_name(session_id, number_of(asked.body, "sampling_session_seq_id"), model)
     return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
+
+
+async def _check_live(door: Door, model: str) -> None:
+    """Raises NotFound for the name of another model, InvalidValue for a version that is not live."""
+    version, live = await door.version_for(model), await door.live()
+    if version is not None and version not in live.versions:
+        names = ", ".join(f"{MODEL}-v{each}" for each in live.versions) or "none is"
+        raise InvalidValue("model_path", f"{MODEL}-v{version}", f"a live version: {names}", "is not live")
 
 
 async def asample(request: web.Request) -> web.StreamResponse:
     """Begins a sample. A repeated request, by its sampling session and number, gets the one that was begun."""
     asked = await read_asked(request)
     ask, door, call = sample_asked(asked.body), asked.door, asked.call
-    await door.version_for(ask.wanted.model)
+    await _check_live(door, ask.wanted.model)
     future = request.app[FUTURES].begin(
         ask.name, call.holder, ask.digest, lambda: door.turns(call, ask.wanted, group=ask.name)
     )
