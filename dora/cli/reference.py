@@ -21,6 +21,7 @@ from dora.cli.simulate import presets, run, sweep
 from dora.cli.simulate.presets import PresetRow
 from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
+from dora.data.conversation import BranchShown, Conversation, TurnShown
 from dora.data.counters import COUNTERS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
@@ -113,6 +114,8 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
         FIELDS,
         _named(TRAJECTORY),
     )
+    session = _fields(Conversation, ("branches[].", BranchShown), ("branches[].turns[].", TurnShown))
+    yield "A recorded session: `dora trajectories --show`", FIELDS, session
     yield "A record: `dora verify`", FIELDS, (("`ok`", "whether nothing was violated"), *_fields(VerifyReport))
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
     yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from dora.cli import completion
+from dora.cli.conversation import show_conversation
 from dora.cli.exits import ExitCode
 from dora.cli.options import AddressOption, JsonOption, TokenOption, source_of
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 LISTENS_S = 2.0
+DEMO_RECORD = Path("out/demo/record")
 
 
 class TrajectoryState(StrEnum):
@@ -106,11 +108,25 @@ def trajectories(
         typer.Option(metavar="STATE", help="Only those waiting, running, moving, parked, finished or leased."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Maximum number to list.")] = 100,
+    shown: Annotated[
+        str | None,
+        typer.Option(
+            "--show", metavar="ID", help="Show one that a step has trained on, as a conversation, from the record."
+        ),
+    ] = None,
+    record: Annotated[
+        Path, typer.Option(metavar="DIR", help="The record for --show: a folder of `--record DIR`.")
+    ] = DEMO_RECORD,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the trajectories that are not committed, with the request ids for `dora migrate`."""
+    """List the trajectories that are not committed, with the request ids for `dora migrate`.
+
+    With --show, print a whole recorded session instead: its turns, who gave their tokens and when, and its rewards.
+    """
+    if shown is not None:
+        return show_conversation(shown, record, as_json)
     from dora.view.service import trajectories_table
 
     wanted = state.value if state is not None else ""
@@ -257,7 +273,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "groups": (groups, "dora groups --json"),
     "pools": (pools, "dora pools --json"),
     "hosts": (hosts, "dora hosts --json"),
-    "trajectories": (trajectories, "dora trajectories --state running --limit 20"),
+    "trajectories": (trajectories, "dora trajectories --show g12.0 --record out/demo/record"),
     "migrate": (migrate, "dora migrate g12.0 --to w1"),
     "drain": (drain, "dora drain w1"),
     "scale": (scale, "dora scale --workers 4 --host gpu-7"),

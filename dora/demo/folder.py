@@ -3,9 +3,12 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dora.data.run_record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.errors import InvalidValue
+
+DEFAULT_OUT: Final = Path("out/demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,16 @@ class OutFolder:
     def service_log(self) -> Path:
         return self.root / "service.log"
 
+    @property
+    def environment_log(self) -> Path:
+        return self.root / "environment.log"
+
     def clear(self) -> None:
         """Creates the folder, or removes an earlier demo's files. Raises InvalidValue if it is not writable."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for file in (self.report, self.series, self.timeline, self.trained, self.trainer_log, self.service_log):
+            logs = (self.trainer_log, self.service_log, self.environment_log)
+            for file in (self.report, self.series, self.timeline, self.trained, *logs):
                 file.unlink(missing_ok=True)
             for name in LINES_FILES:
                 (self.record / name).unlink(missing_ok=True)
@@ -60,3 +68,6 @@ class OutFolder:
                     shutil.rmtree(version)
         except OSError as error:
             raise InvalidValue("--out", str(self.root), f"a writable folder ({error.strerror})") from error
+
+
+DEFAULT_RECORD: Final = OutFolder(DEFAULT_OUT).record

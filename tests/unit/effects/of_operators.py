@@ -87,6 +87,7 @@ def count(done: Done) -> bool:
 
 EVALUATION: Final = "tests/e2e/test_evaluation_fake.py::test_the_command_writes_what_came_and_counts_it_by_column"
 
+SHOWN: Final = "tests/unit/test_conversation.py::"
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **{row: how for command, given in ARGUMENTS.items() for row, how in common(command, *given).items()},
@@ -98,6 +99,8 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("trajectories", "limit"): Ran(
         ["trajectories", *AT, "--json"], ["--limit", "1"], lambda done: len(done.at("trajectories")) == 1
     ),
+    ("trajectories", "shown"): Shown(SHOWN + "test_the_command_shows_token_ids_without_a_tokenizer"),
+    ("trajectories", "record"): Shown(SHOWN + "test_the_command_shows_texts_with_escapes"),
     ("migrate", "request"): Ran(["migrate", "--to", "w1", *AT], ["g3.0"], succeeds),
     ("migrate", "worker"): Ran(["migrate", "g3.0", *AT], ["--to", "w1"], succeeds),
     ("drain", "worker"): Ran(["drain", *AT], ["w2"], lambda done: "w2 drains" in done.out),
