@@ -9,9 +9,9 @@ V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py
 CLIENTS := tinker# other projects' clients, each in an environment of its own: locks/install.py
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-# What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
-DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
-	$(if $(WINDOW),--window $(WINDOW)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
+# What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60. AGENT=1 alone takes the model tiny.
+DEMO_ARGS := $(if $(or $(MODEL),$(AGENT)),--model $(or $(MODEL),tiny)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
+	$(if $(WINDOW),--window $(WINDOW)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(if $(AGENT),--agent) $(ARGS)
 
 PROTO := dora/rpc/dora.proto
 SAMPLE_PROTO := dora/front/tinker/sample.proto# messages alone
@@ -29,7 +29,7 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: no $(PYTHON) found; Python 3.11 or newer is needed"; exit 1; }
 	@$(PYTHON) locks/install.py $(DEVICE)
 
-demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 ...
+demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 AGENT=1 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
 test: check triton prometheus clients-if-had ## lint, types, import rules, stubs, and the tests that CI runs

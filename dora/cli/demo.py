@@ -30,6 +30,14 @@ def demo(
             autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or the path of a Hugging Face folder."
         ),
     ] = "smollm2",
+    agent: Annotated[
+        bool,
+        typer.Option(
+            "--agent",
+            metavar="",
+            help="Train sessions of several turns with a tool, in an environment (`dora.demo.agent_tasks`).",
+        ),
+    ] = False,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     groups: Annotated[int | None, typer.Option(help="Prompt groups a step.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Responses per prompt.")] = None,
@@ -66,6 +74,7 @@ def demo(
         os.environ.pop(variable, None)
     options = DemoOptions(
         model=model,
+        is_agent=agent,
         out=out,
         steps=steps,
         groups=groups,
@@ -80,7 +89,7 @@ def demo(
     )
     console = stderr() if as_json else stdout()
     folder = OutFolder(out)
-    with screen_for(console, f"dora demo --model {model}", options.steps_asked) as screen:
+    with screen_for(console, f"dora demo --model {model}{' --agent' * agent}", options.steps_asked) as screen:
         try:
             report = asyncio.run(_run(options, folder, screen))
         except asyncio.CancelledError:  # by a signal

@@ -43,6 +43,7 @@ class StepSummary:
     trajectories: int
     tokens: int
     answer: str  # the verifier's log for the response of median reward; may be empty
+    median_id: str = ""  # this response's id; empty: no reward was valid
 
 
 def read_record(path: Path) -> list[Row]:
@@ -126,6 +127,7 @@ def _summary(step: int, rows: Sequence[Row]) -> StepSummary:
         trajectories=len(rows),
         tokens=sum(row["length_tokens"] for row in rows),
         answer=scored[len(scored) // 2].get("verifier_log", "") if scored else "",
+        median_id=scored[len(scored) // 2]["trajectory_id"] if scored else "",
     )
 
 

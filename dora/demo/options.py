@@ -26,6 +26,7 @@ class DemoOptions:
     seed: int = 0
     settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
     kill_worker_after_s: float | None = None
+    is_agent: bool = False  # sessions of several turns with a tool in place of single answers
     trainer_arguments: tuple[str, ...] = ()  # for ``python -m dora.trainers.grpo``, after the demo's own
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class DemoOptions:
 
     @property
     def preset(self) -> DemoPreset:
-        return preset(self.model)
+        return preset(self.model, is_agent=self.is_agent)
 
     @property
     def steps_asked(self) -> int:
@@ -59,6 +60,7 @@ def service_config(options: DemoOptions, record: Path) -> Config:
     defaults = given(
         {
             "prompts": chosen.prompts,
+            "environment.spec": chosen.environment or None,
             "window.size": chosen.window,
             "window.groups_per_step": chosen.groups,
             "rollout.group_size": chosen.group_size,

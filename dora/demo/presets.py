@@ -1,6 +1,6 @@
 """The defaults of ``dora demo``: one preset per model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dora.errors import InvalidValue, one_of
 
@@ -29,6 +29,7 @@ class DemoPreset:
     train_layers: int = 0  # number of last decoder layers to train; 0: all
     micro_batch_tokens: int = 1024  # of the trainer: its logits take this times the vocabulary, several times over
     autocast: bool = False  # the trainer multiplies matrices in bfloat16 if the processor is fast at it
+    environment: str = ""  # module:Class that drives the responses, as sessions of several turns; empty: none
 
 
 # A step takes about a second on two cores, and the longest response about four: with three versions in the window, it
@@ -70,11 +71,21 @@ PRESETS: dict[str, DemoPreset] = {
     "tiny-moe": TINY,
 }
 
+_TINY_AGENT = replace(
+    TINY, prompts="tiny", max_tokens=8, steps=60, learning_rate=4e-3, environment="dora.demo.agent_tasks:Lookup"
+)
+AGENT_PRESETS: dict[str, DemoPreset] = {
+    "smollm2": replace(PRESETS["smollm2"], max_tokens=48, steps=6, environment="dora.demo.agent_tasks:Checked"),
+    "tiny": _TINY_AGENT,
+    "tiny-moe": _TINY_AGENT,
+}
 
-def preset(model: str) -> DemoPreset:
+
+def preset(model: str, *, is_agent: bool = False) -> DemoPreset:
     """The preset of ``model``. A Hugging Face folder uses smollm2's sizes. Raises InvalidValue for another name."""
-    if model in PRESETS:
-        return PRESETS[model]
+    presets = AGENT_PRESETS if is_agent else PRESETS
+    if model in presets:
+        return presets[model]
     if "/" in model:
-        return PRESETS["smollm2"]
+        return presets["smollm2"]
     raise InvalidValue("--model", model, f"{one_of(model, PRESETS)}, or the path of a Hugging Face folder (with a '/')")

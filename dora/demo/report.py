@@ -24,6 +24,7 @@ class DemoRun:
     groups_overdue_at_end: int = 0  # of these, groups past their deadline
     kill_worker_after_s: float | None = None  # None: no worker was to be killed
     workers_killed: int = 0
+    environment: str = ""  # that drove sessions of several turns; empty: single answers
 
 
 class DemoReport(TypedDict):
@@ -61,6 +62,11 @@ class DemoReport(TypedDict):
     parked_ms_p99: Annotated[float | None, "99th percentile of the same"]
     workers_lost: Annotated[int, "workers whose connection broke"]
     workers_killed: Annotated[int, "workers that the demo killed, as `--kill-worker-after` asks"]
+    environment: Annotated[str, "the environment that drove sessions of several turns; empty: single answers"]
+    turns_ended: Annotated[int, "turns of sessions that have ended"]
+    turns_resumed: Annotated[int, "next turns of sessions that began with their KV"]
+    sessions_replaced: Annotated[int, "sessions whose environment failed or was silent, and that began anew"]
+    conversation: Annotated[str, "the session of median reward in the last step, for `dora trajectories --show`"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
     reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
@@ -147,6 +153,11 @@ def build_report(
         "parked_ms_p99": counters.get("parked_ms_p99"),
         "workers_lost": int(counters.get("workers_lost", 0)),
         "workers_killed": run.workers_killed,
+        "environment": run.environment,
+        "turns_ended": int(counters.get("turns_ended", 0)),
+        "turns_resumed": int(counters.get("turns_resumed", 0)),
+        "sessions_replaced": int(counters.get("sessions_replaced", 0)),
+        "conversation": steps[-1].median_id if steps and run.environment else "",
         "mean_reward_by_step": [step.mean_reward for step in steps],
         "reward_first": mean_reward(first),
         "reward_last": mean_reward(last),

@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dora.demo.screen import Screen
 from dora.demo.series import read_series, sample_json, sample_of, shares
 from dora.demo.timeline import TrainerSpan, draw_timeline
 from dora.demo.trainer_process import CommittedStep, TrainerProcess
+from dora.environment.child import EnvironmentProcess
 from dora.errors import DoraError
 from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
@@ -93,6 +94,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         groups_overdue_at_end=watched.balance.groups_overdue,
         kill_worker_after_s=options.kill_worker_after_s,
         workers_killed=watched.workers_killed,
+        environment=config.environment.spec,
     )
     seconds = _seconds(started_s, watched, clock())
     samples = read_series(folder.series)
@@ -192,6 +194,7 @@ async def _watched_run(
     async with (
         Operator(handle.address, handle.token) as operator,
         TrainerProcess(arguments, handle.tokens[Role.TRAINER], threads, folder.trainer_log, folder.trained) as trainer,
+        _environment(config, handle, folder),
     ):
         strike = Strike(options.kill_worker_after_s, screen)
         training = asyncio.create_task(trainer.run())
@@ -212,6 +215,20 @@ async def _watched_run(
     screen.show(balance.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
     return Watched(balance, trainer.trained, handle.model_s, ready_s, trainer.committed, failure, strike.workers_killed)
+
+
+@asynccontextmanager
+async def _environment(config: Config, handle: ServiceHandle, folder: OutFolder) -> AsyncIterator[None]:
+    """Runs the environment of the sessions, if there is one. Raises InvalidValue if its class does not load."""
+    if not config.environment.spec:
+        yield
+        return
+    environment = await asyncio.to_thread(EnvironmentProcess, config.environment, config.reward.environment)
+    environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model, folder.environment_log)
+    try:
+        yield
+    finally:
+        await environment.stop()
 
 
 def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[TrainerSpan]:

@@ -1,5 +1,6 @@
 """The demo's final summary: the results in a few lines, and the paths of the files."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dora.demo.folder import OutFolder
+from dora.demo.folder import DEFAULT_RECORD, OutFolder
 from dora.view.numbers import duration
 from dora.view.tables import Note
 
@@ -18,9 +19,17 @@ def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder
     console.print(summary_table(report))
     for sentence in (*report["failures"], *report["not_done"]):
         console.print(Text.assemble(("FAILED ", "bold red"), sentence))
+    if report["conversation"]:
+        console.print(f"session   {show_command(report['conversation'], folder)}", soft_wrap=True)
     console.print(f"report    {folder.report}", soft_wrap=True)
     console.print(f"timeline  {folder.timeline}", soft_wrap=True)
     console.print(f"record    {folder.record}   (dora verify {folder.record})", soft_wrap=True)
+
+
+def show_command(trajectory_id: str, folder: OutFolder) -> str:
+    """The command that shows a whole session of the run."""
+    record = "" if folder.record == DEFAULT_RECORD else f" --record {shlex.quote(str(folder.record))}"
+    return f"dora trajectories --show {trajectory_id}{record}"
 
 
 def summary_table(report: Mapping[str, Any]) -> Table:
@@ -58,6 +67,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"generated for two versions at once in {report['two_versions_share']:.0%} of the samples, "
             f"{report['engines_idle_share']:.0%} idle",
         )
+    if report["environment"]:
+        yield "sessions", _sessions(report)
     yield "moves", _moves(report)
     if report["workers_killed"]:
         yield "kills", f"{report['workers_killed']} worker was killed, as asked; {report['workers_lost']} lost"
@@ -67,6 +78,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{name} step", answer
     yield "tokens", f"{report['tokens_generated']:,} generated, {report['tokens_per_s']:.0f}/s during training"
     yield "time", _time(report)
+
+
+def _sessions(report: Mapping[str, Any]) -> str:
+    return (
+        f"{report['turns_ended']:,} turns with {report['environment']}, {report['turns_resumed']:,} of them resumed "
+        f"with their KV; {report['sessions_replaced']} sessions replaced"
+    )
 
 
 def _moves(report: Mapping[str, Any]) -> str:

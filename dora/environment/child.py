@@ -19,13 +19,13 @@ class EnvironmentProcess:
         check_loads(settings.spec, self._environment)
         self._process: KeptProcess | None = None
 
-    def start(self, service: str, token: str, model: Path) -> None:
-        """``token``: of the environment's role."""
+    def start(self, service: str, token: str, model: Path, log: Path | None = None) -> None:
+        """``token``: of the environment's role. ``log``: the file for its output; None: this process's stderr."""
         words = [f"environment.{name}={value}" for name, value in self._settings if name != "spec"]
         sets = [word for each in words for word in ("--set", each)]
         argv = ["-m", "dora", "environment", self._settings.spec, "--service", service, "--model", str(model), *sets]
         environment = {**self._environment, "DORA_TOKEN": token}
-        self._process = KeptProcess("the environment", argv, environment)
+        self._process = KeptProcess("the environment", argv, environment, log=log)
 
     async def stop(self) -> None:
         """Ends the process, if it was started."""

@@ -28,6 +28,7 @@ from dora.rpc.errors import ServiceUnavailable
 
 Result = TypeVar("Result")
 CLOSE_S = 10.0
+NAME_CHARACTERS = 128
 RECONNECT_S = 300.0  # how long a session waits for a service that has gone
 
 
@@ -136,7 +137,7 @@ class Episodes:
                 await _kept(partial(_end, session, found, numbers))
                 return
             chat = [*chat, message, *found]
-            name = "tool" if found[-1]["role"] == "tool" else "step"
+            name = _name_of(found[-1], reply)
 
     def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
         parser = ReplyParser(
@@ -185,6 +186,14 @@ def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
         parsed.tool_calls,
         parsed.reasoning,
     )
+
+
+def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
+    """Returns the name under which a turn's last new message is recorded: the tool's, or the message's own."""
+    called = {call.id: call.name for call in reply.tool_calls}
+    said = message.get("name") or called.get(message.get("tool_call_id") or "")
+    name = said if isinstance(said, str) and said.isprintable() else ""
+    return name[:NAME_CHARACTERS] or ("tool" if message["role"] == "tool" else "step")
 
 
 async def _end(session: Driven, end: End, numbers: Sequence[int]) -> None:

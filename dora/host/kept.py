@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Final
 
 log = logging.getLogger("dora.host")
@@ -15,15 +16,23 @@ ENDS_WITHIN_S: Final = 10.0
 
 
 class KeptProcess:
-    """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets."""
+    """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets. ``log``: the
+    file for its output; None: this process's own.
+    """
 
     def __init__(
-        self, name: str, argv: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()
+        self,
+        name: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        passed: Sequence[int] = (),
+        log: Path | None = None,
     ) -> None:
         self._name = name
         self._argv = ("-m", "dora.host.bound", str(os.getpid()), *argv)
         self._environment = dict(environment)
         self._passed = tuple(passed)
+        self._log = log
         self._task = asyncio.create_task(self._kept_running())
 
     async def stop(self) -> None:
@@ -34,13 +43,16 @@ class KeptProcess:
 
     async def _kept_running(self) -> None:
         while True:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._argv,
-                env=self._environment,
-                pass_fds=self._passed,
-                start_new_session=True,  # Ctrl-C is for this process, which drains first
-            )
+            with nullcontext() if self._log is None else self._log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *self._argv,
+                    env=self._environment,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=self._passed,
+                    start_new_session=True,  # Ctrl-C is for this process, which drains first
+                )
             try:
                 code = await process.wait()
             except asyncio.CancelledError:

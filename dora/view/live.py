@@ -22,6 +22,7 @@ from dora.view.service import (
     drain_rows,
     filling,
     refusals,
+    sessions_idle,
     state_style,
     storage,
     tokens_per_s,
@@ -55,7 +56,7 @@ def service_view(status: Status, title: str, steps_asked: int = 0) -> Renderable
     workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
     drain = [Text(f"{name}: {told}", "cyan") for name, told in drain_rows(status)]
     head = [_progress(status, steps_asked), *drain, *_faults(status), *refusals(status)]
-    below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
+    below = [Note(_rewards(status)), *map(Note, _sessions(status)), *_metrics(status), _counters(status)]
     return Panel(
         Group(*(Note(line) for line in head), Text(), workers, Text(), *below),
         title=title,
@@ -141,6 +142,21 @@ def _rewards(status: Status) -> Text:
     rewards = [step.mean_reward for step in status.steps][-40:]
     latest = f"{spark_line(rewards)} {measured(rewards[-1])}" if rewards else "no step committed yet"
     return Text.assemble(("reward ", "bold"), latest, ("   groups finished, not taken ", "bold"), str(finished))
+
+
+def _sessions(status: Status) -> list[Text]:
+    """One line on sessions of several turns; none if there were none."""
+    idle, counted = sessions_idle(status), status.counters
+    turns = int(counted.get("turns_ended", 0))
+    if not (idle or turns):
+        return []
+    sampling = sum(version.requests_running for version in status.versions)
+    parts = (
+        *(("sessions ", "bold"), f"{sampling:,} sampling, {idle:,} in tool time"),
+        *(("   turns ", "bold"), f"{turns:,} ended, {counted.get('turns_resumed', 0):,.0f} resumed with their KV, "),
+        f"{counted.get('turns_reprefilled', 0):,.0f} prefilled anew",
+    )
+    return [Text.assemble(*parts)]
 
 
 def _metrics(status: Status) -> list[RenderableType]:

@@ -3,7 +3,7 @@
 from dora.rpc.dora_pb2 import Status, StepMetrics
 from dora.view.evaluation import evaluated_line
 from dora.view.metrics import alarms, metrics
-from dora.view.service import drain_rows, faults_of, filling
+from dora.view.service import drain_rows, faults_of, filling, sessions_idle
 
 NEWS_PERIOD_S = 2.0  # minimum time between batches of lines
 METRICS_TOLD = 4  # per commit; `dora status` shows all
@@ -27,6 +27,8 @@ def news(before: Status, after: Status) -> list[str]:
         f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"
         for step in new
     ]
+    if new and (turns := int(after.counters["turns_ended"] - before.counters["turns_ended"])):
+        lines.append(f"turns of sessions ended: {turns:,}; {sessions_idle(after):,} sessions are in tool time")
     known = {each.version for each in before.evaluated}
     lines += [f"evaluated {evaluated_line(each)}" for each in after.evaluated if each.version not in known]
     lines += [f"ALARM: step {step.step}: {line}" for step in new for line in alarms(step.metrics)]

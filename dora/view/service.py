@@ -227,6 +227,11 @@ def without_drained(workers: Iterable[WorkerStatus]) -> tuple[list[WorkerStatus]
     return [row for row in rows if row.state != DRAINED], [row.worker_id for row in rows if row.state == DRAINED]
 
 
+def sessions_idle(status: Status) -> int:
+    """Sessions between two turns: their tools run."""
+    return sum(version.sessions_idle for version in status.versions)
+
+
 def versions_table(status: Status) -> Sheet[VersionStatus]:
     """The live policy versions, newest first; below them the reasons of refusals by workers."""
     rows = sorted(status.versions, key=lambda row: row.version, reverse=True)

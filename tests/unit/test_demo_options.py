@@ -69,6 +69,7 @@ def kills(options: DemoOptions) -> int:
 # option -> what it is given, what shows its effect, and what that must be
 EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = {
     "model": (["--model", "tiny-moe"], config_field("model"), "tiny-moe"),
+    "agent": (["--agent"], config_field("environment.spec"), "dora.demo.agent_tasks:Lookup"),
     "steps": (["--steps", "7"], trainer_argument("--steps"), "7"),
     "groups": (["--groups", "5"], config_field("window.groups_per_step"), 5),
     "group_size": (["--group-size", "6"], config_field("rollout.group_size"), 6),

@@ -13,14 +13,14 @@ from rich.console import Console
 from dora.config import Config
 from dora.data.types import Segment
 from dora.demo.audit import audit, read_record, step_summaries
-from dora.demo.folder import OutFolder
+from dora.demo.folder import DEFAULT_OUT, OutFolder
 from dora.demo.moves import Move, MoveWatch
 from dora.demo.options import DemoOptions, service_config
-from dora.demo.presets import PRESETS
+from dora.demo.presets import AGENT_PRESETS, PRESETS, DemoPreset
 from dora.demo.report import DemoRun, DemoSeconds, build_report
 from dora.demo.run import trainer_spans
 from dora.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
-from dora.demo.summary import print_summary
+from dora.demo.summary import print_summary, show_command
 from dora.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline, moved_requests
 from dora.demo.trainer_process import CommittedStep
 from dora.errors import InvalidValue
@@ -448,10 +448,23 @@ def configured(**changes: Any) -> Config:
     return service_config(DemoOptions(**{"model": "tiny", "out": Path("out"), **changes}), Path("out/record"))
 
 
-@pytest.mark.parametrize("model", PRESETS)
-def test_every_preset_fits_its_workers(model: str) -> None:
-    config = configured(model=model)
-    assert config.window.size == PRESETS[model].window
+def test_a_run_of_sessions_names_one_to_look_at() -> None:
+    rows, counters, trained = healthy()
+    counters |= {"turns_ended": 36.0, "turns_resumed": 24.0}
+    run = replace(RUN, environment="dora.demo.agent_tasks:Lookup")
+    report = build_report(rows, counters, trained, SECONDS, run)
+    assert report["conversation"] == f"s{STEPS - 1}-g0-1", "of median reward, in the last step"
+    text = words_of(report)
+    assert "36 turns with dora.demo.agent_tasks:Lookup, 24 of them resumed" in text
+    assert "dora trajectories --show s2-g0-1 --record out/record" in text
+    assert show_command("g1.0", OutFolder(DEFAULT_OUT)) == "dora trajectories --show g1.0"
+    assert build_report(rows, counters, trained, SECONDS, RUN)["conversation"] == ""
+
+
+@pytest.mark.parametrize(("model", "presets"), [(model, each) for each in (PRESETS, AGENT_PRESETS) for model in each])
+def test_every_preset_fits_its_workers(model: str, presets: Mapping[str, DemoPreset]) -> None:
+    config = configured(model=model, is_agent=presets is AGENT_PRESETS)
+    assert (config.window.size, config.environment.spec) == (presets[model].window, presets[model].environment)
     assert config.rollout.max_tokens < config.workers.max_model_len_tokens
     assert config.workers.kv_tokens >= config.workers.max_model_len_tokens
 

@@ -127,7 +127,7 @@ async def test_the_five_tuple_of_gymnasium_adds_up() -> None:
 async def test_tool_calls_are_parsed_and_answered() -> None:
     session = FakeSession((CALL, "It is 3."))
     await attended(Calls, session)
-    assert session.ended == (1.0, {}, {}, "It is 3.") and session.names == ["reset", "tool"]
+    assert session.ended == (1.0, {}, {}, "It is 3.") and session.names == ["reset", "add"]
     assert CALL in CHAT.decode(session.token_ids) and "3" in CHAT.decode(session.token_ids)
 
 

@@ -293,9 +293,18 @@ def test_a_summary_of_the_demo_fits() -> None:
     promises = dict.fromkeys(
         ("groups_lost", "groups_duplicated", "c1_violations", "staleness_max", "groups_admitted", "groups_trained",
          "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost",
-         "requests_parked", "requests_resumed", "workers_killed"), 10**12,
+         "requests_parked", "requests_resumed", "workers_killed", "turns_ended", "turns_resumed", "sessions_replaced"),
+        10**12,
     )  # fmt: skip
-    run = {"steps": 10, "model": "/models/" + "n" * 100, "window": 2, "failures": ["one"], "not_done": ["two " * 40]}
+    run = {
+        "environment": "dora.demo.agent_tasks:Lookup",
+        "conversation": "g1000.7",
+        "steps": 10,
+        "model": "/models/" + "n" * 100,
+        "window": 2,
+        "failures": ["one"],
+        "not_done": ["two " * 40],
+    }
     phases = ("total", "model", "start", "first_step", "later_steps", "end")
     run |= {f"seconds_{phase}": 1e6 for phase in phases}
     run |= {
