@@ -503,6 +503,18 @@ class EnvironmentConfig(Section):
     )
     at_once: int = Field(256, ge=1, le=1 << 16, description="sessions of one process at a time; others wait")
     starting: int = Field(16, ge=1, le=1 << 16, description="sessions of one process that may start up at a time")
+    warm: int = Field(
+        0,
+        ge=0,
+        le=1 << 12,
+        description="environments of one process that are prepared before a session needs them",
+    )
+    verdicts: int = Field(
+        4096,
+        ge=0,
+        le=1 << 20,
+        description="ends of conversations that one process keeps, of a class that says that it is deterministic",
+    )
     memory_mb: int = Field(4096, ge=256, le=1 << 24, description="of one process, which is started again beyond it")
     open_files: int = Field(4096, ge=64, le=1 << 20, description="of one process")
     processes: int = Field(256, ge=1, le=1 << 16, description="that the environments of one process may have started")

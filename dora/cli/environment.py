@@ -23,7 +23,8 @@ EXAMPLE = "dora environment my_environments:Guess --service 127.0.0.1:7070"
 def environment(
     spec: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
     service: Annotated[
-        str, typer.Option("--service", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service.")
+        str,
+        typer.Option("--service", "--join", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service."),
     ] = DEFAULT_ADDRESS,
     model: Annotated[
         Path | None,
@@ -39,7 +40,7 @@ def environment(
 ) -> None:
     """Drive the sessions of prompts that name this environment, until the service ends or Ctrl-C.
 
-    Any number may serve one service, from any host. --set gives the settings of `environment`.
+    Any number may join one service, from any host, and leave it. --set gives the settings of `environment`.
     """
     from dora.environment.run import EnvironmentOptions
     from dora.rpc.errors import Unauthenticated

@@ -162,17 +162,32 @@ class Session:
         components: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
+        is_cached: bool = False,
+        is_warm: bool = False,
     ) -> None:
         """Ends the session with what it has. ``reward`` None: the service's reward function scores the response.
-        ``turn_rewards``: of single turns, by their numbers.
+        ``turn_rewards``: of single turns, by their numbers. For the service's counters, ``is_cached``: the reward is
+        that of an equal session; ``is_warm``: the environment had been prepared ahead.
         """
         request = pb.EndSessionRequest(
-            session_id=self.session_id, components=components, turn_rewards=turn_rewards, log=log
+            session_id=self.session_id,
+            components=components,
+            turn_rewards=turn_rewards,
+            log=log,
+            is_cached=is_cached,
+            is_warm=is_warm,
         )
         if reward is not None:
             request.reward = reward
         with self._connections.for_a_call() as connection:
             await connection.call(connection.stub(SessionsStub).EndSession, request)
+
+    def rewind(self) -> None:
+        """Goes back to before the first turn of a session whose first turn brought its prompt. Turns that are then
+        asked with the same tokens are not sampled again: the service repeats their tokens.
+        """
+        self.prompt_token_ids, self.response = np.zeros(0, np.int32), []
+        self.turn = Turn(0, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
 
     async def fail(self, reason: str) -> str:
         """Gives up the session, as its environment has failed. Returns the id of the one in its place; empty: none."""

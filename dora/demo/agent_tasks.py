@@ -16,6 +16,7 @@ from dora.rewards.counting import score
 TOOL_S: Final = 0.3  # the longest that a tool takes
 LOOKUP: Final = "lookup"
 CHECKER: Final = "checker"
+SHOWN: Final = 3  # numbers of the list that the checker tells
 
 
 class Lookup:
@@ -25,6 +26,7 @@ class Lookup:
     that ignores the tool gets a quarter of the reward.
     """
 
+    deterministic = True  # another process can go on with its sessions, and an equal one gets an equal reward
     QUESTION = "?"
     TURNS, TURN_TOKENS = 3, 8  # a shorter turn is rewarded less
 
@@ -54,10 +56,11 @@ class Lookup:
 class Checked:
     """For language models: list numbers, and list them again when a checker has said which of them are right."""
 
+    deterministic = True
     TURNS = 2
     QUESTION = "List the numbers from {first} to {last}, separated by commas."
-    RIGHT = "All of them are right. List them once more."
-    WRONG = "{right} of {wanted} are right. The list begins {begin}. List the numbers from {first} to {last}."
+    RIGHT = "All numbers are right. Write the list once more."
+    WRONG = "That is not right. The list begins {begin}. Write the numbers from {first} to {last}."
 
     def __init__(self) -> None:
         self.task: dict[str, Any] = {}
@@ -77,9 +80,7 @@ class Checked:
         return [{"role": "user", "name": CHECKER, "content": self._told(verdict)}]
 
     def _told(self, verdict: dict[str, Any]) -> str:
-        first, last = self.task["first"], self.task["last"]
         if verdict["components"]["correct"]:
             return self.RIGHT
-        wanted = last - first + 1
-        begin = ", ".join(map(str, range(first, first + 3)))
-        return self.WRONG.format(**self.task, right=round(verdict["reward"] * wanted), wanted=wanted, begin=begin)
+        first = self.task["first"]
+        return self.WRONG.format(**self.task, begin=", ".join(map(str, range(first, first + SHOWN))))

@@ -75,7 +75,7 @@ _TINY_AGENT = replace(
     TINY, prompts="tiny", max_tokens=8, steps=60, learning_rate=4e-3, environment="dora.demo.agent_tasks:Lookup"
 )
 AGENT_PRESETS: dict[str, DemoPreset] = {
-    "smollm2": replace(PRESETS["smollm2"], max_tokens=48, steps=6, environment="dora.demo.agent_tasks:Checked"),
+    "smollm2": replace(PRESETS["smollm2"], max_tokens=40, steps=8, environment="dora.demo.agent_tasks:Checked"),
     "tiny": _TINY_AGENT,
     "tiny-moe": _TINY_AGENT,
 }

@@ -5,9 +5,8 @@ History is kept as tokens: the chat's new messages are rendered, and what the po
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,21 +18,18 @@ from dora.chat.tree import SessionTree
 from dora.client.connection import Patience
 from dora.client.sessions import Turn
 from dora.data.trajectory import Int32Array
+from dora.environment.calls import Calls, Failed, TimeLeft
+from dora.environment.pool import WarmPool, closed, prepare
 from dora.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
-from dora.errors import DoraError
+from dora.environment.verdicts import Conversation, VerdictCache, is_deterministic
 from dora.front.model import ServedModel
 from dora.front.source import Sampled
 from dora.front.turns import Texts
 from dora.rpc.errors import ServiceUnavailable
 
 Result = TypeVar("Result")
-CLOSE_S = 10.0
 NAME_CHARACTERS = 128
 RECONNECT_S = 300.0  # how long a session waits for a service that has gone
-
-
-class Failed(DoraError):
-    """A session's environment cannot go on: the reason, in one line."""
 
 
 class Driven(Protocol):
@@ -56,36 +52,10 @@ class Driven(Protocol):
         components: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
+        is_cached: bool = False,
+        is_warm: bool = False,
     ) -> None: ...
-
-
-class TimeLeft:
-    """The time that the code of one session's environment may take in all. The policy's turns do not count."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._left_s = limit_s
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        began_s = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            self._left_s -= asyncio.get_running_loop().time() - began_s
-
-    async def run(self, call: Awaitable[Result]) -> Result:
-        """Awaits a call of the environment. Raises Failed when the time is over."""
-        deadline = asyncio.timeout(max(self._left_s, 0.0))
-        try:
-            with self._counted():
-                async with deadline:
-                    return await call
-        except TimeoutError:
-            if deadline.expired():
-                said = f"the environment took longer than environment.timeout_s = {self._limit_s:g}"
-                raise Failed(said) from None
-            raise
+    def rewind(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +66,44 @@ class Episodes:
     model: ServedModel
     timeout_s: float
     starting: asyncio.Semaphore
+    pool: WarmPool | None = None
+    verdicts: VerdictCache = field(default_factory=lambda: VerdictCache(0))
+    calls: Calls = field(default_factory=Calls)
 
     async def run(self, session: Driven) -> None:
         """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
-        if session.turn.number or len(session.prompt_token_ids):
-            raise Failed(_begun(session))
-        left = TimeLeft(self.timeout_s)
+        begun = session.turn.number
+        if not begun and len(session.prompt_token_ids):
+            raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt")
+        left, task = TimeLeft(self.timeout_s, self.calls), task_of(session)
         environments: list[Environment] = []
 
-        async def start() -> list[dict[str, Any]]:
-            environments.append(self.make())
-            return new_messages(await environments[0].reset(task_of(session)), "reset()")
+        async def start(environment: Environment | None) -> list[dict[str, Any]]:
+            environments.append(self.make() if environment is None else environment)
+            if environment is None:
+                await prepare(environments[0])
+            if begun and not is_deterministic(environments[0]):
+                raise Failed(f"the process of its environment ended after turn {begun}")
+            return new_messages(await environments[0].reset(task), "reset()")
 
         try:
             async with self.starting:
-                chat = await left.run(start())
-            await self._converse(session, environments[0], chat, left)
+                warm = None if self.pool is None else self.pool.take()
+                chat = await left.run(start(warm))
+            if begun:  # from its first turn on, each is repeated, with the tokens that were sampled
+                session.rewind()
+            await self._converse(session, environments[0], chat, left, is_warm=warm is not None)
         finally:
             for environment in environments:
-                await _closed(environment)
+                await closed(environment, self.calls)
 
     async def _converse(
-        self, session: Driven, environment: Environment, chat: list[dict[str, Any]], left: TimeLeft
+        self, session: Driven, environment: Environment, chat: list[dict[str, Any]], left: TimeLeft, *, is_warm: bool
     ) -> None:
         tree, steps, numbers = SessionTree(self.model.renderer), Steps(), list[int]()
         tools = checked_tools(getattr(environment, "tools", None), "tools")
+        judge = _Judge(environment, Conversation(task_of(session)), self.verdicts)
+        judge.told(chat)
         name = "reset"
         while True:
             ask = tree.ask(chat, tools)
@@ -132,10 +115,11 @@ class Episodes:
             tree.answered(ask, turn.token_ids.tolist(), message)
             numbers.append(turn.number)
             reply = _reply(len(numbers) - 1, turn, parsed)
-            found = steps.read(await left.run(environment.step(reply)), reply.turn)
+            found = await judge.step(reply, steps, left)
             if isinstance(found, End):
-                await _kept(partial(_end, session, found, numbers))
+                await _kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
                 return
+            judge.told(found)
             chat = [*chat, message, *found]
             name = _name_of(found[-1], reply)
 
@@ -150,6 +134,31 @@ class Episodes:
         )
         assert reply is not None, "a turn that has ended"
         return reply
+
+
+class _Judge:
+    """Steps an environment. The end of a conversation that a deterministic one has had before is not computed again."""
+
+    def __init__(self, environment: Environment, conversation: Conversation, verdicts: VerdictCache) -> None:
+        self._environment = environment
+        self._verdicts = verdicts if is_deterministic(environment) else None
+        self._conversation = conversation
+        self.is_cached = False
+
+    def told(self, messages: list[dict[str, Any]]) -> None:
+        self._conversation.told(messages)
+
+    async def step(self, reply: Reply, steps: Steps, left: TimeLeft) -> list[dict[str, Any]] | End:
+        self._conversation.replied(reply)
+        key = self._conversation.key()
+        known = None if self._verdicts is None else self._verdicts.get(key)
+        if known is not None:
+            self.is_cached = True
+            return known
+        found = steps.read(await left.run(self._environment.step(reply)), reply.turn)
+        if self._verdicts is not None and isinstance(found, End):
+            self._verdicts.put(key, found)
+        return found
 
 
 class _CallIds:
@@ -167,13 +176,6 @@ class _CallIds:
 def task_of(session: Driven) -> Task:
     verifier = json.loads(session.verifier_json or "{}")
     return Task(session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id)
-
-
-def _begun(session: Driven) -> str:
-    """The reason why a session that has sampled tokens cannot begin."""
-    if session.turn.number == 0:
-        return f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt"
-    return f"the process of its environment ended after turn {session.turn.number}"
 
 
 def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
@@ -196,11 +198,13 @@ def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
     return name[:NAME_CHARACTERS] or ("tool" if message["role"] == "tool" else "step")
 
 
-async def _end(session: Driven, end: End, numbers: Sequence[int]) -> None:
+async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: bool, is_warm: bool) -> None:
     rewards = {numbers[turn]: float(reward) for turn, reward in end.turn_rewards.items()}
     reward = None if end.reward is None else float(end.reward)
     components = {name: float(value) for name, value in end.components.items()}
-    await session.end(reward, components=components, turn_rewards=rewards, log=end.log)
+    await session.end(
+        reward, components=components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
+    )
 
 
 async def _kept(call: Callable[[], Awaitable[Result]]) -> Result:
@@ -211,12 +215,3 @@ async def _kept(call: Callable[[], Awaitable[Result]]) -> Result:
             return await call()
         except ServiceUnavailable as error:
             await patience.wait(error)
-
-
-async def _closed(environment: Any) -> None:
-    """Closes an environment, if it can be closed. Its session is over: an error changes nothing."""
-    close = getattr(environment, "close", None)
-    if close is not None:
-        with suppress(Exception):
-            async with asyncio.timeout(CLOSE_S):
-                await close()

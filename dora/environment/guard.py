@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Final
 
+from dora.environment.calls import STUCK_MAX, Calls
 from dora.environment.loading import one_line
 from dora.rewards.limits import Usage, UserLimits
 from dora.system.process_tree import adopt_orphans, descendants, end_descendants
@@ -17,11 +18,14 @@ ENDED_CODE: Final = 75  # of a process that ended itself at a limit
 
 
 class Guard:
-    """Limits this process. ``blocked_s``: longest time for which the environments may block the event loop."""
+    """Limits this process. ``blocked_s``: longest time for which the environments may block the event loop. ``calls``:
+    those of the environments.
+    """
 
-    def __init__(self, limits: UserLimits, blocked_s: float) -> None:
+    def __init__(self, limits: UserLimits, blocked_s: float, calls: Calls | None = None) -> None:
         self._limits = limits
         self._blocked_s = blocked_s
+        self._calls = calls
         self._usage = Usage(os.getpid(), limits)
         self._seen_s = time.monotonic()
 
@@ -46,6 +50,8 @@ class Guard:
             return f"has blocked the event loop for {blocked_s:.0f} s (environment.timeout_s = {self._blocked_s:g})"
         if reason := self._usage.idle():
             return reason
+        if self._calls is not None and self._calls.stuck > STUCK_MAX:
+            return f"has left {self._calls.stuck} calls running that were cancelled, more than {STUCK_MAX}"
         started = len(descendants())
         if started > self._limits.processes:
             return f"has started {started} processes, more than environment.processes = {self._limits.processes}"

@@ -50,7 +50,12 @@ class End:
 
 
 class Environment(Protocol):
-    """An instance drives one session. It may also have ``tools``, as in the OpenAI API, and ``async close()``."""
+    """An instance drives one session.
+
+    It may also have ``tools``, as in the OpenAI API; ``async prepare()``, which is called before ``reset`` and, in a
+    warm pool, before there is a session; ``async close()``; and ``deterministic = True`` if the same task and replies
+    always give the same messages and the same end.
+    """
 
     async def reset(self, task: Task) -> Messages:
         """Returns the chat with which the session begins."""

@@ -10,9 +10,12 @@ from dora.client import Operator
 from dora.client.sessions import Sessions
 from dora.config import EnvironmentConfig
 from dora.environment.attending import Attending
+from dora.environment.calls import Calls
 from dora.environment.episode import Episodes
 from dora.environment.guard import Guard
 from dora.environment.loading import load_environment
+from dora.environment.pool import WarmPool
+from dora.environment.verdicts import VerdictCache
 from dora.errors import InvalidValue
 from dora.front.model import served_model
 from dora.rewards.limits import UserLimits
@@ -41,11 +44,14 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
         raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
     model = await asyncio.to_thread(served_model, folder)
     limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
-    guard = Guard(limits, settings.timeout_s)
-    episodes = Episodes(make, model, settings.timeout_s, asyncio.Semaphore(settings.starting))
+    calls, starting = Calls(), asyncio.Semaphore(settings.starting)
+    guard = Guard(limits, settings.timeout_s, calls)
+    pool = WarmPool(make, settings.warm, starting, settings.timeout_s, calls)
+    verdicts = VerdictCache(settings.verdicts)
+    episodes = Episodes(make, model, settings.timeout_s, starting, pool, verdicts, calls)
     attending = Attending(episodes.run, settings.at_once, guard.described)
     guard.begin()
-    async with Sessions(options.service, options.token) as sessions:
+    async with Sessions(options.service, options.token) as sessions, pool.filling():
         ticking = asyncio.create_task(_tick(guard))
         try:
             ready()

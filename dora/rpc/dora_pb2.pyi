@@ -580,7 +580,7 @@ class TurnTokens(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
-    __slots__ = ("session_id", "reward", "components", "log", "turn_rewards")
+    __slots__ = ("session_id", "reward", "components", "log", "turn_rewards", "is_cached", "is_warm")
     class ComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -600,12 +600,16 @@ class EndSessionRequest(_message.Message):
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
     TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    IS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    IS_WARM_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reward: float
     components: _containers.ScalarMap[str, float]
     log: str
     turn_rewards: _containers.ScalarMap[int, float]
-    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    is_cached: bool
+    is_warm: bool
+    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., is_cached: _Optional[bool] = ..., is_warm: _Optional[bool] = ...) -> None: ...
 
 class EndSessionReply(_message.Message):
     __slots__ = ()

@@ -1,5 +1,6 @@
 """A service that drives an environment of its prompts, with fake engines, while the environment's process is killed."""
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,12 +12,14 @@ import psutil
 import pytest
 
 import dora
+from dora.client import Operator
 from dora.config import Config
 from dora.environment.child import EnvironmentProcess
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
-from tests.service import check_promises, configured, running, train
+from dora.view.service import sessions_idle
+from tests.service import check_promises, configured, during, running, train, until
 from tests.snippets import snippet
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 4
@@ -32,7 +35,7 @@ def config_of(model: Path, **fields: Any) -> Config:
 @asynccontextmanager
 async def driven(config: Config, processes: int = 1) -> AsyncIterator[ServiceHandle]:
     """A service with processes as that of ``dora serve --environment``, which go on until it has drained."""
-    environments = [EnvironmentProcess(config.environment) for _ in range(processes)]
+    environments = [EnvironmentProcess(config.environment, ("GATE",)) for _ in range(processes)]
     try:
         async with running(config) as handle:
             for each in environments:
@@ -79,6 +82,41 @@ async def test_a_service_trains_while_its_environment_is_killed(tiny_dense: Path
     assert len(killed) == 1
     found = check_steps(steps)
     assert len(found) == STEPS * GROUPS * GROUP_SIZE and len({each.trajectory_id for each in found}) == len(found)
+
+
+async def test_the_sessions_of_a_killed_process_go_on_at_another(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of an environment come and go. No session is replaced, and no turn is sampled twice."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    config = config_of(tiny_dense, environment__spec="tests.unit.environment_classes:Held", environment__warm=2)
+    joined = EnvironmentProcess(config.environment, ("GATE",))
+    async with (
+        driven(config) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=STEPS, groups=GROUPS))
+        sessions = STEPS * GROUPS * GROUP_SIZE  # what the window admits: each waits in its second step
+        await during(training, until(operator, lambda status: sessions_idle(status) >= sessions))
+        joined.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
+        gate.touch()
+        assert len(kill()) >= 1
+        steps = await training
+        status = await operator.status()
+        await joined.stop()
+    found = check_steps(steps)
+    assert len(found) == sessions and {each.trajectory_id.count("~") for each in found} == {0}
+    counted = status.counters
+    assert counted["sessions_replaced"] == 0 and counted["turns_forked"] == 0
+    assert counted["sessions_warm"] > 0
+    for each in found:
+        assert each.branch_index == 0 and each.loss_mask.sum() + given_tokens(each) == each.length_tokens
+
+
+def given_tokens(trajectory: Any) -> int:
+    return int((trajectory.logprobs == 0).sum())
 
 
 async def test_the_environment_of_the_documentation(

@@ -1,6 +1,7 @@
 """Environments of the tests."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,24 @@ class Broken(Echo):
 class Wrong(Echo):
     async def step(self, reply: Reply) -> Any:
         return {"role": "user"}
+
+
+class Held(Echo):
+    """Deterministic. Its second step never ends unless the file that GATE names exists."""
+
+    deterministic = True
+
+    async def prepare(self) -> None:
+        self.is_prepared = True
+
+    async def reset(self, task: Task) -> Messages:
+        assert self.is_prepared
+        return await super().reset(task)
+
+    async def step(self, reply: Reply) -> Messages | End:
+        if reply.turn == 1 and not await asyncio.to_thread(os.path.exists, os.environ["GATE"]):
+            await asyncio.Event().wait()
+        return await super().step(reply)
 
 
 class NotAsync:

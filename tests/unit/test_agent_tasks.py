@@ -37,16 +37,18 @@ async def test_the_tool_names_what_the_later_turns_are_rewarded_for() -> None:
     assert right in end.log
 
 
-@pytest.mark.parametrize(("first", "said", "rewards"), [("3, 4, 5", "All of them", 1.0), ("3, 9", "1 of 3", 1 / 3)])
-async def test_the_checker_says_what_is_right(first: str, said: str, rewards: float) -> None:
+@pytest.mark.parametrize(
+    ("first", "said", "reward"), [("3, 4, 5", "once more", 1.0), ("3, 9", "begins 3, 4, 5", 1 / 3)]
+)
+async def test_the_checker_says_what_is_right(first: str, said: str, reward: float) -> None:
     environment = Checked()
     (asked,) = await environment.reset(Task("p7", verifier={"first": 3, "last": 5}))
     assert "from 3 to 5" in asked["content"]
     (told,) = await environment.step(reply(0, first))  # type: ignore[misc]
     assert told["name"] == CHECKER and said in told["content"]
     end = await environment.step(reply(1, "3, 4, 5"))
-    assert isinstance(end, End) and end.turn_rewards == {0: pytest.approx(rewards), 1: 1.0}
-    assert end.reward == pytest.approx((rewards + 1.0) / 2)
+    assert isinstance(end, End) and end.turn_rewards == {0: pytest.approx(reward), 1: 1.0}
+    assert end.reward == pytest.approx((reward + 1.0) / 2)
 
 
 def test_the_demo_shows_turns_and_tool_time() -> None:

@@ -55,6 +55,9 @@ class FakeSession:
     names: list[str] = field(default_factory=list)
     contexts: int = 0
     ended: tuple[Any, ...] | None = None
+    is_cached: bool = False
+    is_warm: bool = False
+    rewound: int = 0
     failed: str = ""
 
     async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
@@ -80,8 +83,15 @@ class FakeSession:
         components: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
+        is_cached: bool = False,
+        is_warm: bool = False,
     ) -> None:
         self.ended = (reward, dict(components or {}), dict(turn_rewards or {}), log)
+        self.is_cached, self.is_warm = is_cached, is_warm
+
+    def rewind(self) -> None:
+        self.turn, self.prompt_token_ids, self.token_ids = turn_of(0, (), None), np.zeros(0, np.int32), []
+        self.rewound += 1
 
     async def fail(self, reason: str) -> str:
         self.failed = reason

@@ -100,6 +100,8 @@ class Telemetry:
         self.trajectories_finished = 0
         self.trajectories_evaluated = 0
         self.rewards_failed = 0
+        self.verdicts_cached = 0
+        self.sessions_warm = 0
         self.groups_filtered = 0
         self.messages_refused = 0
         self.kv_bytes = 0
@@ -121,6 +123,11 @@ class Telemetry:
     def quantile_ms(self, distribution: Distribution, share: float) -> float:
         """A quantile of a histogram of seconds, in milliseconds."""
         return 1000 * quantile(self._histograms[distribution.name], share)
+
+    def session_ended(self, *, is_cached: bool, is_warm: bool) -> None:
+        """Counts what an environment tells of a session that it has ended."""
+        self.verdicts_cached += is_cached
+        self.sessions_warm += is_warm
 
     def comes(self, event: on.Event, state: State, now_s: float) -> None:
         """Enters what an event tells beside the core's state, which has not handled it yet."""
@@ -239,6 +246,8 @@ class Telemetry:
             "trajectories_finished": self.trajectories_finished,
             "trajectories_evaluated": self.trajectories_evaluated,
             "rewards_failed": self.rewards_failed,
+            "verdicts_cached": self.verdicts_cached,
+            "sessions_warm": self.sessions_warm,
             "groups_filtered": self.groups_filtered,
             "messages_refused": self.messages_refused,
             "kv_bytes": self.kv_bytes,

@@ -125,6 +125,7 @@ class SessionService(stubs.SessionsServicer):
                 entry.reward = None
                 raise
             runtime.journal.verdict(entry, time.time())
+            runtime.telemetry.session_ended(is_cached=request.is_cached, is_warm=request.is_warm)
         await runtime.journal.settled()
         return pb.EndSessionReply()
 

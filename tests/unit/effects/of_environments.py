@@ -7,6 +7,7 @@ from tests.unit.effects.rows import Row, Shown
 
 UNIT: Final = "tests/unit/test_driven_environments.py::"
 E2E: Final = "tests/e2e/test_environment_fake.py::"
+POOL: Final = "tests/unit/test_environment_pool.py::"
 BOUNDED: Final = Shown(UNIT + "test_a_bounded_number_runs_and_starts_up_at_once")
 LIMITED: Final = Shown(UNIT + "test_a_process_ends_itself_at_its_limits")
 
@@ -15,6 +16,10 @@ ROWS: Final[dict[str, Row]] = {
     "environment.timeout_s": Shown(UNIT + "test_what_fails_gives_its_session_up_with_the_reason_in_one_line"),
     "environment.at_once": BOUNDED,
     "environment.starting": BOUNDED,
+    "environment.warm": Shown(
+        "tests/e2e/test_environment_fake.py::test_the_sessions_of_a_killed_process_go_on_at_another"
+    ),
+    "environment.verdicts": Shown(POOL + "test_the_cache_is_bounded_and_keeps_what_was_used_last"),
     "environment.memory_mb": LIMITED,
     "environment.open_files": LIMITED,
     "environment.processes": LIMITED,
