@@ -62,7 +62,8 @@ def _branch(conversation: Conversation, branch: BranchShown) -> Iterator[Text]:
         yield _heading(turn)
         yield from _content(turn)
     workers = "; ".join(_segment(segment) for segment in branch.worker_history)
-    ended = f"ended by {branch.finish_reason} after {duration(branch.finished_s)}, {branch.length_tokens} tokens"
+    tokens = _tokens(branch.length_tokens)
+    ended = f"ended by {branch.finish_reason} after {duration(branch.finished_s)}, {tokens}"
     yield Text(f"{ended}: {workers}", "dim")
 
 
@@ -76,7 +77,7 @@ def _heading(turn: TurnShown) -> Text:
         text.append(f" on {', '.join(map(in_a_line, turn.workers))}")
     if turn.after_s is not None:
         text.append(f" after {duration(turn.after_s)}", "dim")
-    text.append(f", {len(turn.token_ids)} tokens", "dim")
+    text.append(f", {_tokens(len(turn.token_ids))}", "dim")
     if turn.reward is not None:
         text.append(f", reward {measured(turn.reward)}")
     return text
@@ -91,3 +92,7 @@ def _content(turn: TurnShown) -> Iterator[Text]:
 def _segment(segment: dict[str, object]) -> str:
     tokens = f"{segment['first_token']} to {segment['last_token']}"
     return f"{in_a_line(str(segment['worker_id']))} had tokens {tokens} ({segment['arrival']})"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count != 1)}"

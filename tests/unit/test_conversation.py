@@ -111,7 +111,7 @@ def test_the_command_shows_texts_with_escapes(record: Path, tiny_dense: Path) ->
     text = " ".join(shown.stdout.split())
     for part in (
         "version v5, trained in step 5", "reward 1, format 0.5", r"verdict fine\x1b[1m\n",
-        r"sampled 0 on w0, 3 tokens abc given by look\x1b[2Jup after 1.0 s, 1 tokens DIGITS sampled 1 on w1",
+        r"sampled 0 on w0, 3 tokens abc given by look\x1b[2Jup after 1.0 s, 1 token DIGITS sampled 1 on w1",
         "2 tokens, reward 0.5 12", "w1 had tokens 4 to 8 (migrated)", "branch 1, g3.1/1: its first 3 tokens",
     ):  # fmt: skip
         assert part in text
