@@ -18,7 +18,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEVICES = ("cpu", "cuda")
 OWN = {  # environments beside .venv: whether each sees all of .venv too, and modules that it then has
     "megatron": (True, ("dora", "megatron", "torch", "vllm")),
+    "openenv": (False, ("openenv",)),
     "tinker": (False, ("tinker",)),
+    "verifiers": (False, ("verifiers",)),
 }
 NAME = sys.argv[1] if len(sys.argv) == 2 and sys.argv[1] in OWN else ""  # empty: .venv
 BASE = os.path.join(ROOT, ".venv")

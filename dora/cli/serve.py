@@ -131,7 +131,7 @@ def serve(
     ] = None,
     environment: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Environment of the source's prompts (environment.spec)."),
+        typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec)."),
     ] = None,
     http: Annotated[
         str | None,

@@ -16,7 +16,7 @@ class EnvironmentProcess:
         """``passed``: variables of the surroundings for it. Raises InvalidValue if the class does not load."""
         self._settings = settings
         self._environment = child_environment(("DORA_TLS*", *passed))
-        check_loads(settings.spec, self._environment)
+        check_loads(settings, self._environment)
         self._process: KeptProcess | None = None
 
     def start(self, service: str, token: str, model: Path, log: Path | None = None) -> None:

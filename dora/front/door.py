@@ -216,6 +216,17 @@ class Door:
             raise NotFound("session", session_id, "the id of an open session")
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
 
+    def adopt(self, handle: SessionHandle) -> AgentSession:
+        """Lets calls by its id reach a session that an environment drives, which ends it itself."""
+        session = self._made(handle.session_id, handle, Wanted(), is_driven=True)
+        self._sessions[session.session_id] = session
+        return session
+
+    def release(self, session: AgentSession) -> None:
+        """Refuses later calls of a session that was adopted."""
+        session.is_closed = True
+        self._forget(session)
+
     async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
         """Ends a session. Later calls of it are refused."""
         await session.close(verdict)
@@ -252,12 +263,11 @@ class Door:
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "") -> AgentSession:
-        now_s = time.monotonic()
-        sampling = wanted.sampling
-        return AgentSession(
-            session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
-        )
+    def _made(
+        self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "", *, is_driven: bool = False
+    ) -> AgentSession:
+        about: dict[str, Any] = {"group": group, "sampling": wanted.sampling, "is_driven": is_driven}
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:

@@ -44,7 +44,11 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 
 
 class AgentSession:
-    """One session of an agent. Each of its branches is a trajectory."""
+    """One session of an agent. Each of its branches is a trajectory.
+
+    ``begun``: a turn was asked. ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session
+    gives its sampling, and no request does.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class AgentSession:
         sampling: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
+        is_driven: bool = False,
     ) -> None:
         self.session_id = session_id
         self.group = group  # of an opening; empty: its first call has opened it
@@ -67,6 +72,9 @@ class AgentSession:
         self._turn_rewards: dict[int, float] = {}
         self.is_closed = False
         self.turns = 0  # under way
+        self.begun, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._is_driven = is_driven
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
         tokens = handle.token_ids
@@ -107,6 +115,12 @@ class AgentSession:
                 "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
         for name, value in wanted.sampling.items():
+            if self._is_driven and name == "stop_token_ids" and self._model.ends.issuperset(value):
+                continue
+            if self._is_driven:
+                raise InvalidValue(
+                    name, value, "left out", why="is the prompt's: rollout and a prompt's sampling give it"
+                )
             if self._sampling.get(name, value) != value:
                 allowed = f"{self._sampling[name]!r}, as in the session's first request"
                 raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
@@ -133,6 +147,8 @@ class AgentSession:
             self._origins[ask.branch] = ask.origin.branch
         turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
         self.turns += 1
+        self.begun.set()
+        self.idle.clear()
         self._spawn(self._run(turn, ask, wanted))
         return turn
 
@@ -147,6 +163,8 @@ class AgentSession:
                     self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
         finally:
             self.turns -= 1
+            if not self.turns:
+                self.idle.set()
             if turn.finish_reason in (None, "abort"):
                 self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:

@@ -11,7 +11,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from dora.errors import InvalidValue
 from dora.front.door import Limits
+from dora.front.errors import openai_body
 from tests.unit.chats import TOOLS
 from tests.unit.front_service import front
 
@@ -82,7 +84,7 @@ async def test_streams_and_whole_replies_are_the_same() -> None:
     assert sum(len(each.content or ()) for each in logprobs if each) == len(ids)
 
 
-@pytest.mark.parametrize("way", ["header", "path", "key"])
+@pytest.mark.parametrize("way", ["header", "path", "both", "key"])
 async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> None:
     policy = iter([CALL, "Two.", "Three."])
     async with front(policy=lambda _: next(policy)) as (base, service, door):
@@ -94,6 +96,7 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
             named["default_headers"] = {"X-Session-ID": "s1"}
         else:
             base += "/sessions/s1"
+            named["default_headers"] = {"X-Session-ID": "another"} if way == "both" else {}
         async with client(base, **named) as api:
             messages = list(ASK)
             for _ in range(3):
@@ -107,6 +110,29 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
         (session,) = service.sessions
         assert session.turn == 3 and not door.prefix_breaks
         assert len(service.openings) == 1 and session.ended is None
+
+
+async def test_a_driven_session_has_the_sampling_of_its_prompt() -> None:
+    async with front() as (base, service, door):
+        handle = service.made(7, None)
+        agent = door.adopt(handle)
+        async with client(f"{base}/sessions/{handle.session_id}") as api:
+            with pytest.raises(openai.BadRequestError) as found:
+                await api.chat.completions.create(model="policy", messages=ASK, temperature=0.5)
+            assert found.value.param == "temperature" and not agent.begun.is_set()
+            ends: Any = {"stop_token_ids": service.chat.ends()}
+            await api.chat.completions.create(model="policy", messages=ASK, extra_body=ends)
+            assert agent.begun.is_set() and handle.turn == 1 and not service.openings
+            door.release(agent)
+            with pytest.raises(openai.ConflictError):
+                await api.chat.completions.create(model="policy", messages=ASK)
+    assert handle.ended is None, "its driver ends it"
+
+
+def test_a_session_without_room_is_named_as_harnesses_expect() -> None:
+    full = InvalidValue("given_token_ids", "9 tokens", "1 to 3 tokens: it has 5 of workers.max_model_len_tokens 9")
+    assert openai_body(full)["error"]["code"] == "context_length_exceeded"
+    assert openai_body(InvalidValue("given_token_ids", "(none)", "1 to 3"))["error"]["code"] == 400
 
 
 async def test_sessions_are_opened_rewarded_and_closed() -> None:
