@@ -1,6 +1,7 @@
 """The client of an environment: it gets the turns that have ended, and answers them."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -14,7 +15,7 @@ from dora.client.connection import Client, Connections, check_count
 from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
-from dora.data.types import FinishReason, Prompt
+from dora.data.types import FinishReason, Prompt, SamplingValue
 from dora.errors import Conflict, NotFound, described
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import SessionsStub
@@ -64,24 +65,34 @@ class Session:
         name: str = "",
         after_turn: int | None = None,
         first_token: int | None = None,
+        sampling: Mapping[str, SamplingValue] | None = None,
     ) -> Turn:
         """Gives tokens, and returns the next turn once it has ended. A call that was interrupted may be repeated.
 
         ``max_tokens``: sampled tokens, at most; 0: as the prompt's sampling says. ``name``: of what gave the tokens.
+        ``sampling``: parameters of this turn alone, as a prompt has them; others are the session's.
         ``after_turn`` and ``first_token`` fork the session: the tokens follow the first ``first_token`` response tokens
         of that turn (None: all) instead of the last turn.
 
         Raises InvalidValue for tokens outside the vocabulary or the context or an unknown place, Conflict for a session
-        that has ended, LimitExceeded for too many forks, NotFound for a session that was cancelled or replaced.
+        that has ended or a turn that was asked in another way, LimitExceeded for too many forks, NotFound for a session
+        that was cancelled or replaced.
         """
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, whole=True)
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, sampling=sampling, whole=True)
         return await self._whole(given_token_ids, asked)
 
-    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+    async def begin(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Mapping[str, SamplingValue] | None = None,
+    ) -> Turn:
         """Gives a prompt, and returns the turn after it: the first of a session without a prompt, or a fork that begins
         a context of its own. Raises as :meth:`ask`.
         """
-        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, whole=True)
+        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, sampling=sampling, whole=True)
         turn = await self._whole(prompt_token_ids, asked)
         self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
         return turn
@@ -111,11 +122,14 @@ class Session:
         after_turn: int | None = None,
         first_token: int | None = None,
         is_prompt: bool = False,
+        sampling: Mapping[str, SamplingValue] | None = None,
     ) -> AsyncGenerator[Turn]:
         """Like :meth:`ask`, or :meth:`begin` with ``is_prompt``, and yields the turn in pieces as its tokens come. The
         session notes nothing of it.
         """
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt)
+        asked = self._request(
+            given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt, sampling=sampling
+        )
         async with aclosing(self._pieces(asked)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -129,6 +143,7 @@ class Session:
         first_token: int | None = None,
         *,
         is_prompt: bool = False,
+        sampling: Mapping[str, SamplingValue] | None = None,
         whole: bool = False,
     ) -> pb.TurnRequest:
         """The call of the next turn. ``whole``: in one message, at its end."""
@@ -144,6 +159,7 @@ class Session:
             first_token=first_token,
             fork=pb.TurnRequest.PROMPT if is_prompt else pb.TurnRequest.PLACE,
             whole=whole,
+            sampling_json=json.dumps(dict(sampling)) if sampling else "",
         )
 
     async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:

@@ -88,7 +88,7 @@ class SessionService(stubs.SessionsServicer):
         if request.turn > turns:
             self._ask(entry, request)
         elif request.turn:
-            turn_request.check_repeated(entry, request)
+            turn_request.check_repeated(entry, request, self._runtime.buffer.sampling)
         sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
         is_large = request.ByteSize() > SMALL_BYTES
         del request
@@ -154,12 +154,14 @@ class SessionService(stubs.SessionsServicer):
         place = turn_request.place_of(entry, request, runtime.config.sessions.forks)
         vocab_size = runtime.store.reference.vocab_size
         given, max_tokens = turn_request.given_of(entry, request, place, runtime.config, vocab_size)
+        sampling = turn_request.sampling_of(entry, request, runtime.buffer.sampling)
+        turn_request.check_turn_sampling(entry, sampling, max_tokens, vocab_size)
         fork, event = None, on.TurnAsked(entry.request_id, len(given))
         if place is not None and place.is_prompt:
             fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
         elif place is not None:
             fork, event = (place.after_turn, place.first_token), replace(event, after_tokens=place.first_token)
-        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork)
+        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork, sampling)
         runtime.post(event, record_of=lambda: record)
 
 
