@@ -15,8 +15,9 @@ from dora.client.connection import Client, Connections, check_count
 from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
-from dora.data.types import FinishReason, Prompt, SamplingValue
+from dora.data.types import FinishReason, Prompt, SamplingParams, SamplingValue
 from dora.errors import Conflict, NotFound, described
+from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import SessionsStub
 from dora.rpc.errors import ServiceUnavailable
@@ -37,6 +38,17 @@ class Turn:
     finish_reason: FinishReason | None  # None: more tokens follow
     stop: str = ""  # the stop string that ended it
     earlier: Int32Array | None = None  # a fork's: the response tokens before these
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a service serves."""
+
+    model: str  # its folder on the service's host
+    newest_version: int
+    versions: tuple[int, ...]  # live ones
+    max_model_len_tokens: int  # a session's longest length; 0: not known
+    sampling: SamplingParams  # of prompts that say nothing; its seed means nothing
 
 
 @dataclass(slots=True)
@@ -235,25 +247,46 @@ class Sessions(Client):
             async for session in sessions:
                 yield session
 
-    async def open(self, prompt: Prompt | str | Mapping[str, Any], size: int = 1) -> list[Session]:
+    async def open(
+        self, prompt: Prompt | str | Mapping[str, Any], size: int = 1, *, version: int | None = None
+    ) -> list[Session]:
         """Opens a group of ``size`` sessions that this client drives, and returns them once the window has admitted it.
 
         ``prompt`` is given as in :meth:`dora.Prompts.submit`. It may be empty, as ``Prompt("id", "", ())``: then the
         first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
         as their first turns have ended. A call that was interrupted may be repeated with the same prompt id.
+        ``version``: the one that samples all turns. The group does not wait for the window then: it is admitted or
+        refused at once. None: the version that the window gives.
 
-        Raises InvalidValue for a refused prompt, Conflict for an id in use, LimitExceeded for too many sessions.
+        Raises InvalidValue for a refused prompt, Conflict for an id in use or a version that admits no new group,
+        LimitExceeded for too many sessions or a version for whose group the window has no room.
         """
         check_count("size", size)
         message = prompt_message(prompt)
         message.group_size = size
         found: dict[str, Session] = {}
-        async with aclosing(self._sessions(pb.OpenRequest(prompt=message))) as sessions:
+        async with aclosing(self._sessions(pb.OpenRequest(prompt=message, version=version))) as sessions:
             async for session in sessions:
                 found[session.session_id] = session
                 if len(found) == size:
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
+
+    async def withdraw(self, prompt_id: str, reason: str = "") -> None:
+        """Cancels a group that was opened with this prompt id, or takes it back from the queue. May be repeated.
+
+        Raises InvalidValue, NotFound.
+        """
+        check_text(prompt_id, "prompt_id")
+        check_text(reason, "reason")
+        request = pb.WithdrawRequest(prompt_id=prompt_id, reason=reason)
+        await self._connection.call(self._connection.stub(SessionsStub).Withdraw, request)
+
+    async def describe(self) -> "Served":
+        """Returns what is served. Raises ServiceUnavailable."""
+        reply = await self._connection.call(self._connection.stub(SessionsStub).Describe, pb.DescribeRequest())
+        sampling = convert.sampling_from_wire(reply.sampling)
+        return Served(reply.model, reply.newest_version, tuple(reply.versions), reply.max_model_len_tokens, sampling)
 
     async def _sessions(self, request: pb.AttendRequest | pb.OpenRequest) -> AsyncGenerator[Session]:
         with self._connections.for_a_call() as connection:

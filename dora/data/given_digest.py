@@ -32,7 +32,7 @@ def given_digest(
     if not beginning:
         return b""
     digest = hashlib.blake2b(beginning, digest_size=DIGEST_BYTES)
-    numbers = [kind.kind(getattr(sampling, name)) for name, kind in DOMAINS.items()]
+    numbers = [domain.kind(getattr(sampling, name)) for name, domain in DOMAINS.items()]
     digest.update(repr((numbers, list(sampling.stop), list(sampling.stop_token_ids))).encode())
     for first, end in runs:
         digest.update(np.asarray((first, end), "<i8").tobytes())

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -123,10 +123,12 @@ class Door:
             session.used_s = time.monotonic()
             return await self._begun(session, wanted)
         group = group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(group, wanted.choices, await self._version(wanted.model), wanted.sampling or None)
-        one, turns = replace(wanted, choices=1), []
-        for handle in await self._source.open(opening):
-            session = self._made(handle.session_id, handle, wanted)
+        opening = Opening(group, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+        defaults = await self._defaults()
+        turns: list[RunningTurn] = []
+        for number, handle in enumerate(await self._source.open(opening)):
+            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
+            session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
@@ -147,19 +149,11 @@ class Door:
             if len(parts) > most:
                 raise InvalidValue(name, len(parts), f"at most {most}")
 
-    async def _check_model(self, model: str) -> Live:
-        """Returns what is served. Raises NotFound for the name of another model."""
+    async def _check_model(self, model: str) -> None:
+        """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
         if model not in (MODEL, live.model) and version_of(model) is None:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
-        return live
-
-    async def _version(self, model: str) -> int | None:
-        """Returns the version that a model's name asks for. Raises NotFound for another model, Conflict."""
-        live, version = await self._check_model(model), version_of(model)
-        if version is not None and version not in live.versions:
-            raise Conflict("model", model, f"a live version: {_listed(live)}", why="is not live")
-        return version
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
         """Ends a session of one turn."""
@@ -191,12 +185,12 @@ class Door:
 
     async def _open(self, opening: Opening) -> list[AgentSession]:
         try:
+            defaults = await self._defaults(opening.sampling or {})
             handles = await self._source.open(opening)
         except BaseException:
             del self._groups[opening.group]
             raise
-        wanted = Wanted(sampling=opening.sampling or {})
-        sessions = [self._made(each.session_id, each, wanted, opening.group) for each in handles]
+        sessions = [self._made(each.session_id, each, defaults, opening.group) for each in handles]
         for session in sessions:
             self._sessions[session.session_id] = self._by_key[session.key] = session
         return sessions
@@ -206,7 +200,9 @@ class Door:
         await self._source.withdraw(group, "its front has died")
 
     async def version_for(self, model: str) -> int | None:
-        return await self._version(model)
+        """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
+        await self._check_model(model)
+        return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
         """Returns an open session. Raises NotFound, Conflict for one that has ended."""
@@ -243,20 +239,27 @@ class Door:
 
     async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
         try:
-            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
+            opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
+            defaults = await self._defaults()
             (handle,) = await self._source.open(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
-        session = self._made(session_id, handle, wanted)
+        session = self._made(session_id, handle, defaults)
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "") -> AgentSession:
+    async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
+        own = {name: value for name, value in (own or {}).items() if name not in ("seed", "max_tokens")}
+        return {**(await self.live()).sampling, **own}
+
+    def _made(
+        self, session_id: str, handle: SessionHandle, defaults: Mapping[str, Any], group: str = ""
+    ) -> AgentSession:
         now_s = time.monotonic()
-        sampling = wanted.sampling
         return AgentSession(
-            session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
+            session_id, handle, self.model, group=group, defaults=defaults, now_s=now_s, spawn=self._spawn
         )
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:

@@ -44,7 +44,10 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 
 
 class AgentSession:
-    """One session of an agent. Each of its branches is a trajectory."""
+    """One session of an agent. Each of its branches is a trajectory.
+
+    ``defaults``: the sampling parameters of a turn whose call does not give them.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class AgentSession:
         model: ServedModel,
         *,
         group: str = "",
-        sampling: Mapping[str, Any],
+        defaults: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
     ) -> None:
@@ -75,7 +78,7 @@ class AgentSession:
             self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
-        self._sampling = dict(sampling)
+        self._defaults = dict(defaults)
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
@@ -90,7 +93,7 @@ class AgentSession:
             for ask in asks:
                 self.tree.dropped(ask, was_asked=False)
             raise
-        return [self._begin(wanted, ask) for ask in asks]
+        return [self._begin(wanted, ask, number) for number, ask in enumerate(asks)]
 
     def _ask(self, wanted: Wanted) -> Ask:
         if wanted.token_ids:
@@ -106,18 +109,12 @@ class AgentSession:
             raise Conflict(
                 "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
-        for name, value in wanted.sampling.items():
-            if self._sampling.get(name, value) != value:
-                allowed = f"{self._sampling[name]!r}, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
-            if name not in self._sampling and self.tree.branches:
-                allowed = "left out, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
         if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask) -> RunningTurn:
-        model = self._model
+    def _begin(self, wanted: Wanted, ask: Ask, number: int) -> RunningTurn:
+        """``number``: of the choice."""
+        model, sampling = self._model, {**self._defaults, **wanted.sampling_of(number)}
         texts = None
         if not wanted.token_ids or wanted.is_text:
             parser = ReplyParser(
@@ -127,21 +124,23 @@ class AgentSession:
                 is_plain=bool(wanted.token_ids),
             )
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
-            texts = Texts(stream, parser, model.ends, wanted.stops)
+            texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
         branch = self.tree.branches[ask.branch]
         if ask.origin is not None:
             self._origins[ask.branch] = ask.origin.branch
         turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
         self.turns += 1
-        self._spawn(self._run(turn, ask, wanted))
+        self._spawn(self._run(turn, ask, wanted, sampling))
         return turn
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted) -> None:
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any]) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
-                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER)
+                pieces = self._handle.stream(
+                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER, sampling=sampling
+                )
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):
                     self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn

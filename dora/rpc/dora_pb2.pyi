@@ -507,10 +507,42 @@ class AttendRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "version")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    version: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("prompt_id", "reason")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    reason: str
+    def __init__(self, prompt_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("model", "newest_version", "versions", "max_model_len_tokens", "sampling")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    newest_version: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    max_model_len_tokens: int
+    sampling: Sampling
+    def __init__(self, model: _Optional[str] = ..., newest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., max_model_len_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
     __slots__ = ("session_id", "turn", "tokens", "begin")

@@ -14,6 +14,7 @@ from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
+from dora.rpc.roles import Role
 from dora.verify.invariants import violations
 from tests.e2e.restarts import Killed, drive_through_restarts, settings_of, train_through_restarts
 from tests.refusals import refused
@@ -319,6 +320,45 @@ async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
             assert trajectory.turn_sampling == {str(position): own for position in begin}
         assert [each.branch_index for each in group.trajectories] == [0, 1, 2] * 2
     assert not list(violations([each for group in step for each in group.trajectories], 2))
+
+
+async def test_a_group_of_a_version_by_its_name(tiny_dense: Path) -> None:
+    """An environment's token is enough. Groups take the version that they ask for, or are refused with those that are
+    live; what is withdrawn makes room.
+    """
+
+    async def open_groups(sessions: dora.Sessions) -> list[int]:
+        served = await sessions.describe()
+        assert (served.newest_version, served.versions, served.max_model_len_tokens) == (1, (0, 1), 256)
+        assert (served.sampling.max_tokens, served.sampling.temperature) == (12, 1.0)
+        with refused(Conflict, field="version", value=7, names=("0", "1")):
+            await sessions.open(dora.Prompt("late", "", ()), version=7)
+        versions = []
+        for number, version in enumerate((0, 1)):
+            (session,) = await sessions.open(dora.Prompt(f"mine{number}", "", ()), version=version)
+            (again,) = await sessions.open(dora.Prompt(f"mine{number}", "", ()), version=version)
+            assert again.session_id == session.session_id
+            versions.append(session.version)
+        with refused(Conflict, field="version", value=0):
+            await sessions.open(dora.Prompt("mine1", "", ()), version=0)
+        with refused(LimitExceeded, field="version", value=0):  # the one step that may train on it is full
+            await sessions.open(dora.Prompt("full", "", ()), version=0)
+        await sessions.withdraw("mine0", "not wanted")
+        await sessions.withdraw("mine0")
+        with refused(NotFound, field="prompt_id", value="p0"):
+            await sessions.withdraw("p0")
+        (session,) = await sessions.open(dora.Prompt("mine3", "", ()), version=0)
+        return [*versions, session.version]
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        dora.Sessions(handle.address, handle.tokens[Role.ENVIRONMENT]) as sessions,
+    ):
+        await prompts.submit([{"text": "ab", "prompt_id": "p0", "group_size": 1}])
+        await train(handle, trainer, steps=1, groups=1)
+        assert await open_groups(sessions) == [0, 1, 0]
 
 
 async def until_cancelled(work: Awaitable[None]) -> None:

@@ -41,6 +41,7 @@ class FakeSession:
     last: Sampled = field(default_factory=lambda: Sampled((), ()))
     ended: tuple[Any, ...] | None = None
     failed: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)  # the sampling of each turn
 
     @property
     def turn(self) -> int:
@@ -51,7 +52,13 @@ class FakeSession:
         return self.paths[-1]
 
     async def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Any = None,
     ) -> AsyncGenerator[Sampled]:
         if self.is_busy or self.ended is not None or self.failed:
             raise Conflict("session_id", self.session_id, "idle")
@@ -60,9 +67,11 @@ class FakeSession:
             raise InvalidValue("given_token_ids", f"{len(token_ids)} tokens", f"1 to {CONTEXT}")
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
+        self.asked.append(dict(sampling or {}))
+        own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
-        async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
+        async for sampled in self.service.sample(path, own, max_tokens or 64):
             path += sampled.token_ids
             ids, logprobs = (*ids, *sampled.token_ids), (*logprobs, *sampled.logprobs)
             if sampled.finish_reason is not None:
@@ -97,11 +106,14 @@ class FakeService:
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, CONTEXT)
+        return Live("styled", self.versions[-1], self.versions, CONTEXT, {"temperature": 1.0, "stop": ()})
 
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
+        if opening.version not in (None, *self.versions):
+            allowed = f"one of {', '.join(map(str, self.versions))}, as policy-vN; or policy"
+            raise Conflict("model", f"policy-v{opening.version}", allowed, why="is not live")
         known = self.groups.get(opening.group)
         if known is not None:
             for session in known:

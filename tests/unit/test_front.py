@@ -255,7 +255,8 @@ async def test_a_field_that_is_not_offered_is_refused_by_name(field: str, value:
     assert not service.sessions
 
 
-async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
+async def test_sampling_is_that_of_each_call() -> None:
+    """What a call leaves out is the service's again, and not that of the call before."""
     async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
         asked: Any = {"model": "policy", "temperature": 0.5}
         reply = await api.chat.completions.create(messages=ASK, **asked, stop="i")
@@ -264,10 +265,24 @@ async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
         await api.chat.completions.create(messages=more, **asked, stop="i")
         with pytest.raises(openai.NotFoundError):
             await api.chat.completions.create(**{"messages": more, **asked, "model": "gpt-9"})
-        for other in ({"temperature": 0.7}, {"seed": 3}, {"stop": "x"}):
-            with pytest.raises(openai.BadRequestError):
-                await api.chat.completions.create(**{"messages": more, **asked, **other})
+        reply = await api.chat.completions.create(messages=more, model="policy", seed=3, top_p=0.5, n=2)
+        assert all("i" in choice.message.content for choice in reply.choices if choice.message.content)
     assert service.openings[0].sampling == {"stop": ("i",), "temperature": 0.5}
+    first, again, plain, other = service.sessions[0].asked
+    assert first == again == {"stop": ("i",), "temperature": 0.5}
+    assert plain == {"stop": (), "temperature": 1.0, "top_p": 0.5, "seed": 3}
+    assert other == {**plain, "seed": other["seed"]} and other["seed"] != 3
+
+
+async def test_the_sampling_of_an_opened_session_holds_for_calls_that_say_nothing() -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        body = {"group": "g1", "sampling": {"stop": ["i"], "seed": 5, "max_tokens": 9}}
+        async with http.post(f"{base}/sessions", json=body) as reply:
+            (opened,) = (await reply.json())["sessions"]
+        async with client(f"{base}/sessions/{opened['id']}") as api:
+            for own in ({}, {"stop": "x"}):
+                await api.chat.completions.create(model="policy", messages=ASK, **own)
+    assert service.sessions[0].asked == [{"stop": (stop,), "temperature": 1.0} for stop in ("i", "x")]
 
 
 async def test_statuses_are_those_that_clients_expect() -> None:

@@ -76,6 +76,11 @@ class ResponseBuffer:
     def groups(self) -> Iterator[tuple[str, tuple[ResponseState, ...]]]:
         return iter(self._groups.items())
 
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """The sampling parameters of prompts without any of their own."""
+        return sampling_of(self._rollout, Prompt("", "", ()))
+
     def sampling(self, prompt: Prompt) -> SamplingParams:
         """The sampling parameters of this prompt's responses, without their seeds."""
         return sampling_of(self._rollout, prompt)
