@@ -35,6 +35,7 @@ class Limits:
     body_bytes: int = 32 << 20
     body_s: float = 60.0  # for a whole body to arrive
     connections: int = 4096
+    connection_idle_s: float = 75.0  # a connection without a whole request head is closed, new or after a reply
     in_flight: int = 512  # requests of one key
     sessions: int = 16384
     idle_s: float = 1800.0  # a session without a call is closed

@@ -1,6 +1,7 @@
 """The front with OpenAI's own client: what agents send, what they get, and what the service then has."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -406,3 +407,20 @@ async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> 
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     texts = [each["delta"]["text"] for each in events if each.get("delta", {}).get("type") == "text_delta"]
     assert "".join(texts) == "Third." and kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
+async def test_a_connection_without_a_whole_request_head_is_closed(begin: bytes) -> None:
+    """It says nothing, or its head trickles in, or nothing follows a reply."""
+    async with front(limits=Limits(connection_idle_s=0.2)) as (base, _, _):
+        host, _, port = base.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(begin)
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(reader.read())  # to the connection's end
+            while not (await asyncio.wait({reading}, timeout=0.02))[0]:
+                if begin.count(b"\n") == 1:
+                    writer.write(b"x")
+            with contextlib.suppress(ConnectionError):
+                assert (await reading).startswith(b"HTTP/1.1 200") == begin.endswith(b"\r\n\r\n")
+        writer.close()
