@@ -129,7 +129,7 @@ class EngineLoop(CommandLoop[Reporting]):
     def _start_request(self, order: pb.StartRequest, outcome: pb.WorkerOutcome) -> None:
         request = convert.request_from_wire(order)
         self._engine.add(request)
-        self._holds(request, order.row)
+        self._holds(request, order.row, arrives=request.keeps)
 
     def _extend_request(self, order: pb.ExtendRequest, outcome: pb.WorkerOutcome) -> None:
         """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
