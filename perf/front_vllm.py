@@ -31,7 +31,7 @@ from dora.models import resolve_model
 
 TOKENS_LEAST: Final = 0.95  # of vLLM's throughput
 FIRST_MOST: Final = 1.2  # times vLLM's time to a first token
-START_S: Final = 300.0
+START_S: Final = 600.0
 VLLM: Final = ".venv-vllm-server/bin/python"
 BLOCK_TOKENS: Final = 32
 QUESTION: Final = "Tell me more about the quick brown fox and the lazy dog, please."
