@@ -55,6 +55,8 @@ class Session:
     turn: Turn  # the last one, which has ended; of a session without a prompt first one without tokens
     response: list[int]
     _connections: Connections = field(repr=False)
+    has_ended: bool = False  # when it was opened again
+    given_name: str = ""  # of what gave the tokens of ``turn``
 
     async def ask(
         self,
@@ -219,12 +221,16 @@ class Sessions(Client):
             async for session in sessions:
                 yield session
 
-    async def open(self, prompt: Prompt | str | Mapping[str, Any], size: int = 1) -> list[Session]:
+    async def open(
+        self, prompt: Prompt | str | Mapping[str, Any], size: int = 1, *, again: bool = False
+    ) -> list[Session]:
         """Opens a group of ``size`` sessions that this client drives, and returns them once the window has admitted it.
 
         ``prompt`` is given as in :meth:`dora.Prompts.submit`. It may be empty, as ``Prompt("id", "", ())``: then the
         first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
-        as their first turns have ended. A call that was interrupted may be repeated with the same prompt id.
+        as their first turns have ended. A call that was interrupted may be repeated with the same prompt id. The id is
+        free once a step has trained on the group: ``again`` opens no new one, so that a caller that may have ended all
+        of its sessions raises NotFound.
 
         Raises InvalidValue for a refused prompt, Conflict for an id in use, LimitExceeded for too many sessions.
         """
@@ -232,7 +238,7 @@ class Sessions(Client):
         message = prompt_message(prompt)
         message.group_size = size
         found: dict[str, Session] = {}
-        async with aclosing(self._sessions(pb.OpenRequest(prompt=message))) as sessions:
+        async with aclosing(self._sessions(pb.OpenRequest(prompt=message, again=again))) as sessions:
             async for session in sessions:
                 found[session.session_id] = session
                 if len(found) == size:
@@ -308,4 +314,6 @@ def _session(message: pb.SessionTurn, connections: Connections) -> Session:
         turn,
         [*earlier, *turn.token_ids.tolist()],
         connections,
+        message.ended,
+        begin.given_name,
     )

@@ -43,13 +43,18 @@ class SessionService(stubs.SessionsServicer):
             yield turn
 
     async def Open(self, request: pb.OpenRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
-        environment = await self._open(request.prompt)
+        environment = await self._open(request.prompt, again=request.again)
         await self._runtime.journal.settled()
+        for turn in self._ended(request.prompt.prompt_id):
+            yield turn
         async for turn in self._attend(environment):
             yield turn
 
-    async def _open(self, prompt: pb.Prompt) -> str:
-        """Queues the prompt of a group whose sessions this caller drives, unless it was. Returns its environment."""
+    async def _open(self, prompt: pb.Prompt, *, again: bool) -> str:
+        """Queues the prompt of a group whose sessions this caller drives, unless it was. Returns its environment.
+
+        ``again``: only finds one. Raises NotFound, Conflict, InvalidValue, LimitExceeded.
+        """
         runtime = self._runtime
         if prompt.environment:
             raise InvalidValue("environment", prompt.environment, "none: the caller is the environment")
@@ -57,9 +62,14 @@ class SessionService(stubs.SessionsServicer):
         check_name(environment, "prompt_id")
         ledger = runtime.feed.ledger
         if ledger.state(prompt.prompt_id) is not PromptState.DONE:
-            if ledger.environment_of(prompt.prompt_id) != environment:
+            known = ledger.prompt(prompt.prompt_id)
+            if known.environment != environment:
                 raise Conflict("prompt_id", prompt.prompt_id, "an id that is not in use", why="is in use")
+            if prompt.group_size not in (0, known.group_size):
+                raise Conflict("group_size", prompt.group_size, f"{known.group_size}, as in the first call", "differs")
             return environment
+        if again:
+            raise NotFound("prompt_id", prompt.prompt_id, "a group that was opened, and that no step has trained on")
         message = pb.Prompt()
         message.CopyFrom(prompt)
         message.environment = environment
@@ -80,7 +90,12 @@ class SessionService(stubs.SessionsServicer):
                 await self._runtime.journal.settled()  # a caller acts on no turn that a crash could undo
                 if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
                     continue
-                yield pb.SessionTurn(session_id=request_id, turn=turn, tokens=_tokens(entry, turn), begin=_begin(entry))
+                yield _session_turn(entry)
+
+    def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
+        """The sessions of an opened group that have ended."""
+        groups = (entries for _, entries in self._runtime.buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
+        return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
         entry = self._session(request.session_id)
@@ -180,6 +195,13 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: 
     )
 
 
+def _session_turn(entry: ResponseState) -> pb.SessionTurn:
+    """A session as it stands."""
+    turn = len(entry.given)
+    tokens, begin = _tokens(entry, turn), _begin(entry)
+    return pb.SessionTurn(session_id=entry.request_id, turn=turn, tokens=tokens, begin=begin, ended=entry.is_closed)
+
+
 def _earlier(entry: ResponseState, turn: int) -> bytes:
     """The response tokens on the path of a turn before its sampled ones."""
     return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
@@ -195,6 +217,7 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         prompt_text=entry.prompt.text,
         verifier_json=entry.prompt.verifier_json,
         earlier_token_ids=_earlier(entry, len(entry.given)),
+        given_name=entry.given[-1].name if entry.given else "",
     )
 
 
