@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -110,9 +110,10 @@ class Door:
             self._live = now_s, await self._source.live()
         return self._live[1]
 
-    async def turns(self, call: Call, wanted: Wanted, group: str = "") -> list[RunningTurn]:
-        """Begins the turns of a request: in the call's session, or each in one of its own. ``group``: the name of the
-        group of these; turns that it has, of a front that died, are returned and not sampled again.
+    async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
+        its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
+        are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -121,19 +122,19 @@ class Door:
         if call.session_id:
             session = await self._session(call.session_id, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted)
-        group = group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(group, wanted.choices, await self._version(wanted.model), wanted.sampling or None)
+            return await self._begun(session, wanted, name)
+        version, name = await self._version(wanted.model), group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(name, wanted.choices, version, wanted.sampling or None)
         one, turns = replace(wanted, choices=1), []
-        for handle in await self._source.open(opening):
+        for handle in await (self._found_or_opened(opening) if group else self._source.open(opening)):
             session = self._made(handle.session_id, handle, wanted)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted) -> list[RunningTurn]:
+    async def _begun(self, session: AgentSession, wanted: Wanted, name: str = "") -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
-        turns = await session.begin(wanted)
+        turns = await session.begin(wanted, name)
         for reason, count in (session.tree.prefix_breaks - before).items():
             self.prefix_breaks[reason] += count
             log.warning("%s: a history was given anew: %s", session.session_id, reason)
@@ -191,7 +192,7 @@ class Door:
 
     async def _open(self, opening: Opening) -> list[AgentSession]:
         try:
-            handles = await self._source.open(opening)
+            handles = await self._found_or_opened(opening)
         except BaseException:
             del self._groups[opening.group]
             raise
@@ -205,15 +206,30 @@ class Door:
         """Withdraws the group of a front that died, if the service has it."""
         await self._source.withdraw(group, "its front has died")
 
+    async def _found_or_opened(self, opening: Opening) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group, which another front may have opened."""
+        try:
+            handles = await self._source.find(opening.group, opening.size)
+        except NotFound:
+            return await self._source.open(opening)
+        found = handles[0].version
+        if opening.version not in (None, found):
+            why = "is another version than the session's"
+            raise Conflict("model", f"{MODEL}-v{opening.version}", f"{MODEL}-v{found}: it was opened before", why)
+        return handles
+
     async def version_for(self, model: str) -> int | None:
         return await self._version(model)
 
     async def session(self, session_id: str) -> AgentSession:
-        """Returns an open session. Raises NotFound, Conflict for one that has ended."""
+        """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
+        one that has ended.
+        """
         self._check_open(session_id)
-        found = self._sessions.get(session_id)
-        if found is None:
-            raise NotFound("session", session_id, "the id of an open session")
+        if session_id not in self._sessions:
+            self._check_room(1)
+            self._sessions[session_id] = self._spawn(self._opened(session_id))
+        found = self._sessions[session_id]
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
 
     async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
@@ -241,10 +257,14 @@ class Door:
             self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
         return await self.session(session_id)
 
-    async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
+    async def _opened(self, session_id: str, wanted: Wanted | None = None) -> AgentSession:
+        """Finds a session, or opens it for its first call; ``wanted`` None: only finds it."""
         try:
-            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
-            (handle,) = await self._source.open(opening)
+            if wanted is None:
+                (handle,) = await self._found(session_id)
+            else:
+                opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
+                (handle,) = await self._found_or_opened(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
@@ -252,9 +272,16 @@ class Door:
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "") -> AgentSession:
+    async def _found(self, session_id: str) -> Sequence[SessionHandle]:
+        try:
+            return await self._source.find(session_id, 1)
+        except NotFound:
+            raise NotFound("session", session_id, "the id of an open session") from None
+
+    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted | None, group: str = "") -> AgentSession:
+        """``wanted`` None: the sampling of the session's first call is not known."""
         now_s = time.monotonic()
-        sampling = wanted.sampling
+        sampling = None if wanted is None else wanted.sampling
         return AgentSession(
             session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
         )

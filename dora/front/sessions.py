@@ -13,12 +13,17 @@ from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
 from dora.front.asked import Wanted, version_of
 from dora.front.errors import SessionClosed
 from dora.front.model import ServedModel
-from dora.front.source import SessionHandle
+from dora.front.source import Sampled, SessionHandle
 from dora.front.turns import RunningTurn, Texts
 
 BRANCHES_MAX: Final = 256
 GIVER: Final = "agent"  # what gives tokens, for the record
 _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def giver_of(name: str) -> str:
+    """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
+    return f"{GIVER} {name}" if name else GIVER
 
 
 def new_call_id() -> str:
@@ -44,7 +49,7 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 
 
 class AgentSession:
-    """One session of an agent. Each of its branches is a trajectory."""
+    """One session of an agent. Each of its branches is a trajectory. ``sampling`` None: that of its next call."""
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class AgentSession:
         model: ServedModel,
         *,
         group: str = "",
-        sampling: Mapping[str, Any],
+        sampling: Mapping[str, Any] | None,
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
     ) -> None:
@@ -65,23 +70,31 @@ class AgentSession:
         self.used_s = now_s
         self.verdict = Verdict()
         self._turn_rewards: dict[int, float] = {}
-        self.is_closed = False
+        self.is_closed = handle.is_over
         self.turns = 0  # under way
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        self._restored = handle.given_name  # of the last turn of another front, until a call comes
         tokens = handle.token_ids
         if handle.turn and tokens:
             self.tree.restored(tokens, len(tokens) - len(handle.last.token_ids))
             self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
-        self._sampling = dict(sampling)
+        self._sampling = sampling
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
-    async def begin(self, wanted: Wanted) -> list[RunningTurn]:
-        """Begins the turns of a request, one for each choice. Raises InvalidValue, Conflict, LimitExceeded."""
+    async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
+
+        If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
+        LimitExceeded.
+        """
         self._check(wanted)
+        restored, self._restored = self._restored, ""
+        if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
+            return [self._replayed(wanted, self._handle.last)]
         asks: list[Ask] = []
         try:
             for _ in range(wanted.choices):
@@ -90,7 +103,15 @@ class AgentSession:
             for ask in asks:
                 self.tree.dropped(ask, was_asked=False)
             raise
-        return [self._begin(wanted, ask) for ask in asks]
+        return [self._begin(wanted, ask, name) for ask in asks]
+
+    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+        """Returns a turn that another front began, and notes in the tree what its client is told."""
+        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        turn = self._running(wanted, ask)
+        turn.add(last)
+        self._answered(wanted, ask, turn)
+        return turn
 
     def _ask(self, wanted: Wanted) -> Ask:
         if wanted.token_ids:
@@ -106,6 +127,8 @@ class AgentSession:
             raise Conflict(
                 "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
+        if self._sampling is None:
+            self._sampling = wanted.sampling
         for name, value in wanted.sampling.items():
             if self._sampling.get(name, value) != value:
                 allowed = f"{self._sampling[name]!r}, as in the session's first request"
@@ -116,7 +139,16 @@ class AgentSession:
         if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask) -> RunningTurn:
+    def _begin(self, wanted: Wanted, ask: Ask, name: str) -> RunningTurn:
+        if ask.origin is not None:
+            self._origins[ask.branch] = ask.origin.branch
+        turn = self._running(wanted, ask)
+        self.turns += 1
+        self._spawn(self._run(turn, ask, wanted, giver_of(name)))
+        return turn
+
+    def _running(self, wanted: Wanted, ask: Ask) -> RunningTurn:
+        """Returns the turn of an ask, without tokens yet."""
         model = self._model
         texts = None
         if not wanted.token_ids or wanted.is_text:
@@ -129,19 +161,14 @@ class AgentSession:
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
             texts = Texts(stream, parser, model.ends, wanted.stops)
         branch = self.tree.branches[ask.branch]
-        if ask.origin is not None:
-            self._origins[ask.branch] = ask.origin.branch
-        turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
-        self.turns += 1
-        self._spawn(self._run(turn, ask, wanted))
-        return turn
+        return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted) -> None:
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, giver: str) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
-                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER)
+                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver)
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):
                     self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
@@ -150,8 +177,11 @@ class AgentSession:
             if turn.finish_reason in (None, "abort"):
                 self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:
-                message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
-                self.tree.answered(ask, turn.token_ids, message)
+                self._answered(wanted, ask, turn)
+
+    def _answered(self, wanted: Wanted, ask: Ask, turn: RunningTurn) -> None:
+        message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+        self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
         """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
@@ -179,13 +209,13 @@ class AgentSession:
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
         given = self.verdict if verdict is None else verdict
-        self.is_closed = True  # no turn begins meanwhile
+        was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
         try:
             await self._handle.end(
                 given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
             )
         except DoraError:
-            self.is_closed = False
+            self.is_closed = was_closed
             raise
 
     async def abandon(self, reason: str) -> None:
