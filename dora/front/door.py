@@ -227,8 +227,7 @@ class Door:
         """
         self._check_open(session_id)
         if session_id not in self._sessions:
-            self._check_room(1)
-            self._sessions[session_id] = self._spawn(self._opened(session_id))
+            await self._find(session_id)
         found = self._sessions[session_id]
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
 
@@ -257,14 +256,10 @@ class Door:
             self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
         return await self.session(session_id)
 
-    async def _opened(self, session_id: str, wanted: Wanted | None = None) -> AgentSession:
-        """Finds a session, or opens it for its first call; ``wanted`` None: only finds it."""
+    async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
         try:
-            if wanted is None:
-                (handle,) = await self._found(session_id)
-            else:
-                opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
-                (handle,) = await self._found_or_opened(opening)
+            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
+            (handle,) = await self._found_or_opened(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
@@ -272,11 +267,16 @@ class Door:
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    async def _found(self, session_id: str) -> Sequence[SessionHandle]:
+    async def _find(self, session_id: str) -> None:
+        """Notes a session that another front opened. Raises NotFound."""
         try:
-            return await self._source.find(session_id, 1)
+            (handle,) = await self._source.find(session_id, 1)
         except NotFound:
             raise NotFound("session", session_id, "the id of an open session") from None
+        if session_id not in self._sessions:  # no call has found it meanwhile
+            self._check_room(1)
+            session = self._made(session_id, handle, None)
+            self._sessions[session_id] = self._by_key[session.key] = session
 
     def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted | None, group: str = "") -> AgentSession:
         """``wanted`` None: the sampling of the session's first call is not known."""

@@ -130,13 +130,16 @@ class TrainerProcess(Telling):
 
 
 class FrontOfAgents(Orphaned):
-    """``dora front``. The run has its listening socket, so calls that come while it is dead only wait."""
+    """``dora front``. The run has its listening socket, so calls that come while it is dead only wait. It knows the
+    ``model``, so it starts without its service too.
+    """
 
-    def __init__(self, service: str, token: str, log: Path, host: str) -> None:
+    def __init__(self, service: str, token: str, log: Path, host: str, model: Path) -> None:
         super().__init__("front", log)
         self._listening = socket.create_server((host, 0), backlog=BACKLOG)
         listen = f"{INHERITED}{self._listening.fileno()}"
         self._argv = [sys.executable, "-m", "dora", "front", "--service", service, "--http", listen]
+        self._argv += ["--model", str(model)]
         self._environment = {**os.environ, "DORA_TOKEN": token}
 
     @property

@@ -81,7 +81,9 @@ class World:
         self.trainer = TrainerProcess(argv, tokens[Role.TRAINER], folder / "trainer.log")
         own = ["tests.tools", self.service.address, str(folder / "opened")]
         self.environment = OpeningProcess("environment", own, tokens[Role.SUBMITTER], folder / "environment.log")
-        self.front = FrontOfAgents(self.service.address, self.service.token, folder / "front.log", self.host)
+        self.front = FrontOfAgents(
+            self.service.address, self.service.token, folder / "front.log", self.host, setting.model
+        )
         own = ["tests.chaos.chats", self.front.url]
         self.chats = OpeningProcess("chats", own, "", folder / "chats.log")
         beyond = self.link.inside if self.link else ()
