@@ -18,12 +18,13 @@ from dora.front.turns import RunningTurn, Texts
 
 BRANCHES_MAX: Final = 256
 GIVER: Final = "agent"  # what gives tokens, for the record
+NAME_CHARACTERS: Final = 12  # of the name of a call, which has to differ from the others of its session
 _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def giver_of(name: str) -> str:
     """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
-    return f"{GIVER} {name}" if name else GIVER
+    return f"{GIVER} {name[:NAME_CHARACTERS]}" if name else GIVER
 
 
 def new_call_id() -> str:
