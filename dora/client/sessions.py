@@ -68,6 +68,8 @@ class Session:
     turn: Turn  # the last one, which has ended; of a session without a prompt first one without tokens
     response: list[int]
     _connections: Connections = field(repr=False)
+    has_ended: bool = False  # when it was opened again
+    given_name: str = ""  # of what gave the tokens of ``turn``
 
     async def ask(
         self,
@@ -248,15 +250,21 @@ class Sessions(Client):
                 yield session
 
     async def open(
-        self, prompt: Prompt | str | Mapping[str, Any], size: int = 1, *, version: int | None = None
+        self,
+        prompt: Prompt | str | Mapping[str, Any],
+        size: int = 1,
+        *,
+        version: int | None = None,
+        again: bool = False,
     ) -> list[Session]:
         """Opens a group of ``size`` sessions that this client drives, and returns them once the window has admitted it.
 
         ``prompt`` is given as in :meth:`dora.Prompts.submit`. It may be empty, as ``Prompt("id", "", ())``: then the
         first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
-        as their first turns have ended. A call that was interrupted may be repeated with the same prompt id.
-        ``version``: the one that samples all turns. The group does not wait for the window then: it is admitted or
-        refused at once. None: the version that the window gives.
+        as their first turns have ended. A call that was interrupted may be repeated with the same prompt id. The id is
+        free once a step has trained on the group: ``again`` opens no new one, so that a caller that may have ended all
+        of its sessions raises NotFound. ``version``: the one that samples all turns. The group does not wait for the
+        window then: it is admitted or refused at once. None: the version that the window gives.
 
         Raises InvalidValue for a refused prompt, Conflict for an id in use or a version that admits no new group,
         LimitExceeded for too many sessions or a version for whose group the window has no room.
@@ -265,7 +273,8 @@ class Sessions(Client):
         message = prompt_message(prompt)
         message.group_size = size
         found: dict[str, Session] = {}
-        async with aclosing(self._sessions(pb.OpenRequest(prompt=message, version=version))) as sessions:
+        request = pb.OpenRequest(prompt=message, version=version, again=again)
+        async with aclosing(self._sessions(request)) as sessions:
             async for session in sessions:
                 found[session.session_id] = session
                 if len(found) == size:
@@ -357,4 +366,6 @@ def _session(message: pb.SessionTurn, connections: Connections) -> Session:
         turn,
         [*earlier, *turn.token_ids.tolist()],
         connections,
+        message.ended,
+        begin.given_name,
     )

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -111,9 +111,10 @@ class Door:
             self._live = now_s, await self._source.live()
         return self._live[1]
 
-    async def turns(self, call: Call, wanted: Wanted, group: str = "") -> list[RunningTurn]:
-        """Begins the turns of a request: in the call's session, or each in one of its own. ``group``: the name of the
-        group of these; turns that it has, of a front that died, are returned and not sampled again.
+    async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
+        its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
+        are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -122,21 +123,22 @@ class Door:
         if call.session_id:
             session = await self._session(call.session_id, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted)
-        group = group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(group, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+            return await self._begun(session, wanted, name)
+        group_id = group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
         defaults = await self._defaults()
         turns: list[RunningTurn] = []
-        for number, handle in enumerate(await self._source.open(opening)):
+        handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
+        for number, handle in enumerate(handles):
             one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
             session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted) -> list[RunningTurn]:
+    async def _begun(self, session: AgentSession, wanted: Wanted, name: str = "") -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
-        turns = await session.begin(wanted)
+        turns = await session.begin(wanted, name)
         for reason, count in (session.tree.prefix_breaks - before).items():
             self.prefix_breaks[reason] += count
             log.warning("%s: a history was given anew: %s", session.session_id, reason)
@@ -187,7 +189,7 @@ class Door:
     async def _open(self, opening: Opening) -> list[AgentSession]:
         try:
             defaults = await self._defaults(opening.sampling or {})
-            handles = await self._source.open(opening)
+            handles = await self._found_or_opened(opening)
         except BaseException:
             del self._groups[opening.group]
             raise
@@ -200,17 +202,31 @@ class Door:
         """Withdraws the group of a front that died, if the service has it."""
         await self._source.withdraw(group, "its front has died")
 
+    async def _found_or_opened(self, opening: Opening) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group, which another front may have opened."""
+        try:
+            handles = await self._source.find(opening.group, opening.size)
+        except NotFound:
+            return await self._source.open(opening)
+        found = handles[0].version
+        if opening.version not in (None, found):
+            why = "is another version than the session's"
+            raise Conflict("model", f"{MODEL}-v{opening.version}", f"{MODEL}-v{found}: it was opened before", why)
+        return handles
+
     async def version_for(self, model: str) -> int | None:
         """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
         await self._check_model(model)
         return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
-        """Returns an open session. Raises NotFound, Conflict for one that has ended."""
+        """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
+        one that has ended.
+        """
         self._check_open(session_id)
-        found = self._sessions.get(session_id)
-        if found is None:
-            raise NotFound("session", session_id, "the id of an open session")
+        if session_id not in self._sessions:
+            await self._find(session_id)
+        found = self._sessions[session_id]
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
 
     async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
@@ -242,13 +258,25 @@ class Door:
         try:
             opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
             defaults = await self._defaults()
-            (handle,) = await self._source.open(opening)
+            (handle,) = await self._found_or_opened(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
         session = self._made(session_id, handle, defaults)
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
+
+    async def _find(self, session_id: str) -> None:
+        """Notes a session that another front opened. Raises NotFound."""
+        defaults = await self._defaults()
+        try:
+            (handle,) = await self._source.find(session_id, 1)
+        except NotFound:
+            raise NotFound("session", session_id, "the id of an open session") from None
+        if session_id not in self._sessions:  # no call has found it meanwhile
+            self._check_room(1)
+            session = self._made(session_id, handle, defaults)
+            self._sessions[session_id] = self._by_key[session.key] = session
 
     async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""

@@ -49,6 +49,14 @@ class ServiceSession:
     def turn(self) -> int:
         return self.session.turn.number
 
+    @property
+    def given_name(self) -> str:
+        return self.session.given_name
+
+    @property
+    def is_over(self) -> bool:
+        return self.session.has_ended
+
     async def stream(
         self,
         token_ids: Sequence[int],
@@ -120,6 +128,16 @@ class Service:
     async def model(self) -> Path:
         """Returns the model's folder on the service's host."""
         return Path((await self._sessions.describe()).model)
+
+    async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
+        """Returns the sessions of a group that was opened before. It stays open whatever happens to this call."""
+        try:
+            async with asyncio.timeout(ADMIT_S):
+                sessions = await self._sessions.open(Prompt(group, "", ()), size, again=True)
+        except TimeoutError:
+            allowed = "asked later: its turn is under way, or the window is full"
+            raise LimitExceeded("group", group, allowed) from None
+        return [ServiceSession(session, self._take_back) for session in sessions]
 
     async def open(self, opening: Opening) -> Sequence[ServiceSession]:
         """Opens a group, and waits for the window. A group that it does not admit in time is taken back."""

@@ -13,12 +13,18 @@ from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
 from dora.front.asked import Wanted, version_of
 from dora.front.errors import SessionClosed
 from dora.front.model import ServedModel
-from dora.front.source import SessionHandle
+from dora.front.source import Sampled, SessionHandle
 from dora.front.turns import RunningTurn, Texts
 
 BRANCHES_MAX: Final = 256
 GIVER: Final = "agent"  # what gives tokens, for the record
+NAME_CHARACTERS: Final = 12  # of the name of a call, which has to differ from the others of its session
 _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def giver_of(name: str) -> str:
+    """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
+    return f"{GIVER} {name[:NAME_CHARACTERS]}" if name else GIVER
 
 
 def new_call_id() -> str:
@@ -68,10 +74,11 @@ class AgentSession:
         self.used_s = now_s
         self.verdict = Verdict()
         self._turn_rewards: dict[int, float] = {}
-        self.is_closed = False
+        self.is_closed = handle.is_over
         self.turns = 0  # under way
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        self._restored = handle.given_name  # of the last turn of another front, until a call comes
         tokens = handle.token_ids
         if handle.turn and tokens:
             self.tree.restored(tokens, len(tokens) - len(handle.last.token_ids))
@@ -82,9 +89,16 @@ class AgentSession:
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
-    async def begin(self, wanted: Wanted) -> list[RunningTurn]:
-        """Begins the turns of a request, one for each choice. Raises InvalidValue, Conflict, LimitExceeded."""
+    async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
+
+        If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
+        LimitExceeded.
+        """
         self._check(wanted)
+        restored, self._restored = self._restored, ""
+        if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
+            return [self._replayed(wanted, self._handle.last)]
         asks: list[Ask] = []
         try:
             for _ in range(wanted.choices):
@@ -93,7 +107,15 @@ class AgentSession:
             for ask in asks:
                 self.tree.dropped(ask, was_asked=False)
             raise
-        return [self._begin(wanted, ask, number) for number, ask in enumerate(asks)]
+        return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
+
+    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+        """Returns a turn that another front began, and notes in the tree what its client is told."""
+        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
+        turn.add(last)
+        self._answered(wanted, ask, turn)
+        return turn
 
     def _ask(self, wanted: Wanted) -> Ask:
         if wanted.token_ids:
@@ -112,9 +134,23 @@ class AgentSession:
         if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask, number: int) -> RunningTurn:
+    def _begin(self, wanted: Wanted, ask: Ask, number: int, name: str) -> RunningTurn:
         """``number``: of the choice."""
-        model, sampling = self._model, {**self._defaults, **wanted.sampling_of(number)}
+        if ask.origin is not None:
+            self._origins[ask.branch] = ask.origin.branch
+        sampling = self._sampling_of(wanted, number)
+        turn = self._running(wanted, ask, sampling)
+        self.turns += 1
+        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name)))
+        return turn
+
+    def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
+        """Returns the sampling parameters of a choice."""
+        return {**self._defaults, **wanted.sampling_of(number)}
+
+    def _running(self, wanted: Wanted, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
+        """Returns the turn of an ask, without tokens yet."""
+        model = self._model
         texts = None
         if not wanted.token_ids or wanted.is_text:
             parser = ReplyParser(
@@ -126,20 +162,15 @@ class AgentSession:
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
             texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
         branch = self.tree.branches[ask.branch]
-        if ask.origin is not None:
-            self._origins[ask.branch] = ask.origin.branch
-        turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
-        self.turns += 1
-        self._spawn(self._run(turn, ask, wanted, sampling))
-        return turn
+        return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any]) -> None:
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any], giver: str) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
                 pieces = self._handle.stream(
-                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER, sampling=sampling
+                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver, sampling=sampling
                 )
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):
@@ -149,8 +180,11 @@ class AgentSession:
             if turn.finish_reason in (None, "abort"):
                 self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:
-                message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
-                self.tree.answered(ask, turn.token_ids, message)
+                self._answered(wanted, ask, turn)
+
+    def _answered(self, wanted: Wanted, ask: Ask, turn: RunningTurn) -> None:
+        message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+        self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
         """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
@@ -178,13 +212,13 @@ class AgentSession:
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
         given = self.verdict if verdict is None else verdict
-        self.is_closed = True  # no turn begins meanwhile
+        was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
         try:
             await self._handle.end(
                 given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
             )
         except DoraError:
-            self.is_closed = False
+            self.is_closed = was_closed
             raise
 
     async def abandon(self, reason: str) -> None:

@@ -63,6 +63,16 @@ class SessionHandle(Protocol):
         """The number of the last turn that has ended."""
         ...
 
+    @property
+    def given_name(self) -> str:
+        """The name of what gave the tokens of that turn, of a session that another front began."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the session had ended when it was found."""
+        ...
+
     def stream(
         self,
         token_ids: Sequence[int],
@@ -97,6 +107,14 @@ class SessionSource(Protocol):
 
     async def live(self) -> Live:
         """Raises ServiceUnavailable."""
+        ...
+
+    async def find(self, group: str, size: int) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group that any front has opened, each at the end of its turn under way.
+
+        Raises NotFound if none was opened or a step has trained on it, Conflict for another size, LimitExceeded if a
+        turn takes long or the window is full for long, ServiceUnavailable.
+        """
         ...
 
     async def open(self, opening: Opening) -> Sequence[SessionHandle]:

@@ -507,12 +507,14 @@ class AttendRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("prompt", "version")
+    __slots__ = ("prompt", "again", "version")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
+    again: bool
     version: int
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., again: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
 class WithdrawRequest(_message.Message):
     __slots__ = ("prompt_id", "reason")
@@ -545,19 +547,21 @@ class DescribeReply(_message.Message):
     def __init__(self, model: _Optional[str] = ..., newest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., max_model_len_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
-    __slots__ = ("session_id", "turn", "tokens", "begin")
+    __slots__ = ("session_id", "turn", "tokens", "begin", "ended")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     tokens: TurnTokens
     begin: SessionBegin
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ...) -> None: ...
+    ended: bool
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class SessionBegin(_message.Message):
-    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids")
+    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
@@ -566,6 +570,7 @@ class SessionBegin(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_NAME_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_id: str
     task_id: str
@@ -574,7 +579,8 @@ class SessionBegin(_message.Message):
     prompt_text: str
     verifier_json: str
     earlier_token_ids: bytes
-    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
+    given_name: str
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
     __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json")

@@ -757,7 +757,8 @@ class SessionsServicer:
     def Open(self, request, context):
         """Opens a group whose sessions the caller drives, and streams them as Attend does, once the window admits the group. The
         prompt names no environment. Without tokens, text or messages its sessions begin without a prompt, and the first turn
-        of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that wait.
+        of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that have ended,
+        then those that wait.
         RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full; with a version also: the window has no room for
         its group now. FAILED_PRECONDITION: the version is not live or admits no new group; dora-error-allowed has those that
         do.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import dora
@@ -359,6 +360,47 @@ async def test_a_group_of_a_version_by_its_name(tiny_dense: Path) -> None:
         await prompts.submit([{"text": "ab", "prompt_id": "p0", "group_size": 1}])
         await train(handle, trainer, steps=1, groups=1)
         assert await open_groups(sessions) == [0, 1, 0]
+
+
+async def test_a_group_is_opened_again_where_it_stands(tiny_dense: Path) -> None:
+    """By a caller that has lost all it knew, with sessions that have ended, and after a step has trained on them."""
+    prompt = dora.Prompt("mine", "task", ())
+
+    async def opened(handle: Any, has_trained: asyncio.Event) -> None:
+        async with dora.Sessions(handle.address, handle.token) as sessions:
+            with refused(NotFound, field="prompt_id", value="mine"):
+                await sessions.open(prompt, size=3, again=True)
+            first, second, _ = await sessions.open(prompt, size=3)
+            await first.begin([3, 4], name="one")
+            await first.end(1.0)
+            await second.begin([5, 6], name="two")
+            turn = second.turn
+        async with dora.Sessions(handle.address, handle.token) as sessions:
+            with refused(Conflict, field="group_size", value=2):
+                await sessions.open(prompt, size=2)
+            group = await sessions.open(prompt, size=3, again=True)
+            assert [each.has_ended for each in group] == [True, False, False]
+            assert [each.given_name for each in group] == ["one", "two", ""]
+            assert [len(each.turn.token_ids) > 0 for each in group] == [True, True, False]
+            assert np.array_equal(group[1].turn.logprobs, turn.logprobs)
+            await group[1].end(1.0)
+            await group[2].begin([7])
+            await group[2].end(1.0)
+            group = await sessions.open(prompt, size=3, again=True)
+            assert [each.has_ended for each in group] == [True] * 3
+            await has_trained.wait()
+            with refused(NotFound, field="prompt_id", value="mine"):
+                await sessions.open(prompt, size=3, again=True)
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        has_trained = asyncio.Event()
+        driving = asyncio.create_task(opened(handle, has_trained))
+        await during(driving, train(handle, trainer, steps=1, groups=1))
+        has_trained.set()
+        await driving
 
 
 async def until_cancelled(work: Awaitable[None]) -> None:

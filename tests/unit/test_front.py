@@ -13,8 +13,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from dora.front.door import Limits
-from tests.unit.chats import TOOLS
-from tests.unit.front_service import front
+from tests.unit.chat_templates import STYLES
+from tests.unit.chats import TOOLS, Chat
+from tests.unit.front_service import FakeService, front, fronts
 
 ASK: Any = [{"role": "user", "content": "How many?"}]
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"a": false}}\n</tool_call>'
@@ -235,6 +236,59 @@ async def test_a_retry_gets_the_turn_of_its_first_call() -> None:
     assert reply.choices[0].message.content == text_of(service, service.sessions[0])
     assert keyed[0].choices[0].message == keyed[1].choices[0].message
     assert len(service.sessions) == 3, "the interrupted one, the keyed one, and one that is no retry"
+
+
+@pytest.mark.parametrize("style", ["qwen2.5", "qwen3"])
+async def test_a_retry_at_another_front_gets_the_turn_of_its_first_call(style: str) -> None:
+    """The first front is gone, and the second knows nothing of its calls. A third closes the session."""
+    policy = iter([CALL, "Two.", "Three."])
+    service = FakeService(Chat(STYLES[style]), lambda _: next(policy))
+    async with fronts(service, 3) as (urls, doors):
+        replies, messages = list[Any](), list(ASK)
+        for number, base in enumerate((urls[0], urls[1], urls[1])):  # each turn is asked again at the second
+            named: dict[str, Any] = {"X-Session-ID": "s", "Idempotency-Key": f"k{number}"}
+            for at in (base, urls[1]):
+                async with client(at, default_headers=named) as api:
+                    reply = await api.chat.completions.create(
+                        model="policy",
+                        messages=messages,
+                        tools=TOOLS,
+                        logprobs=True,
+                        extra_body={"return_token_ids": True},
+                    )
+                replies.append(reply.choices[0].model_dump())
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            calls = reply.choices[0].message.tool_calls
+            messages.append({"role": "tool", "content": "{}", "tool_call_id": calls[0].id} if calls else ASK[0])
+        for first, again in zip(replies[::2], replies[1::2], strict=True):
+            for choice in (first, again):  # a call's id is the front's
+                for call in choice["message"]["tool_calls"] or ():
+                    call["id"] = ""
+            assert first == again
+        (session,) = service.sessions
+        assert session.turn == 3 and len(service.openings) == 1
+        assert not doors[1].prefix_breaks
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2):  # the second one to make sure
+                async with http.post(f"{urls[2]}/sessions/s/close", json={"reward": 1.0}) as closed:
+                    status = closed.status
+            assert status == 409 and session.ended == (1.0, {}, {}, "")
+            async with http.post(f"{urls[1]}/sessions/unknown/close", json={"reward": 1.0}) as closed:
+                assert closed.status == 404
+
+
+async def test_a_session_that_another_front_found_takes_the_sampling_of_its_next_call() -> None:
+    sampling: dict[str, Any] = {"model": "policy", "messages": ASK, "temperature": 0.5}
+    service = FakeService(Chat(STYLES["qwen2.5"]))
+    async with fronts(service, 2) as (urls, _), aiohttp.ClientSession() as http:
+        async with client(f"{urls[0]}/sessions/s") as api:
+            await api.chat.completions.create(**sampling)
+        async with http.get(f"{urls[1]}/sessions/s") as shown:
+            assert (await shown.json())["branches"][0]["turns"] == 1
+        async with client(f"{urls[1]}/sessions/s") as api:
+            await api.chat.completions.create(**{**sampling, "temperature": 1.0})
+        (session,) = service.sessions
+        assert [each["temperature"] for each in session.asked] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(

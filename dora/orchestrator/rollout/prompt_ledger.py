@@ -92,9 +92,9 @@ class PromptLedger:
         held = self._held.get(prompt_id)
         return PromptState.DONE if held is None else held.state
 
-    def environment_of(self, prompt_id: str) -> str:
-        """The environment of a prompt that is not DONE."""
-        return self._held[prompt_id].prompt.environment
+    def prompt(self, prompt_id: str) -> Prompt:
+        """Returns a prompt that is not DONE."""
+        return self._held[prompt_id].prompt
 
     def check_free(self, prompt_id: str) -> None:
         """Raises Conflict unless the id may be given to another prompt."""

@@ -24,7 +24,8 @@ async def open_group(runtime: Runtime, request: pb.OpenRequest) -> str:
     """Queues the prompt of a group whose sessions its caller drives, or admits it as the version that the request has,
     unless that was done. Returns the group's environment.
 
-    Raises InvalidValue, Conflict, LimitExceeded; then nothing has changed.
+    Raises InvalidValue, Conflict, LimitExceeded, and NotFound if the request only asks for a group that was opened;
+    then nothing has changed.
     """
     prompt = request.prompt
     if prompt.environment:
@@ -34,10 +35,15 @@ async def open_group(runtime: Runtime, request: pb.OpenRequest) -> str:
     ledger = runtime.feed.ledger
     version = request.version if request.HasField("version") else None
     if ledger.state(prompt.prompt_id) is not PromptState.DONE:
-        if ledger.environment_of(prompt.prompt_id) != environment:
+        known = ledger.prompt(prompt.prompt_id)
+        if known.environment != environment:
             raise Conflict("prompt_id", prompt.prompt_id, "an id that is not in use", why="is in use")
+        if prompt.group_size not in (0, known.group_size):
+            raise Conflict("group_size", prompt.group_size, f"{known.group_size}, as in the first call", "differs")
         _check_same(runtime, prompt.prompt_id, version)
         return environment
+    if request.again:
+        raise NotFound("prompt_id", prompt.prompt_id, "a group that was opened, and that no step has trained on")
     message = pb.Prompt()
     message.CopyFrom(prompt)
     message.environment = environment
@@ -80,7 +86,7 @@ def withdraw(runtime: Runtime, request: pb.WithdrawRequest) -> None:
     """Cancels an opened group, or takes it back from the queue. Raises InvalidValue, NotFound."""
     ledger, name = runtime.feed.ledger, request.prompt_id
     held = ledger.state(name) is not PromptState.DONE
-    if held and ledger.environment_of(name) == f"{OPENED}{name}":
+    if held and ledger.prompt(name).environment == f"{OPENED}{name}":
         cancelled(runtime, [name], request.reason)
     elif held or not ledger.was_cancelled(name):
         raise NotFound("prompt_id", name[:80], "that of a group that Open has opened")

@@ -45,6 +45,8 @@ class SessionService(stubs.SessionsServicer):
     async def Open(self, request: pb.OpenRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         environment = await opening.open_group(self._runtime, request)
         await self._runtime.journal.settled()
+        for turn in self._ended(request.prompt.prompt_id):
+            yield turn
         async for turn in self._attend(environment):
             yield turn
 
@@ -58,7 +60,12 @@ class SessionService(stubs.SessionsServicer):
                 await self._runtime.journal.settled()  # a caller acts on no turn that a crash could undo
                 if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
                     continue
-                yield pb.SessionTurn(session_id=request_id, turn=turn, tokens=_tokens(entry, turn), begin=_begin(entry))
+                yield _session_turn(entry)
+
+    def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
+        """The sessions of an opened group that have ended."""
+        groups = (entries for _, entries in self._runtime.buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
+        return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
         opening.withdraw(self._runtime, request)
@@ -168,6 +175,13 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: 
     )
 
 
+def _session_turn(entry: ResponseState) -> pb.SessionTurn:
+    """A session as it stands."""
+    turn = len(entry.given)
+    tokens, begin = _tokens(entry, turn), _begin(entry)
+    return pb.SessionTurn(session_id=entry.request_id, turn=turn, tokens=tokens, begin=begin, ended=entry.is_closed)
+
+
 def _earlier(entry: ResponseState, turn: int) -> bytes:
     """The response tokens on the path of a turn before its sampled ones."""
     return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
@@ -183,6 +197,7 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         prompt_text=entry.prompt.text,
         verifier_json=entry.prompt.verifier_json,
         earlier_token_ids=_earlier(entry, len(entry.given)),
+        given_name=entry.given[-1].name if entry.given else "",
     )
 
 
