@@ -125,6 +125,9 @@ class Attended:
     async def live(self) -> Live:
         return Live(self._model, self._newest, (self._newest,), self._context_tokens)
 
+    async def find(self, group: str, size: int) -> list[SessionHandle]:
+        raise NotFound("session", group, "the id of a session that is under way")
+
     async def open(self, opening: Opening) -> list[SessionHandle]:
         raise NotFound("session", opening.group, "the id of a session that is under way")
 

@@ -45,7 +45,7 @@ class Asked:
         known = self.door.replays.find(self.name, now_s, is_retry=self.is_retry)
         if known is not None:
             return list(known)
-        turns = [turn for each in wanted for turn in await self.door.turns(self.call, each)]
+        turns = [turn for each in wanted for turn in await self.door.turns(self.call, each, self.name)]
         request_id = self.body.get("request_id")
         self.door.replays.keep(self.name, turns, now_s, request_id if isinstance(request_id, str) else "")
         return turns

@@ -14,14 +14,12 @@ from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import served_model
 from dora.front.service import Service
-from dora.models import context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """``model`` None: the service's folder. ``key`` empty: any key is accepted. ``tool_format`` empty: the template's.
-
-    ``context_tokens`` 0: the model's own.
+    """``token``: of the role environment, or one that may do more. ``model`` None: the service's folder. ``key`` empty:
+    any key is accepted. ``tool_format`` empty: the template's.
     """
 
     service: str
@@ -30,7 +28,6 @@ class FrontOptions:
     model: Path | None = None
     key: str = field(default="", repr=False)
     tool_format: str = ""
-    context_tokens: int = 0
     limits: Limits = field(default_factory=Limits)
 
 
@@ -51,7 +48,6 @@ async def _served(options: FrontOptions, listening: socket.socket) -> AsyncItera
         if not folder.is_dir():
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
-        service.context_tokens = options.context_tokens or context_tokens(folder) or 0
         door = Door(service, model, key=options.key, limits=options.limits)
         async with serving(door, listening) as url:
             yield url

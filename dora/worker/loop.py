@@ -129,7 +129,7 @@ class EngineLoop(CommandLoop[Reporting]):
     def _start_request(self, order: pb.StartRequest, outcome: pb.WorkerOutcome) -> None:
         request = convert.request_from_wire(order)
         self._engine.add(request)
-        self._holds(request, order.row)
+        self._holds(request, order.row, arrives=request.keeps)
 
     def _extend_request(self, order: pb.ExtendRequest, outcome: pb.WorkerOutcome) -> None:
         """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
@@ -138,10 +138,11 @@ class EngineLoop(CommandLoop[Reporting]):
         if len(held.output_token_ids) != order.first_token:
             why, allowed = "has other tokens", f"{order.first_token} outputs before the given tokens"
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
-        self._engine.extend(order.request_id, given, order.max_tokens)
+        sampling = convert.sampling_from_wire(order.sampling)
+        self._engine.extend(order.request_id, given, sampling)
         self._voice.begin(order.request_id, order.row, arrives=True)
         if self._responses is not None:
-            self._responses.extend(order.request_id, given)
+            self._responses.extend(order.request_id, given, sampling)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
         """Enters a request that the engine has taken."""
