@@ -20,6 +20,7 @@ OWN = {  # environments beside .venv: whether each sees all of .venv too, and mo
     "megatron": (True, ("dora", "megatron", "torch", "vllm")),
     "openenv": (False, ("openenv",)),
     "tinker": (False, ("tinker",)),
+    "trl": (True, ("dora", "datasets", "peft", "torch", "transformers", "trl")),
     "verifiers": (False, ("verifiers",)),
     "vllm-server": (True, ("uvicorn", "vllm")),
 }
