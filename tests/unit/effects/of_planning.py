@@ -211,6 +211,14 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("verify", "seed"): Shown(VERIFY + "test_a_sample_is_even_over_versions_and_follows_its_seed"),
     ("verify", "window"): Ran(["verify", "{record}"], ["--window", "1"], lambda done: done.code == 1),
     ("verify", "as_json"): Shown(VERIFY + "test_the_command_tells_its_progress_in_lines_on_stderr_alone"),
+    ("report", "folder"): Ran(["report"], ["{record}"], lambda done: done.code == 0),
+    ("report", "out"): Ran(
+        ["report", "{record}"], ["--html", "{folder}/out.html"], lambda done: "out.html" in done.files
+    ),
+    ("report", "hourly"): Ran(
+        ["report", "{record}", "--json"], ["--hourly", "2"], lambda done: done.at("cost") is not None
+    ),
+    ("report", "as_json"): Ran(["report", "{record}"], ["--json"], lambda done: done.tree is not None),
     ("doctor", "device"): Ran(
         ["doctor", "--model", "{dense}"], ["--device", "cuda:99"], lambda d: d.code == 2, examined
     ),
