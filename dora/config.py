@@ -404,7 +404,8 @@ class ServiceConfig(Section):
     state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
     begin_from: str = Field(
         "",
-        description="STATE@VERSION: a new run, whose version 0 is this version of the state folder STATE; empty: model",
+        description="STATE@VERSION: a new run, whose version 0 is this version, or the checkpoint of this name, of the "
+        "state folder STATE; empty: model",
     )
     carry_on_from: int = Field(
         -1,
@@ -613,13 +614,16 @@ class EvaluationConfig(Section):
     share: float = Field(
         0.0, ge=0.0, le=0.5, description="of the version's workers, kept for the evaluation; 0: only idle slots"
     )
+    keep_best: bool = Field(
+        False, description="the version of the highest mean reward is kept as checkpoint `best` in service.state"
+    )
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         """Prompts and their period belong together, and nothing has an effect without them."""
         if self.prompts and not self.every:
             raise InvalidValue("evaluation.every", 0, "at least 1, because evaluation.prompts is set")
-        for name in ("every", "split", "share") if not self.prompts else ():
+        for name in ("every", "split", "share", "keep_best") if not self.prompts else ():
             if value := getattr(self, name):
                 raise InvalidValue(f"evaluation.{name}", value, "left out, or with evaluation.prompts")
         return self

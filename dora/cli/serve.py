@@ -95,7 +95,7 @@ def serve(
         typer.Option(
             "--from",
             metavar="STATE@VERSION",
-            help="Begin a new run with this version of another state folder (service.begin_from).",
+            help="Begin a new run with this version or checkpoint of another state folder (service.begin_from).",
         ),
     ] = None,
     device: Annotated[

@@ -1,6 +1,7 @@
 """The commands that call a running service."""
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from dora.cli.exits import ExitCode
 from dora.cli.options import AddressOption, JsonOption, TokenOption, source_of
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
 from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
-from dora.errors import MISSING
+from dora.errors import MISSING, InvalidValue
 from dora.tls import Tls
 
 if TYPE_CHECKING:
@@ -206,16 +207,48 @@ def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = Non
 
 
 def checkpoint(
-    address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Also keep the newest version under this name, for `dora serve --from`.")
+    ] = "",
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="With --name: also keep that version's checkpoint in the trainer's --checkpoints."
+        ),
+    ] = None,
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write all generated and acknowledged data to disk, and show the state that a restart would continue from."""
     from dora.view.service import checkpoint_line
 
-    reply = ask(address, token, lambda operator: operator.checkpoint())
+    if trainer is not None and not name:
+        raise InvalidValue("--trainer", str(trainer), "left out, or with --name")
+    reply = ask(address, token, lambda operator: operator.checkpoint(name))
+    if trainer is not None:
+        _keep_trainer(trainer, reply.kept_version, name)
     if as_json:
         print_json(plain(reply))
     else:
         sys.stdout.write(checkpoint_line(reply))
+
+
+def _keep_trainer(folder: Path, step: int, name: str) -> None:
+    """Keeps the trainer's checkpoint of a step under a name. Raises InvalidValue."""
+    from dora.system.files import link_or_copy, sync_folder
+
+    source, unfinished = folder / f"step-{step}", folder / f".{name}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        for file in sorted(source.iterdir()):
+            link_or_copy(file, unfinished / file.name)
+        unfinished.rename(folder / name)
+        sync_folder(folder)
+    except OSError as error:
+        allowed = f"the folder of --checkpoints, with {source.name} and without {name} ({error.strerror})"
+        raise InvalidValue("--trainer", str(folder), allowed) from error
 
 
 def cancel(
@@ -278,7 +311,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "drain": (drain, "dora drain w1"),
     "scale": (scale, "dora scale --workers 4 --host gpu-7"),
     "rebalance": (rebalance, "dora rebalance --json"),
-    "checkpoint": (checkpoint, "dora checkpoint --json"),
+    "checkpoint": (checkpoint, "dora checkpoint --name tuned"),
     "cancel": (cancel, "dora cancel q17 g3 --reason mistyped"),
     "watch": (watch, "dora watch --period-ms 500"),
 }  # each with an example

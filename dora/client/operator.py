@@ -57,12 +57,13 @@ class Operator(Client):
     async def rebalance(self) -> pb.OperatorReply:
         return await self._connection.call(self._stub.Rebalance, pb.RebalanceRequest(), self._timeout_s)
 
-    async def checkpoint(self) -> pb.CheckpointReply:
+    async def checkpoint(self, name: str = "") -> pb.CheckpointReply:
         """Returns once all data generated and acknowledged so far is on disk.
 
-        Raises Conflict if the service has no state folder.
+        ``name``: also keeps the newest version in the state folder, under this name. Raises Conflict if the service has
+        no state folder or the name is taken, InvalidValue for a name that is not allowed.
         """
-        return await self._connection.call(self._stub.Checkpoint, pb.CheckpointRequest(), self._timeout_s)
+        return await self._connection.call(self._stub.Checkpoint, pb.CheckpointRequest(name=name), self._timeout_s)
 
     @property
     def _stub(self) -> OperatorStub:

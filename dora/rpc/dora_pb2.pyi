@@ -1161,11 +1161,13 @@ class RebalanceRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class CheckpointReply(_message.Message):
-    __slots__ = ("folder", "incarnation", "step", "groups", "groups_leased", "prompts_queued", "log_bytes", "live_bytes", "segments")
+    __slots__ = ("folder", "incarnation", "step", "groups", "groups_leased", "prompts_queued", "log_bytes", "live_bytes", "segments", "kept", "kept_version")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -1175,6 +1177,8 @@ class CheckpointReply(_message.Message):
     LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_VERSION_FIELD_NUMBER: _ClassVar[int]
     folder: str
     incarnation: int
     step: int
@@ -1184,7 +1188,9 @@ class CheckpointReply(_message.Message):
     log_bytes: int
     live_bytes: int
     segments: int
-    def __init__(self, folder: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., groups: _Optional[int] = ..., groups_leased: _Optional[int] = ..., prompts_queued: _Optional[int] = ..., log_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., segments: _Optional[int] = ...) -> None: ...
+    kept: str
+    kept_version: int
+    def __init__(self, folder: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., groups: _Optional[int] = ..., groups_leased: _Optional[int] = ..., prompts_queued: _Optional[int] = ..., log_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., kept: _Optional[str] = ..., kept_version: _Optional[int] = ...) -> None: ...
 
 class OperatorReply(_message.Message):
     __slots__ = ("message", "moves", "loads")

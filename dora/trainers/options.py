@@ -18,7 +18,7 @@ from dora.trainers.objectives.presets import add_objective, objective_of
 
 _COMMON: Final = (
     *("address", "model", "groups", "steps", "threads", "dtype", "reference", "take_over"),
-    *("checkpoints", "checkpoint_every", "tensorboard", "wandb"),
+    *("checkpoints", "checkpoint_every", "begin_from", "tensorboard", "wandb"),
 )  # fields with an option of the same name
 
 
@@ -36,6 +36,7 @@ class GrpoConfig:
     reference: str = ""  # folder of the reference version's weights; empty: the service's
     checkpoints: str = ""  # folder; empty: checkpoints are neither written nor read
     checkpoint_every: int = 1  # in steps
+    begin_from: str = ""  # checkpoint of another run, for the first step; empty: none
     take_over: bool = False  # replace a trainer that lives
     reconnect_s: float = 60.0
     rank_timeout_s: float = 120.0  # how long one of several ranks may take for a micro-batch
@@ -99,6 +100,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", default="", help="folder of the KL reference; default: the service's version")
     parser.add_argument("--checkpoints", default="", metavar="FOLDER", help="where to save and resume, by step")
     parser.add_argument("--checkpoint-every", type=int, default=1, metavar="STEPS")
+    parser.add_argument(
+        "--begin-from", default="", metavar="CHECKPOINT", help="of another run, for a service at step 0"
+    )
     parser.add_argument("--rank-timeout", type=float, default=120.0, metavar="S", help="timeout of one rank")
     parser.add_argument("--clip-alarm", type=float, default=defaults.clip_alarm, help="clipped share (%(default)s)")
     parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="event files of the signals")

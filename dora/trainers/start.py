@@ -41,15 +41,17 @@ class Start:
 
 
 def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
-    """The checkpoint of the next step, if there is one. Otherwise the weights of the service's newest version, with the
-    moments of the newest earlier checkpoint, if any.
+    """The checkpoint of the next step, if there is one, or that of ``begin_from`` for a new run. Otherwise the weights
+    of the service's newest version, with the moments of the newest earlier checkpoint, if any.
 
     Raises Conflict if all checkpoints are of later steps or use another reference version, and if weights are not on
     this host; InvalidValue for a folder without a model.
     """
     checkpoint = _checkpoint(config, attachment) if config.checkpoints else None
     step = attachment.next_step
-    if checkpoint is not None and checkpoint.name == path_of(Path(), step).name:
+    if checkpoint is None and config.begin_from:
+        weights = checkpoint = _begun_from(config.begin_from, step)
+    elif checkpoint is not None and checkpoint.name == path_of(Path(), step).name:
         weights = checkpoint
     else:
         weights = Path(config.model) if config.model else _version(attachment, step, "--model")
@@ -92,6 +94,14 @@ def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequen
     if start.moments:
         learner.set_moments(read_moments(Path(start.moments)))
     return learner
+
+
+def _begun_from(checkpoint: str, step: int) -> Path:
+    """A checkpoint of another run. Raises InvalidValue if it is none, Conflict if this run has begun."""
+    if step:
+        raise Conflict("--begin-from", checkpoint, "left out, or with a new service", f"is not for step {step}")
+    position_of(Path(checkpoint))
+    return Path(checkpoint)
 
 
 def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.text import Text
@@ -320,7 +321,10 @@ def checkpoint_line(reply: CheckpointReply) -> str:
     size = (
         f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it live"
     )
-    return f"{reply.folder}: step {reply.step}, {groups}; {size}\n"
+    kept = (
+        f"version {reply.kept_version} is kept: dora serve --state NEW --from {reply.folder}@{Path(reply.kept).name}\n"
+    )
+    return f"{reply.folder}: step {reply.step}, {groups}; {size}\n{kept if reply.kept else ''}"
 
 
 def state_style(worker: WorkerStatus) -> str:

@@ -10,14 +10,15 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.config import Config
-from dora.errors import InvalidValue
+from dora.errors import Conflict, InvalidValue
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.recovery.begin_from import MODEL_FOLDER, begun_from, check_from
 from dora.orchestrator.recovery.state_folder import SERVICE_FILE, reading_state, state_folder_of
 from dora.system.ownership import hold
+from dora.view.service import checkpoint_line
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
-from tests.service import configured
+from tests.service import configured, until
 
 WEIGHTS = "model.safetensors"
 
@@ -101,6 +102,49 @@ async def test_a_new_run_begins_with_a_version_of_another(tiny_dense: Path, tmp_
         assert len(set(prompts)) == len(prompts)
     finally:
         await second.stop()
+
+
+async def test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on(tiny_dense: Path, tmp_path: Path) -> None:
+    """The versions have retired meanwhile: the one that the operator named, and the best one by evaluations."""
+    row = {"prompt": "LATE", "prompt_id": "p", "verifier": {"characters": "nopqrstuvwxyz"}}
+    (tmp_path / "held-out.jsonl").write_text(json.dumps(row))
+    series = {"evaluation__prompts": str(tmp_path / "held-out.jsonl"), "evaluation__every": 1}
+    first = Killed(tmp_path, settings_of(tiny_dense, tmp_path, evaluation__keep_best=True, **series))
+    state, new = tmp_path / "state", tmp_path / "new"
+    new.mkdir()
+    await first.start()
+    try:
+        async with Operator(first.address, first.token) as operator:
+            await trained(first, tiny_dense, tmp_path, 2)
+            kept = await operator.checkpoint("tuned")
+            assert (kept.step, kept.kept) == (2, str(state / "checkpoints" / "tuned"))
+            assert "tuned" in checkpoint_line(kept)
+            for name, kind in (
+                ("tuned", Conflict),
+                ("best", InvalidValue),
+                ("../x", InvalidValue),
+                ("7", InvalidValue),
+            ):
+                with refused(kind, field="checkpoint: name", value=name):
+                    await operator.checkpoint(name)
+            (tmp_path / "more").mkdir()
+            await trained(first, tiny_dense, tmp_path / "more", 3)
+            status = await until(operator, lambda status: len(status.evaluated) == 6)
+        assert not (state / "versions" / "2").exists()
+        settings = settings_of(tiny_dense, new, service__begin_from=f"{state}@tuned")
+        second = Killed(new, settings | {"model": "smollm2"})
+        await second.start()
+        await second.stop()
+        begun = (new / "state" / MODEL_FOLDER / WEIGHTS).read_bytes()
+        assert begun == (tmp_path / "w2" / WEIGHTS).read_bytes()
+    finally:
+        await first.stop()
+    best = json.loads((state / "checkpoints" / "best" / "dora-checkpoint.json").read_text())
+    rewards = {each.version: each.reward_mean for each in status.evaluated}
+    assert rewards[best["version"]] == best["reward_mean"] == max(rewards.values())
+    assert sorted(each.name for each in (state / "checkpoints").iterdir()) == ["best", "tuned"]
+    with refused(InvalidValue, field="service.begin_from", names=("best, tuned",)):
+        begin(tmp_path / "third", f"{state}@other")
 
 
 @pytest.fixture

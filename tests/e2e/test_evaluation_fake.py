@@ -226,6 +226,7 @@ async def test_the_service_evaluates_every_so_many_versions_by_itself(tiny_dense
         ({"evaluation__every": 2}, "evaluation.every"),
         ({"evaluation__share": 0.1}, "evaluation.share"),
         ({"evaluation__split": "test"}, "evaluation.split"),
+        ({"evaluation__keep_best": True}, "evaluation.keep_best"),
         ({"evaluation__prompts": "held-out.jsonl", "evaluation__every": -1}, "evaluation.every"),
         ({"evaluation__prompts": "held-out.jsonl", "evaluation__every": 1, "evaluation__share": 0.6}, "share"),
     ],

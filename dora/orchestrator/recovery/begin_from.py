@@ -1,16 +1,19 @@
 """Begins a run with a version of another run as its version 0: ``service.begin_from``, STATE@VERSION.
 
+VERSION is a number, or the name of a checkpoint, whose run may still go on (named.py).
+
 NEW/model/    the complete Hugging Face folder of that version, which is the new run's model from then on
 """
 
+import contextlib
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.journal.log import LOG_FOLDER
+from dora.orchestrator.recovery import named
 from dora.orchestrator.recovery.state_folder import LOCK_FILE, VERSIONS_FOLDER, StateFolder
 from dora.system.files import link_or_copy, sync_folder
 from dora.system.ownership import hold, is_held, owner_of
@@ -48,7 +51,7 @@ def check_from(config: Config, state: StateFolder | None) -> Config:
         return _with_model(config, own / MODEL_FOLDER) if began else config
     other, version = _parsed(wanted)
     _check_other(wanted, other, own)
-    if is_held(other / LOCK_FILE):
+    if not named.is_name(version) and is_held(other / LOCK_FILE):
         raise _in_use(wanted, other)
     return _with_model(config, _kept(wanted, other, version))
 
@@ -72,7 +75,7 @@ def _is_to_copy(config: Config, own: Path, is_new: bool, began: str) -> bool:
     return began != name
 
 
-def _name(other: Path, version: int) -> str:
+def _name(other: Path, version: str) -> str:
     return f"{other.resolve()}@{version}"
 
 
@@ -87,11 +90,13 @@ def _check_has_state(config: Config) -> None:
         raise InvalidValue(FIELD, config.service.begin_from, allowed)
 
 
-def _parsed(wanted: str) -> tuple[Path, int]:
+def _parsed(wanted: str) -> tuple[Path, str]:
     folder, _, version = wanted.rpartition("@")
-    if not folder or not (version.isascii() and version.isdigit()):
-        raise InvalidValue(FIELD, wanted, "STATE@VERSION: a state folder and the number of a version in it")
-    return Path(folder), int(version)
+    is_number = version.isascii() and version.isdigit()
+    if not folder or not (is_number or named.is_name(version)):
+        allowed = "STATE@VERSION: a state folder, and the number of a version or the name of a checkpoint in it"
+        raise InvalidValue(FIELD, wanted, allowed)
+    return Path(folder), str(int(version)) if is_number else version
 
 
 def _check_other(wanted: str, other: Path, own: Path) -> None:
@@ -106,12 +111,12 @@ def _in_use(wanted: str, other: Path) -> InvalidValue:
     return InvalidValue(FIELD, wanted, "the state folder of a run whose service has been stopped", why=why)
 
 
-def _kept(wanted: str, other: Path, version: int) -> Path:
+def _kept(wanted: str, other: Path, version: str) -> Path:
     """The other run's folder of the version. Raises InvalidValue if it is missing or damaged."""
     versions = other / VERSIONS_FOLDER
-    kept = versions / str(version)
+    kept = (other / named.CHECKPOINTS_FOLDER if named.is_name(version) else versions) / version
     if not kept.is_dir():
-        there = sorted(int(each.name) for each in versions.glob("[0-9]*"))
+        there = [*sorted(int(each.name) for each in versions.glob("[0-9]*")), *named.names_in(other)]
         allowed = f"a version that {other} has: {', '.join(map(str, there)) or 'none'}. "
         raise InvalidValue(FIELD, wanted, allowed + "A record has all of them: --model RECORD/versions/N")
     for file in kept.iterdir():
@@ -122,15 +127,17 @@ def _kept(wanted: str, other: Path, version: int) -> Path:
     return kept
 
 
-def _copy(wanted: str, other: Path, version: int, own: Path) -> None:
+def _copy(wanted: str, other: Path, version: str, own: Path) -> None:
     """Copies the version's model. An earlier attempt that was cut short is replaced. Raises InvalidValue."""
     _check_other(wanted, other, own)
     target, unfinished = own / MODEL_FOLDER, own / f".{MODEL_FOLDER}"
     try:
-        held = hold(other / LOCK_FILE)
-        if held is None:
-            raise _in_use(wanted, other)
-        with closing(held):
+        with contextlib.ExitStack() as stack:
+            if not named.is_name(version):  # a number's folder goes when the version retires
+                held = hold(other / LOCK_FILE)
+                if held is None:
+                    raise _in_use(wanted, other)
+                stack.enter_context(contextlib.closing(held))
             kept = _kept(wanted, other, version)
             for left in (unfinished, target):
                 shutil.rmtree(left, ignore_errors=True)

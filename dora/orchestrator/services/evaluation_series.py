@@ -4,17 +4,24 @@ Results go to the log, the record (evaluations.jsonl) and the status. An evaluat
 reported with its reason, and training continues.
 """
 
+import asyncio
 import logging
+import math
+import shutil
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from dora.config import Config, PromptsConfig
 from dora.core.rules.evaluation import RESPONSES_MAX
-from dora.data.score import Evaluated, Response, responses_of, score_of_responses
+from dora.data.score import Evaluated, Response, Score, responses_of, score_of_responses
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
+from dora.orchestrator.recovery import named
+from dora.orchestrator.recovery.state_folder import VERSIONS_FOLDER
 from dora.orchestrator.rollout.evaluations import EvaluationStream
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
@@ -35,6 +42,8 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
     name = config.evaluation.prompts
     if not name:
         return []
+    if config.evaluation.keep_best and not config.service.state:
+        raise InvalidValue("evaluation.keep_best", True, "left out, or with service.state, the folder that keeps it")
     if not is_file_source(name):
         raise InvalidValue(FIELD, name, "a .jsonl or .parquet file, or a dataset's folder")
     of_prompts = {field: getattr(config.prompts, field) for field in ("columns", "other_columns", "verifier_kb")}
@@ -62,6 +71,10 @@ class OwnEvaluations:
         self._settings = runtime.config.evaluation
         self._last = -1  # version that was begun
         self._running = 0
+        self._comparing = threading.Lock()  # several evaluations may end at once
+        self._state = Path(runtime.config.service.state) if self._settings.keep_best else None
+        if self._state is not None:
+            named.tidy(self._state)
         runtime.published = self.at
 
     def at(self, version: int) -> None:
@@ -84,6 +97,7 @@ class OwnEvaluations:
     async def _collect(self, version: int, begun_at: float, stream: EvaluationStream) -> None:
         groups: list[list[Response]] = []
         refused = 0
+        prepared = await asyncio.to_thread(self._prepared, version)  # the version may retire meanwhile
         async for result in stream.results():
             if isinstance(result, TrajectoryGroup):
                 groups.append(responses_of(result))
@@ -91,6 +105,36 @@ class OwnEvaluations:
                 refused += 1
         self._running -= 1
         self._ended(version, begun_at, groups, refused, stream.reason)
+        if prepared is not None:
+            complete = len(groups) == len(self._prompts)
+            await asyncio.to_thread(self._compared, prepared, version, score_of_responses(groups), complete)
+
+    def _prepared(self, version: int) -> Path | None:
+        """The version's files, in case that it is the best one; None if they are not wanted, or cannot be kept."""
+        if self._state is None:
+            return None
+        try:
+            return named.prepare(self._state, f"{named.BEST}-{version}", self._state / VERSIONS_FOLDER / str(version))
+        except OSError as error:
+            log.warning("version %d cannot become the checkpoint %s: %s", version, named.BEST, error.strerror)
+            return None
+
+    def _compared(self, prepared: Path, version: int, score: Score, complete: bool) -> None:
+        """Keeps the version as the best one if its complete evaluation has a higher mean reward."""
+        assert self._state is not None
+        with self._comparing:
+            best = named.facts_of(self._state, named.BEST).get("reward_mean", -math.inf)
+            try:
+                if complete and score.reward_mean > best:
+                    facts = {"version": version, "reward_mean": score.reward_mean, "kept_at": time.time()}
+                    named.finish(prepared, named.BEST, facts)
+                    log.info(
+                        "version %d is the checkpoint %s: mean reward %.4f", version, named.BEST, facts["reward_mean"]
+                    )
+            except OSError as error:
+                log.warning("version %d cannot become the checkpoint %s: %s", version, named.BEST, error.strerror)
+            finally:
+                shutil.rmtree(prepared, ignore_errors=True)
 
     def _ended(self, version: int, begun_at: float, groups: list[list[Response]], refused: int, reason: str) -> None:
         asked, score = len(self._prompts), score_of_responses(groups)

@@ -2,18 +2,21 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
+from dora.orchestrator.recovery import named
+from dora.orchestrator.recovery.state_folder import VERSIONS_FOLDER
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.evaluation import evaluating
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.errors import ServicerContext
+from dora.rpc.errors import ServicerContext, ServiceUnavailable
 from dora.rpc.interceptor import Counter
 
 WATCH_PERIOD_MIN_MS = 50
@@ -114,6 +117,7 @@ class OperatorService(stubs.OperatorServicer):
         runtime = self._runtime
         if runtime.journal.log is None:
             raise Conflict("checkpoint", MISSING, "of a service started with --state DIR", said=NO_STATE)
+        kept, version = await self._kept(request.name) if request.name else ("", 0)
         size, state = await runtime.journal.log.checkpoint(), runtime.machine.state
         return pb.CheckpointReply(
             folder=runtime.config.service.state,
@@ -125,7 +129,24 @@ class OperatorService(stubs.OperatorServicer):
             log_bytes=size.log_bytes,
             live_bytes=size.live_bytes,
             segments=size.segments,
+            kept=kept,
+            kept_version=version,
         )
+
+    async def _kept(self, name: str) -> tuple[str, int]:
+        """Keeps the newest version under a name. Returns the folder and the version.
+
+        Raises InvalidValue, and ServiceUnavailable if it cannot be written.
+        """
+        runtime, newest = self._runtime, self._runtime.machine.state.window.newest
+        folder = Path(runtime.config.service.state)
+        named.check_name(folder, name)
+        facts = {"version": newest, "kept_at": time.time()}
+        try:
+            source = folder / VERSIONS_FOLDER / str(newest)
+            return str(await asyncio.to_thread(named.keep, folder, name, source, facts)), newest
+        except OSError as error:
+            raise ServiceUnavailable(f"the checkpoint cannot be written ({error.strerror}); repeat it") from error
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[pb.OperatorReply]:

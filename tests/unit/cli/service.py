@@ -84,7 +84,10 @@ class CannedOperator(OperatorServicer):
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext) -> pb.CheckpointReply:
         size = {"log_bytes": 3 << 20, "live_bytes": 1 << 20, "segments": 2}
-        return pb.CheckpointReply(folder="/out/state", incarnation=1, step=3, groups=9, groups_leased=4, **size)
+        named = {"kept": f"/out/state/checkpoints/{request.name}", "kept_version": 3} if request.name else {}
+        return pb.CheckpointReply(
+            folder="/out/state", incarnation=1, step=3, groups=9, groups_leased=4, **size, **named
+        )
 
 
 class CannedHosts(HostServicer):

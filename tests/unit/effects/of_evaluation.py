@@ -48,5 +48,8 @@ ROWS: Final[dict[str, Row]] = {
     "evaluation.prompts": Shown(SERIES),
     "evaluation.every": Shown(SERIES),
     "evaluation.split": Seen("test", split, ["test"], base=BASE),
+    "evaluation.keep_best": Shown(
+        "tests/e2e/test_begin_from_fake.py::test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on"
+    ),
     "evaluation.share": Seen(0.25, share, [0.25], base=BASE),
 }

@@ -106,6 +106,10 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("drain", "worker"): Ran(["drain", *AT], ["w2"], lambda done: "w2 drains" in done.out),
     ("scale", "workers"): Ran(["scale", *AT], ["--workers", "5"], lambda done: "5 workers" in done.out),
     ("scale", "host"): Ran(["scale", "--workers", "5", *AT], ["--host", "h7"], lambda done: "on h7" in done.out),
+    ("checkpoint", "name"): Ran(["checkpoint", *AT], ["--name", "tuned"], lambda done: "tuned" in done.out),
+    ("checkpoint", "trainer"): Ran(
+        ["checkpoint", "--name", "tuned", *AT], ["--trainer", "{folder}"], lambda done: "step-3" in done.said
+    ),
     ("cancel", "names"): Ran(["cancel", *AT], ["q2"], lambda done: "g2" in done.out),
     ("cancel", "reason"): Ran(["cancel", "q1", *AT], ["--reason", "unheard"], lambda done: done.code != 0),
     ("watch", "period_ms"): Ran(
