@@ -205,6 +205,26 @@ async def test_a_run_of_two_ranks_is_gone_on_with_by_one(
         assert (beyond > 0).float().mean() < 1e-3 and beyond.max() < 0.1 * LEARNING_RATE, name
 
 
+async def test_a_new_run_goes_on_with_the_moments_of_another(services: tuple[Running, Running], tmp_path: Path) -> None:
+    """Its first step is the third one of the other run, whose groups are the same."""
+    service, other = services
+    config = GrpoConfig(
+        service.address, TOKEN, groups=2, steps=2, checkpoints=str(tmp_path / "c"), learner=CONFIG
+    )  # fmt: skip
+    await train(config)
+    begun = replace(config, address=other.address, steps=1, checkpoints="", begin_from=str(path_of(tmp_path / "c", 2)))
+    await train(begun)
+    await train(replace(config, steps=1))
+    theirs, ours = (
+        load_file(each.service.store.folder(version) / "model.safetensors")
+        for each, version in ((service, 3), (other, 1))
+    )
+    for name in ours:
+        assert torch.allclose(theirs[name], ours[name], atol=1e-6), name
+    with refused(Conflict, field="--begin-from", names=("new service",)):
+        await train(begun)
+
+
 async def test_a_checkpoint_that_does_not_fit_is_refused(
     services: tuple[Running, Running], model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,7 @@
 """Operator commands against a real gRPC service on loopback: tables, JSON, tokens, what is refused, ``watch``."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +195,15 @@ def test_a_checkpoint_says_what_is_on_disk(address: str) -> None:
         "log 3.1 MB in 2 segments, 1.0 MB of it live\n"
     )
     assert json.loads(at(address, "checkpoint", "--json").stdout)["live_bytes"] == 1 << 20
+
+
+def test_a_named_checkpoint_keeps_that_of_the_trainer_too(address: str, tmp_path: Path) -> None:
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "trainer.json").write_text("{}")
+    named = ("checkpoint", "--name", "tuned", "--trainer", str(tmp_path))
+    shown = at(address, *named)
+    assert shown.exit_code == 0 and "version 3 is kept" in shown.stdout and "/out/state@tuned" in shown.stdout
+    assert (tmp_path / "tuned" / "trainer.json").read_text() == "{}"
+    assert at(address, *named).exit_code, "a checkpoint does not change"
+    refused = at(address, "checkpoint", "--trainer", str(tmp_path))
+    assert refused.exit_code and "--name" in refused.stderr
