@@ -1,7 +1,7 @@
 """``dora report``"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -9,9 +9,6 @@ from dora.cli.options import JsonOption
 from dora.cli.output import print_result
 from dora.errors import InvalidValue
 from dora.view.tables import Facts
-
-if TYPE_CHECKING:
-    from dora.view.learning_page import Text
 
 EXAMPLE = "dora report out/demo/record --html report.html"
 
@@ -32,13 +29,13 @@ def report(
     The service may still run. The page contains everything it shows.
     """
     from dora.view.learning import learning_of
-    from dora.view.learning_page import facts, page
+    from dora.view.learning_page import facts, page, text_of
 
     run = learning_of(folder)
     found = facts(run, hourly)
     if out is not None:
         try:
-            out.write_text(page(run, folder.resolve().name, hourly, _text(folder)), encoding="utf-8")
+            out.write_text(page(run, folder.resolve().name, hourly, text_of(folder)), encoding="utf-8")
         except OSError as error:
             raise InvalidValue("--html", str(out), f"a file that can be written ({error.strerror})") from error
     table = Facts(str(folder))
@@ -48,13 +45,3 @@ def report(
                 name, "none" if value is None else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
             )
     print_result(found, table, as_json)
-
-
-def _text(folder: Path) -> "Text":
-    """Decodes with the tokenizer of the record's version 0; without it, shows token ids."""
-    from dora.prompts.tokenizer import ChatTokenizer
-
-    try:
-        return ChatTokenizer(folder / "versions" / "0").decode
-    except InvalidValue:
-        return lambda token_ids: " ".join(map(str, token_ids))

@@ -38,6 +38,10 @@ class OutFolder:
         return self.root / "timeline.png"
 
     @property
+    def page(self) -> Path:
+        return self.root / "report.html"
+
+    @property
     def trained(self) -> Path:
         """The trainer's output, one JSON line per step: evidence independent of the run record."""
         return self.root / "trained.jsonl"
@@ -59,7 +63,7 @@ class OutFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             logs = (self.trainer_log, self.service_log, self.environment_log)
-            for file in (self.report, self.series, self.timeline, self.trained, *logs):
+            for file in (self.report, self.series, self.timeline, self.page, self.trained, *logs):
                 file.unlink(missing_ok=True)
             for name in LINES_FILES:
                 (self.record / name).unlink(missing_ok=True)

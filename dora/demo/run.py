@@ -2,7 +2,7 @@
 
 serve() ─▶ listening ─▶ trainer process ─── a JSON line per step ───▶ trained
               └─▶ ready ─▶ WatchStatus and ListTrajectories ─▶ screen, series.jsonl
-trainer ends ─▶ counters are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png
+trainer ends ─▶ counters are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png, report.html
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any
 
 from dora.client import Operator
 from dora.config import Config
+from dora.data.record_content import STEPS_FILE
 from dora.demo.audit import read_record, step_summaries
 from dora.demo.folder import OutFolder
 from dora.demo.moves import MoveWatch
@@ -33,6 +34,8 @@ from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.rpc.dora_pb2 import Status, WorkerStatus
 from dora.rpc.roles import Role
+from dora.view.learning import learning_of
+from dora.view.learning_page import page, text_of
 
 WATCH_PERIOD_MS = 250
 HELD_TRAJECTORIES_MAX = 1_000_000
@@ -108,7 +111,15 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     steps = step_summaries(rows, watched.trained)
     trained = trainer_spans(watched.committed, watched.ready_s)
     await asyncio.to_thread(draw_timeline, samples, steps, trained, title, run.window, folder.timeline)
+    await asyncio.to_thread(_write_page, folder, title)
     return report
+
+
+def _write_page(folder: OutFolder, title: str) -> None:
+    """The page of ``dora report``. A run without a commit has none."""
+    if (folder.record / STEPS_FILE).exists():
+        content = page(learning_of(folder.record), title, 0.0, text_of(folder.record))
+        folder.page.write_text(content, encoding="utf-8")
 
 
 def _seconds(started_s: float, watched: Watched, ended_s: float) -> DemoSeconds:

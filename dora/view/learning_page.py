@@ -2,8 +2,10 @@
 
 import html
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from dora.errors import InvalidValue
 from dora.view import curves
 from dora.view.learning import Learning, Sample, StepFacts
 
@@ -50,6 +52,16 @@ def page(run: Learning, name: str, hourly: float, text: Text) -> str:
         parts += [_sample(each.step, sample, text) for sample in each.samples.values()]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f"<!doctype html>\n<html lang=en><head>{head}</head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def text_of(record: Path) -> Text:
+    """Decodes with the tokenizer of the record's version 0; without one, shows token ids."""
+    from dora.prompts.tokenizer import ChatTokenizer
+
+    try:
+        return ChatTokenizer(record / "versions" / "0").decode
+    except InvalidValue:
+        return lambda token_ids: " ".join(map(str, token_ids))
 
 
 def _step(each: StepFacts) -> dict[str, Any]:

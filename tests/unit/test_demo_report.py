@@ -425,7 +425,15 @@ def test_clearing_removes_what_a_demo_makes_and_nothing_else(tmp_path: Path) -> 
     folder = OutFolder(tmp_path / "demo")
     folder.clear()
     (folder.record / "versions" / "3").mkdir(parents=True)
-    made = [folder.report, folder.series, folder.timeline, folder.trained, folder.trajectories, folder.trainer_log]
+    made = [
+        folder.report,
+        folder.series,
+        folder.timeline,
+        folder.page,
+        folder.trained,
+        folder.trajectories,
+        folder.trainer_log,
+    ]
     mine = [folder.root / "notes.txt", folder.record / "notes.txt", folder.record / "versions" / "readme"]
     for file in made + mine:
         file.write_text("x")
