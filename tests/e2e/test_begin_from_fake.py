@@ -115,6 +115,7 @@ async def test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on(tiny
     await first.start()
     try:
         async with Operator(first.address, first.token) as operator:
+            assert (await operator.checkpoint("first")).kept_version == 0
             await trained(first, tiny_dense, tmp_path, 2)
             kept = await operator.checkpoint("tuned")
             assert (kept.step, kept.kept) == (2, str(state / "checkpoints" / "tuned"))
@@ -139,11 +140,13 @@ async def test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on(tiny
         assert begun == (tmp_path / "w2" / WEIGHTS).read_bytes()
     finally:
         await first.stop()
+    begun_first = Path(begin(tmp_path / "second", f"{state}@first").model)
+    assert (begun_first / WEIGHTS).read_bytes() == (tiny_dense / WEIGHTS).read_bytes()
     best = json.loads((state / "checkpoints" / "best" / "dora-checkpoint.json").read_text())
     rewards = {each.version: each.reward_mean for each in status.evaluated}
     assert rewards[best["version"]] == best["reward_mean"] == max(rewards.values())
-    assert sorted(each.name for each in (state / "checkpoints").iterdir()) == ["best", "tuned"]
-    with refused(InvalidValue, field="service.begin_from", names=("best, tuned",)):
+    assert sorted(each.name for each in (state / "checkpoints").iterdir()) == ["best", "first", "tuned"]
+    with refused(InvalidValue, field="service.begin_from", names=("best, first, tuned",)):
         begin(tmp_path / "third", f"{state}@other")
 
 

@@ -122,7 +122,8 @@ def _kept(wanted: str, other: Path, version: str) -> Path:
     for file in kept.iterdir():
         if not file.exists():
             raise InvalidValue(FIELD, wanted, f"a version whose files exist: {file} links to one that is gone")
-    if not is_sound(kept):
+    is_model = named.facts_of(other, version).get("version") == 0  # not published: it has no manifest
+    if not (is_model or is_sound(kept)):
         raise InvalidValue(FIELD, wanted, f"a version with undamaged weights: those in {kept} are not as published")
     return kept
 

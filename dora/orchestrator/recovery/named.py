@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.errors import Conflict, InvalidValue
+from dora.orchestrator.recovery.state_folder import VERSIONS_FOLDER
 from dora.system.files import link_or_copy, replace_durably, sync_folder
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
@@ -54,12 +55,22 @@ def prepare(state: Path, name: str, source: Path) -> Path:
     unfinished = checkpoints / f".{name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(mode=0o700)
-    for file in sorted(source.iterdir()):
-        if file.is_symlink():  # the user's file, which may be edited
-            shutil.copyfile(file, unfinished / file.name)
-        elif file.is_file():
-            link_or_copy(file, unfinished / file.name)
+    try:
+        for file in sorted(source.iterdir()):
+            if file.is_symlink():  # the user's file, which may be edited
+                shutil.copyfile(file, unfinished / file.name)
+            elif file.is_file():
+                link_or_copy(file, unfinished / file.name)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return unfinished
+
+
+def source_of(state: Path, store: Path, version: int) -> Path:
+    """A live version's folder in the state folder, which is on the same disk, or else in the weight store."""
+    kept = state / VERSIONS_FOLDER / str(version)
+    return kept if kept.is_dir() else store
 
 
 def finish(prepared: Path, name: str, facts: Mapping[str, Any]) -> Path:

@@ -21,7 +21,6 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.recovery import named
-from dora.orchestrator.recovery.state_folder import VERSIONS_FOLDER
 from dora.orchestrator.rollout.evaluations import EvaluationStream
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
@@ -114,7 +113,8 @@ class OwnEvaluations:
         if self._state is None:
             return None
         try:
-            return named.prepare(self._state, f"{named.BEST}-{version}", self._state / VERSIONS_FOLDER / str(version))
+            source = named.source_of(self._state, self._runtime.store.folder(version), version)
+            return named.prepare(self._state, f"{named.BEST}-{version}", source)
         except OSError as error:
             log.warning("version %d cannot become the checkpoint %s: %s", version, named.BEST, error.strerror)
             return None

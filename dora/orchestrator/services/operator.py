@@ -9,7 +9,6 @@ from pathlib import Path
 from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.orchestrator.recovery import named
-from dora.orchestrator.recovery.state_folder import VERSIONS_FOLDER
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled
@@ -143,7 +142,7 @@ class OperatorService(stubs.OperatorServicer):
         named.check_name(folder, name)
         facts = {"version": newest, "kept_at": time.time()}
         try:
-            source = folder / VERSIONS_FOLDER / str(newest)
+            source = named.source_of(folder, runtime.store.folder(newest), newest)
             return str(await asyncio.to_thread(named.keep, folder, name, source, facts)), newest
         except OSError as error:
             raise ServiceUnavailable(f"the checkpoint cannot be written ({error.strerror}); repeat it") from error
