@@ -109,7 +109,8 @@ async def test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on(tiny
     row = {"prompt": "LATE", "prompt_id": "p", "verifier": {"characters": "nopqrstuvwxyz"}}
     (tmp_path / "held-out.jsonl").write_text(json.dumps(row))
     series = {"evaluation__prompts": str(tmp_path / "held-out.jsonl"), "evaluation__every": 1}
-    first = Killed(tmp_path, settings_of(tiny_dense, tmp_path, evaluation__keep_best=True, **series))
+    short = {"rollout__max_tokens": 24, "evaluation__keep_best": True}
+    first = Killed(tmp_path, settings_of(tiny_dense, tmp_path, **short, **series))
     state, new = tmp_path / "state", tmp_path / "new"
     new.mkdir()
     await first.start()
