@@ -74,6 +74,7 @@ def front(
 
 async def _run(options: "FrontOptions") -> None:
     from dora.front.run import run_front
+    from dora.page import mounted
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dora").setLevel(logging.INFO)
@@ -81,4 +82,9 @@ async def _run(options: "FrontOptions") -> None:
     running = asyncio.current_task()
     assert running is not None
     drain_on_signals(stop.set, running.cancel)
-    await run_front(options, stop, lambda url: say(f"dora: agents reach {options.service} at {url}/v1"))
+    mount = mounted(options.service, options.token)
+
+    def ready(url: str) -> None:
+        say(f"dora: agents reach {options.service} at {url}/v1; the operator's page is {url}/")
+
+    await run_front(options, stop, ready, mount)

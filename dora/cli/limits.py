@@ -26,6 +26,8 @@ from dora.orchestrator.services.cancel import IDS_MAX
 from dora.orchestrator.services.operator import WATCHES_MAX
 from dora.orchestrator.services.trainer import METRICS_MAX, UPLOAD_SILENCE_S
 from dora.orchestrator.services.worker import POOLS_MAX, WORKERS_MAX
+from dora.page.browsers import BROWSERS
+from dora.page.viewers import VIEWERS
 from dora.prompts.jsonl import LINE_BYTES_MAX
 from dora.prompts.store import PROMPTS_MAX
 from dora.prompts.tables import CELL_BYTES_MAX
@@ -62,6 +64,7 @@ def front_limits() -> Iterator[tuple[str, str, str]]:
     yield "front: choices of a request; prompts of one", f"{CHOICES_MAX}; {CHOICES_MAX}", "400"
     yield "front: time of a session without a call", f"{front.idle_s:g} s", "closed with the reward that it has"
     yield "front: requests that a retry finds; for how long", f"{KEPT_MAX:,}; {KEPT_S:g} s", "sampled anew"
+    yield "front: browsers that follow its page; that have signed in", f"{VIEWERS}; {BROWSERS:,}", "503; signed out"
     yield "front: ended sessions that late calls are refused for", f"{CLOSED_MAX:,}", "the oldest is forgotten"
 
 

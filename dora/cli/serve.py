@@ -279,7 +279,7 @@ async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = N
             _print_attach(handle, config, as_json)
             if front is not None:
                 front.start(handle.address, handle.token, handle.model, config.workers.context_tokens)
-                _print_progress(f"agents reach it at {front.url}/v1")
+                _print_progress(f"agents reach it at {front.url}/v1; the operator's page is {front.url}/")
             if environment is not None:
                 environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
 

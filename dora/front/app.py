@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -19,10 +19,11 @@ from dora.front.tinker.routes import add_routes
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
 _SESSION: Final = "/sessions/{session}"
+Mount = Callable[[web.Application], None]
 
 
-def application(door: Door) -> web.Application:
-    """Returns the application. It begins no connection and no task before it is run."""
+def application(door: Door, mount: Mount | None = None) -> web.Application:
+    """Returns the application. It begins no connection and no task before it is run. ``mount`` adds routes to it."""
     app = web.Application(
         client_max_size=door.limits.body_bytes, middlewares=[_shaped], handler_args={"max_field_size": HEADER_BYTES_MAX}
     )
@@ -44,6 +45,8 @@ def application(door: Door) -> web.Application:
     app.router.add_post("/inference/v1/abort_requests", refusing(tokens.abort_requests))
     app.cleanup_ctx.append(_sweeping)
     add_routes(app, door)
+    if mount is not None:
+        mount(app)
     return app
 
 
@@ -82,9 +85,9 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
+async def serving(door: Door, listening: socket.socket, mount: Mount | None = None) -> AsyncIterator[str]:
     """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
-    runner = web.AppRunner(application(door), handler_cancellation=True, access_log=None, auto_decompress=False)
+    runner = web.AppRunner(application(door, mount), handler_cancellation=True, access_log=None, auto_decompress=False)
     await runner.setup()
     server = runner.server
     assert server is not None

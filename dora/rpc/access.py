@@ -44,6 +44,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Operator/GetStatus": _READER,
         "Operator/WatchStatus": _READER,
         "Operator/ListTrajectories": _OPERATOR,
+        "Operator/ShowTrajectory": _OPERATOR,
         "Operator/Migrate": _OPERATOR,
         "Operator/Drain": _OPERATOR,
         "Operator/Scale": _OPERATOR,

@@ -714,13 +714,15 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("period_ms",)
+    __slots__ = ("period_ms", "only_new")
     PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     period_ms: int
-    def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
+    only_new: bool
+    def __init__(self, period_ms: _Optional[int] = ..., only_new: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -755,6 +757,7 @@ class Status(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
     TRAINER_STALLED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -782,7 +785,28 @@ class Status(_message.Message):
     drain: Draining
     evaluated: _containers.RepeatedCompositeFieldContainer[EvaluatedVersion]
     trainer_stalled: str
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[Move]
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("number", "at", "trajectory_id", "source", "target", "kind", "reason", "result")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    at: float
+    trajectory_id: str
+    source: str
+    target: str
+    kind: str
+    reason: str
+    result: str
+    def __init__(self, number: _Optional[int] = ..., at: _Optional[float] = ..., trajectory_id: _Optional[str] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., result: _Optional[str] = ...) -> None: ...
 
 class EvaluatedVersion(_message.Message):
     __slots__ = ("version", "prompts", "missing", "refused", "reason", "begun_at", "ended_at", "responses", "reward_mean", "reward_error", "length_mean_tokens")
@@ -1046,12 +1070,16 @@ class StepMetrics(_message.Message):
     def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., staleness_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrajectoriesRequest(_message.Message):
-    __slots__ = ("state", "limit")
+    __slots__ = ("state", "limit", "offset", "worker")
     STATE_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     state: str
     limit: int
-    def __init__(self, state: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    offset: int
+    worker: str
+    def __init__(self, state: _Optional[str] = ..., limit: _Optional[int] = ..., offset: _Optional[int] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class TrajectoriesReply(_message.Message):
     __slots__ = ("trajectories", "total")
@@ -1090,6 +1118,92 @@ class TrajectoryStatus(_message.Message):
     handoff: str
     target: str
     def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., worker: _Optional[str] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., moves: _Optional[int] = ..., handoff: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
+
+class ShowTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory_id", "first_token", "tokens")
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    first_token: int
+    tokens: int
+    def __init__(self, trajectory_id: _Optional[str] = ..., first_token: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ShownTrajectory(_message.Message):
+    __slots__ = ("status", "task_id", "sample_index", "started_at", "finished_at", "finish_reason", "reward", "reward_components", "verifier_log", "turn_rewards", "worker_history", "turns", "prompt_tokens", "total_tokens", "first_token", "token_ids", "logprobs", "is_sampled")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnRewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_LOG_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    status: TrajectoryStatus
+    task_id: str
+    sample_index: int
+    started_at: float
+    finished_at: float
+    finish_reason: str
+    reward: float
+    reward_components: _containers.ScalarMap[str, float]
+    verifier_log: str
+    turn_rewards: _containers.ScalarMap[int, float]
+    worker_history: _containers.RepeatedCompositeFieldContainer[Segment]
+    turns: _containers.RepeatedCompositeFieldContainer[ShownTurn]
+    prompt_tokens: int
+    total_tokens: int
+    first_token: int
+    token_ids: bytes
+    logprobs: bytes
+    is_sampled: bytes
+    def __init__(self, status: _Optional[_Union[TrajectoryStatus, _Mapping]] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., finish_reason: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[ShownTurn, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., is_sampled: _Optional[bytes] = ...) -> None: ...
+
+class ShownTurn(_message.Message):
+    __slots__ = ("turn", "at", "given_tokens", "first_token", "sampled_tokens", "name", "after_turn", "is_fork", "ended_at")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
+    IS_FORK_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    at: float
+    given_tokens: int
+    first_token: int
+    sampled_tokens: int
+    name: str
+    after_turn: int
+    is_fork: bool
+    ended_at: float
+    def __init__(self, turn: _Optional[int] = ..., at: _Optional[float] = ..., given_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., is_fork: _Optional[bool] = ..., ended_at: _Optional[float] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("trajectory_id", "target_worker")

@@ -986,6 +986,11 @@ class OperatorStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.FromString,
                 _registered_method=True)
+        self.ShowTrajectory = channel.unary_unary(
+                '/dora.v1.Operator/ShowTrajectory',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ShownTrajectory.FromString,
+                _registered_method=True)
         self.Migrate = channel.unary_unary(
                 '/dora.v1.Operator/Migrate',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.MigrateRequest.SerializeToString,
@@ -1033,6 +1038,13 @@ class OperatorServicer:
 
     def ListTrajectories(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowTrajectory(self, request, context):
+        """One trajectory that is not committed, with a range of its tokens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -1088,6 +1100,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListTrajectories,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.SerializeToString,
+            ),
+            'ShowTrajectory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowTrajectory,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ShownTrajectory.SerializeToString,
             ),
             'Migrate': grpc.unary_unary_rpc_method_handler(
                     servicer.Migrate,
@@ -1198,6 +1215,33 @@ class Operator:
             '/dora.v1.Operator/ListTrajectories',
             dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowTrajectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Operator/ShowTrajectory',
+            dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ShownTrajectory.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,7 @@ RPCS: Final = (
     Rpc("Operator/GetStatus", pb.StatusRequest),
     Rpc("Operator/WatchStatus", pb.WatchRequest, waits=True),
     Rpc("Operator/ListTrajectories", pb.TrajectoriesRequest),
+    Rpc("Operator/ShowTrajectory", pb.ShowTrajectoryRequest),
     Rpc("Operator/Migrate", pb.MigrateRequest),
     Rpc("Operator/Drain", pb.DrainRequest),
     Rpc("Operator/Scale", pb.ScaleRequest),
