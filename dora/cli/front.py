@@ -9,10 +9,12 @@ import typer
 
 from dora.cli.exits import say
 from dora.cli.options import token_option
-from dora.cli.token import DEFAULT_ADDRESS, WHERE, find_token
-from dora.errors import MISSING
+from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
+from dora.errors import MISSING, InvalidValue, one_of
 from dora.system.secret_file import read_token
 from dora.system.signals import drain_on_signals
+from dora.tls import Tls
+from dora.tls.options import CLIENTS
 
 if TYPE_CHECKING:
     from dora.front.run import FrontOptions
@@ -42,6 +44,14 @@ def front(
     max_model_len: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="The context that /v1/models tells; 0: the model's own.")
     ] = 0,
+    tls_clients: Annotated[
+        str,
+        typer.Option(
+            "--tls-clients",
+            metavar="certificate|token",
+            help="What agents must have under TLS: a certificate, or a key alone.",
+        ),
+    ] = CLIENTS[0],
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or what your service here stored."),
@@ -49,13 +59,17 @@ def front(
 ) -> None:
     """Serve agents over HTTP, in the protocols of OpenAI and vLLM, until Ctrl-C.
 
-    Several may serve one service. The sessions of an agent stay with the front that it began with.
+    Several may serve one service. The sessions of an agent stay with the front that it began with. With --tls agents
+    connect under TLS, and the front's certificate replaces the token.
     """
     from dora.front.run import FrontOptions
     from dora.rpc.errors import Unauthenticated
 
-    secret = token or find_token(service)
-    if not secret:
+    if tls_clients not in CLIENTS:
+        raise InvalidValue("--tls-clients", tls_clients, one_of(tls_clients, CLIENTS))
+    tls = Tls.from_environment()
+    secret = token or secret_for(service)
+    if not secret and tls is None:
         raise Unauthenticated("token", MISSING, f"the service's owner token: {WHERE}")
     options = FrontOptions(
         service=service,
@@ -65,6 +79,8 @@ def front(
         key="" if key is None else read_token(key, "--key-file"),
         tool_format=tool_format,
         context_tokens=max_model_len,
+        tls=tls,
+        mutual=tls_clients == CLIENTS[0],
     )
     try:
         asyncio.run(_run(options))

@@ -27,12 +27,15 @@ from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
+from dora.front.app import AGENTS, OWN, SESSION
 from dora.orchestrator.metrics.declaration import Declared
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
+from dora.orchestrator.metrics.server import PLACES
 from dora.orchestrator.recovery.replay import Known, Summary
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
 from dora.rpc.access import ACCESS, may_call
+from dora.rpc.bearer import READS
 from dora.rpc.errors import (
     CallFailed,
     NoAnswer,
@@ -98,6 +101,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
     yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
     yield "Who may call what", ("method of `dora.proto`", *Role), _access()
+    yield "Who may use which route", ("route or page, under TLS", *Role), _routes()
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
@@ -179,6 +183,15 @@ def _access() -> Rows:
     """A row for each method: which roles may call it."""
     for method in ACCESS:
         yield f"`{method}`", *("yes" if may_call(role, method) else "" for role in Role)
+
+
+def _routes() -> Rows:
+    """A row for each route of a front, and for the pages of the metrics: which roles of certificates may use them."""
+    within = {f"`{each.verb} {each.path}`, also within `{SESSION}`": each.does for each in AGENTS}
+    own = {f"`{each.verb} {each.path}`": each.does for each in OWN}
+    pages = {f"`--metrics`: {PLACES}": READS}
+    for route, does in (within | own | pages).items():
+        yield route.replace("{session}", "ID"), *("yes" if may_call(role, does) else "" for role in Role)
 
 
 def _errors() -> Rows:

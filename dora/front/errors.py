@@ -27,7 +27,7 @@ _STATUSES: Final[tuple[tuple[type[DoraError], HTTPStatus, str], ...]] = (
     (Conflict, HTTPStatus.CONFLICT, "conflict_error"),
     (NotFound, HTTPStatus.NOT_FOUND, "not_found_error"),
     (Unauthenticated, HTTPStatus.UNAUTHORIZED, "authentication_error"),
-    (PermissionDenied, HTTPStatus.UNAUTHORIZED, "authentication_error"),
+    (PermissionDenied, HTTPStatus.FORBIDDEN, "permission_error"),
     (InvalidValue, HTTPStatus.BAD_REQUEST, "invalid_request_error"),
     (ServiceUnavailable, HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable_error"),
 )

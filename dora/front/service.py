@@ -16,6 +16,7 @@ from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.front.source import Live, Opening, Sampled
 from dora.rpc.errors import ServiceUnavailable
+from dora.tls import Tls
 
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
@@ -95,10 +96,11 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 class Service:
     """Its clients. ``context_tokens``: a session's longest length, for clients that ask; 0: not known."""
 
-    def __init__(self, address: str, token: str, *, context_tokens: int = 0) -> None:
-        self._sessions = Sessions(address, token)
-        self._prompts = Prompts(address, token)
-        self._operator = Operator(address, token)
+    def __init__(self, address: str, token: str, *, context_tokens: int = 0, tls: Tls | None = None) -> None:
+        """Raises InvalidValue for files of TLS that a client cannot use."""
+        self._sessions = Sessions(address, token, tls=tls)
+        self._prompts = Prompts(address, token, tls=tls)
+        self._operator = Operator(address, token, tls=tls)
         self.context_tokens = context_tokens
 
     async def live(self) -> Live:

@@ -14,6 +14,7 @@ from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import ServedModel
 from dora.front.source import Live, Opening, Sampled
+from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 
@@ -148,22 +149,27 @@ def _batched(values: Sequence[int], size: int) -> list[Sequence[int]]:
 
 @asynccontextmanager
 async def front(
-    style: str = "qwen2.5", *, key: str = "", limits: Limits | None = None, **service: Any
+    style: str = "qwen2.5",
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    tls: HttpTls | None = None,
+    **service: Any,
 ) -> AsyncIterator[tuple[str, FakeService, Door]]:
     """A front's base URL, its service and its door."""
     fake = FakeService(Chat(STYLES[style]), **service)
-    async with front_of(fake, key=key, limits=limits) as (url, door):
+    async with front_of(fake, key=key, limits=limits, tls=tls) as (url, door):
         yield url, fake, door
 
 
 @asynccontextmanager
 async def front_of(
-    fake: FakeService, *, key: str = "", limits: Limits | None = None
+    fake: FakeService, *, key: str = "", limits: Limits | None = None, tls: HttpTls | None = None
 ) -> AsyncIterator[tuple[str, Door]]:
     """The base URL and the door of a front over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    door = Door(fake, model, key=key, limits=limits)
+    door = Door(fake, model, key=key, limits=limits, tls=tls)
     async with serving(door, listening_socket("127.0.0.1:0", has_key=bool(key))) as url:
         yield url, door

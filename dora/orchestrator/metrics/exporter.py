@@ -51,12 +51,15 @@ class Exporter:
         found = [*families(HOST, HostReadings(self._runtime, status, self._model))]
         return await asyncio.get_running_loop().run_in_executor(self._thread, _text, found, ())
 
-    def targets(self, address: str) -> list[Mapping[str, Any]]:
+    def targets(self, address: str, scheme: str = "http") -> list[Mapping[str, Any]]:
         """The pages as Prometheus discovers them over HTTP. ``address``: at which it has reached this service."""
         pages = [(SERVICE_PATH, address)]
         pages += [(HOST_PATH.format(name=name), name) for name in self._runtime.hosts.connected()]
         return [
-            {"targets": [address], "labels": {"__metrics_path__": path, "instance": instance}}
+            {
+                "targets": [address],
+                "labels": {"__scheme__": scheme, "__metrics_path__": path, "instance": instance},
+            }
             for path, instance in pages
         ]
 

@@ -37,8 +37,8 @@ def test_a_clusters_certificates_are_made_and_renewed(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     code, shown = said("tls", "make", str(folder), "--hosts", "gpu-1,10.0.0.5", "--days", "30", "--json")
     assert code == 0 and str(folder / "host-10.0.0.5") in json.loads(shown)["folders"]
-    for role in ("service", "host-gpu-1", *(each for each in Role if each is not Role.HOST)):
-        found = Tls.of_folder(folder / role).check(serves=role in ("service", "host-gpu-1", "worker"))
+    for role in ("service", "host-gpu-1", "front-gpu-1", *(each for each in Role if each is not Role.HOST)):
+        found = Tls.of_folder(folder / role).check(serves=role in ("service", "host-gpu-1", "front-gpu-1", "worker"))
         holder = holder_of(found.cert)
         assert holder.roles == {role.partition("-")[0]}
         assert holder.ends - datetime.now(UTC) < timedelta(days=30)
@@ -104,6 +104,7 @@ def test_a_service_refuses_bad_files_in_one_line_at_its_start(dry_run: bool, tmp
         (("--tls", str(service), "--tls-ca", str(cluster(tmp_path / "other") / "service/ca.pem")), "is not accepted"),
         (("--tls", str(service), "--tls-clients", "all"), "tls.clients"),
         (("--tls", str(service), "--listen", "127.0.0.2:0"), "not 127.0.0.2"),
+        (("--tls", str(service), "--metrics", "127.0.0.2:0"), "not 127.0.0.2"),
     )
     for given, words in refusals if dry_run else refusals[4:6]:
         code, shown = said(*base, *(("--dry-run",) if dry_run else ()), *given)
