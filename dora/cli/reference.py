@@ -28,6 +28,8 @@ from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
 from dora.front.app import AGENTS, OWN, SESSION
+from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.front.figures import FRONT
 from dora.orchestrator.metrics.declaration import Declared
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
@@ -106,6 +108,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
     yield "Metrics of a service: `dora serve --metrics`, page `/metrics`", METRICS, _metrics(SERVICE, DISTRIBUTIONS)
+    yield "Metrics of a front: its page `/metrics`", METRICS, _metrics(FRONT, FRONT_DISTRIBUTIONS)
     yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, _metrics(HOST)
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)

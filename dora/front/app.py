@@ -17,6 +17,7 @@ from dora.front.errors import TooLarge, anthropic_body, openai_body, status_of
 from dora.front.http import DOOR, ErrorBody, Handler, refusing
 from dora.front.listening import BACKLOG, url_of
 from dora.front.tinker.routes import add_routes
+from dora.rpc.bearer import READS
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
@@ -46,6 +47,7 @@ AGENTS: Final = (
 OWN: Final = (
     Route("GET", "/health", control.health),
     Route("GET", "/prefix_breaks", control.breaks),
+    Route("GET", "/metrics", control.metrics, READS),
     Route("POST", "/sessions", control.open_sessions, OPENS),
     Route("GET", SESSION, control.show_session),
     Route("POST", f"{SESSION}/reward", control.reward, ENDS),
@@ -58,7 +60,9 @@ ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") fo
 def application(door: Door) -> web.Application:
     """Returns the application. It begins no connection and no task before it is run."""
     app = web.Application(
-        client_max_size=door.limits.body_bytes, middlewares=[_shaped], handler_args={"max_field_size": HEADER_BYTES_MAX}
+        client_max_size=door.limits.body_bytes,
+        middlewares=[_counted, _shaped],
+        handler_args={"max_field_size": HEADER_BYTES_MAX},
     )
     app[DOOR] = door
     for each in ROUTES:
@@ -81,6 +85,17 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
     with suppress(asyncio.CancelledError):
         await task
     await app[DOOR].stop()
+
+
+@web.middleware
+async def _counted(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Counts requests, and the bytes of whole replies."""
+    figures = request.app[DOOR].figures
+    with figures.request(request) as ended:
+        response: web.StreamResponse = await handler(request)
+        ended(response.status)
+        figures.sent_bytes += response.body_length if response.prepared else len(getattr(response, "body", b"") or b"")
+        return response
 
 
 @web.middleware

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -14,11 +14,13 @@ from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFou
 from dora.front.asked import MODEL, Wanted, version_of
 from dora.front.callers import TURNS, Call, Callers, Given
 from dora.front.errors import SessionClosed
+from dora.front.figures import Figures
 from dora.front.model import ServedModel
 from dora.front.replays import Replays
 from dora.front.sessions import AgentSession, Verdict, ended_turn
 from dora.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.front.turns import RunningTurn
+from dora.rpc.roles import Tokens
 from dora.tls.certificate import Holder
 from dora.tls.http import HttpTls
 
@@ -46,7 +48,9 @@ class Limits:
 
 
 class Door:
-    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear."""
+    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
+    ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
+    """
 
     def __init__(
         self,
@@ -56,12 +60,15 @@ class Door:
         key: str = "",
         limits: Limits | None = None,
         tls: HttpTls | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.model = model
         self.tls = tls
         self.limits = limits or Limits()
         self.replays = Replays()
         self.prefix_breaks: Counter[str] = Counter()
+        self.figures = Figures()
+        self.tokens = tokens
         self._source = source
         self._callers = Callers(key, mutual=tls is not None and tls.mutual)
         self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
@@ -95,6 +102,10 @@ class Door:
             if not self._in_flight[call.holder]:
                 del self._in_flight[call.holder]
 
+    async def page(self) -> bytes:
+        """The front's figures, for Prometheus."""
+        return await self.figures.page(self.prefix_breaks, self._in_flight.total(), len(self._sessions))
+
     # --------------------------------------------------------------------------------------------------------- turns
 
     async def live(self) -> Live:
@@ -109,25 +120,28 @@ class Door:
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
+        came = self.figures.until_first_token()
         self._check(wanted)
         await self._check_model(wanted.model)
         if call.session_id:
             session = await self._session(call, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted)
+            return await self._begun(session, wanted, came)
         call.check_opens()
         group = group or f"one-{uuid.uuid4().hex}"
         opening = Opening(group, wanted.choices, await self._version(wanted.model), wanted.sampling or None)
         one, turns = replace(wanted, choices=1), []
         for handle in await self._source.open(opening):
             session = self._made(handle.session_id, handle, wanted)
-            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
+            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted) -> list[RunningTurn]:
+    async def _begun(self, session: AgentSession, wanted: Wanted, came: Callable[[], None]) -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
         turns = await session.begin(wanted)
+        for turn in turns:
+            turn.came = came
         for reason, count in (session.tree.prefix_breaks - before).items():
             self.prefix_breaks[reason] += count
             log.warning("%s: a history was given anew: %s", session.session_id, reason)

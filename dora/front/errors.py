@@ -31,6 +31,8 @@ _STATUSES: Final[tuple[tuple[type[DoraError], HTTPStatus, str], ...]] = (
     (InvalidValue, HTTPStatus.BAD_REQUEST, "invalid_request_error"),
     (ServiceUnavailable, HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable_error"),
 )
+_UNKNOWN: Final = "api_error"
+KINDS: Final = tuple(dict.fromkeys((*(name for _, _, name in _STATUSES), _UNKNOWN)))
 
 
 def status_of(error: DoraError) -> tuple[HTTPStatus, str]:
@@ -38,7 +40,7 @@ def status_of(error: DoraError) -> tuple[HTTPStatus, str]:
     for kind, status, name in _STATUSES:
         if isinstance(error, kind):
             return status, name
-    return HTTPStatus.INTERNAL_SERVER_ERROR, "api_error"
+    return HTTPStatus.INTERNAL_SERVER_ERROR, _UNKNOWN
 
 
 def headers_of(error: DoraError) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ from dora.front.door import Door
 from dora.front.errors import TooLarge, headers_of, openai_body, status_of
 from dora.front.replays import name_of
 from dora.front.turns import Chunk, RunningTurn
-from dora.rpc.bearer import bearer_of
+from dora.rpc.bearer import READS, bearer_of, check_bearer
 
 log = logging.getLogger("dora.front")
 
@@ -95,7 +95,9 @@ async def read_body(request: web.Request) -> bytes:
         raise TooLarge("body", request.content_length, f"at most {limits.body_bytes} bytes")
     try:
         async with asyncio.timeout(limits.body_s):
-            return await request.read()
+            body = await request.read()
+        request.app[DOOR].figures.received_bytes += len(body)
+        return body
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge("body", "(more)", f"at most {limits.body_bytes} bytes") from error
     except TimeoutError as error:
@@ -120,16 +122,32 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
+            if method == READS:
+                check_reader(request)
+                return await handler(request)
             call = request[CALL] = caller_of(request, method)
             with request.app[DOOR].in_flight(call):
                 return await handler(request)
         except DoraError as error:
-            status, _ = status_of(error)
+            status, kind = status_of(error)
+            request.app[DOOR].figures.refused[kind] += 1
             if status >= 500:
                 log.warning("%s %s: %s", request.method, request.path, described(error))
             return web.json_response(body_of(error), status=status, headers=headers_of(error))
 
     return handle
+
+
+def check_reader(request: web.Request) -> None:
+    """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
+    certificate or token, otherwise the key of agents.
+    """
+    door = request.app[DOOR]
+    key = bearer_of(request.headers.get("Authorization", ""))
+    if door.tls is None:
+        door.caller(key, "")
+    else:
+        check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
 
 
 def encoded(value: Any) -> bytes:
@@ -162,14 +180,15 @@ async def streamed(
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", VERSION_HEADER: str(version)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        try:
-            await response.write(first)
-            async for each in events:
-                await response.write(each)
-            asked.delivered()
-        except DoraError as error:
-            await response.write(event(body_of(error)))
-        await response.write_eof()
+        with asked.door.figures.stream():
+            try:
+                await response.write(first)
+                async for each in events:
+                    await response.write(each)
+                asked.delivered()
+            except DoraError as error:
+                await response.write(event(body_of(error)))
+            await response.write_eof()
     return response
 
 

@@ -16,6 +16,7 @@ from dora.front.model import served_model
 from dora.front.service import Service
 from dora.models import context_tokens
 from dora.rpc.channel import is_wildcard
+from dora.rpc.roles import Tokens
 from dora.tls import Tls
 from dora.tls.authority import LOOPBACK
 from dora.tls.files import check_names
@@ -65,8 +66,9 @@ async def _served(options: FrontOptions, listening: socket.socket, tls: HttpTls 
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
         service.context_tokens = options.context_tokens or context_tokens(folder) or 0
-        door = Door(service, model, key=options.key, limits=options.limits, tls=tls)
-        async with serving(door, listening) as url:
+        tokens = await asyncio.to_thread(Tokens, options.token) if options.token and tls is not None else None
+        door = Door(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
+        async with serving(door, listening) as url, service.told_of(url):
             yield url
 
 

@@ -41,6 +41,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Sessions/Turn": _SESSION,
         "Sessions/EndSession": _SESSION,
         "Sessions/FailSession": _SESSION,
+        "Sessions/ServeFront": _SUBMITTER,
         "Operator/GetStatus": _READER,
         "Operator/WatchStatus": _READER,
         "Operator/ListTrajectories": _OPERATOR,

@@ -491,6 +491,18 @@ class SubmitRequest(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
+class FrontHello(_message.Message):
+    __slots__ = ("address", "secure")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    secure: bool
+    def __init__(self, address: _Optional[str] = ..., secure: _Optional[bool] = ...) -> None: ...
+
+class FrontNoted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttendRequest(_message.Message):
     __slots__ = ("environment",)
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]

@@ -724,6 +724,11 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
                 _registered_method=True)
+        self.ServeFront = channel.unary_stream(
+                '/dora.v1.Sessions/ServeFront',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
+                _registered_method=True)
 
 
 class SessionsServicer:
@@ -778,6 +783,13 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ServeFront(self, request, context):
+        """Stays open while an HTTP front serves agents: Prometheus finds the front's page meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -805,6 +817,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.FailSession,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.SerializeToString,
+            ),
+            'ServeFront': grpc.unary_stream_rpc_method_handler(
+                    servicer.ServeFront,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FrontHello.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -948,6 +965,33 @@ class Sessions:
             '/dora.v1.Sessions/FailSession',
             dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ServeFront(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/ServeFront',
+            dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,7 @@ RPCS: Final = (
     Rpc("Sessions/Turn", pb.TurnRequest, waits=True),
     Rpc("Sessions/EndSession", pb.EndSessionRequest),
     Rpc("Sessions/FailSession", pb.FailSessionRequest),
+    Rpc("Sessions/ServeFront", pb.FrontHello, waits=True),
     Rpc("Operator/GetStatus", pb.StatusRequest),
     Rpc("Operator/WatchStatus", pb.WatchRequest, waits=True),
     Rpc("Operator/ListTrajectories", pb.TrajectoriesRequest),

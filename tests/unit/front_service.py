@@ -14,6 +14,7 @@ from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import ServedModel
 from dora.front.source import Live, Opening, Sampled
+from dora.rpc.roles import Tokens
 from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
@@ -154,22 +155,28 @@ async def front(
     key: str = "",
     limits: Limits | None = None,
     tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
     **service: Any,
 ) -> AsyncIterator[tuple[str, FakeService, Door]]:
     """A front's base URL, its service and its door."""
     fake = FakeService(Chat(STYLES[style]), **service)
-    async with front_of(fake, key=key, limits=limits, tls=tls) as (url, door):
+    async with front_of(fake, key=key, limits=limits, tls=tls, tokens=tokens) as (url, door):
         yield url, fake, door
 
 
 @asynccontextmanager
 async def front_of(
-    fake: FakeService, *, key: str = "", limits: Limits | None = None, tls: HttpTls | None = None
+    fake: FakeService,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[str, Door]]:
     """The base URL and the door of a front over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    door = Door(fake, model, key=key, limits=limits, tls=tls)
+    door = Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens)
     async with serving(door, listening_socket("127.0.0.1:0", has_key=bool(key))) as url:
         yield url, door

@@ -18,7 +18,7 @@ from dora.front.listening import listening_socket
 from dora.front.run import FrontOptions
 from dora.front.run import front as served_front
 from dora.rpc.access import certified, may_call
-from dora.rpc.roles import Role
+from dora.rpc.roles import Role, Tokens
 from dora.tls import Tls
 from dora.tls import http as tls_http
 from dora.tls.authority import make_cluster
@@ -107,6 +107,17 @@ async def test_clients_may_need_no_certificate(folder: Path) -> None:
             (opened,) = (await reply.json())["sessions"]
         assert opened["base_url"].startswith("https://")
         assert await status(plain, f"{base}/sessions/{opened['id']}/v1/chat/completions", opened["key"]) == 200
+
+
+async def test_metrics_are_for_readers_by_certificate_or_token(folder: Path) -> None:
+    tokens = Tokens("of the owner")
+    async with front(key="k", tls=HttpTls(tls(folder, "service"), mutual=False), tokens=tokens) as (base, _, _):
+        url, plain = f"{base}/metrics", Tls(tls(folder, "session").ca)
+        for token, code in (("", 401), ("k", 401), (tokens.of[Role.SESSION], 403), (tokens.of[Role.METRICS], 200)):
+            assert await status(plain, url, token, "GET") == code, token
+        assert await status(tls(folder, "metrics"), url, verb="GET") == 200
+        assert await status(tls(folder, "metrics"), url, tokens.of[Role.SESSION], "GET") == 403
+        assert await status(tls(folder, "environment"), url, tokens.of[Role.METRICS], "GET") == 403
 
 
 async def test_a_certificate_that_ends_ends_its_connections_requests(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
+from dora.orchestrator.metrics.text import TEXT
 from dora.rpc.bearer import READS, bearer_of, check_bearer
 from dora.rpc.errors import PermissionDenied
 from dora.rpc.roles import Tokens
@@ -29,7 +30,7 @@ LIFETIME_S: Final = 10.0
 CONNECTIONS_MAX: Final = 64
 PAGES_MAX: Final = 4
 DISCOVERY_PATH: Final = "/sd"
-TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
 _HOST_PAGE: Final = re.compile(HOST_PATH.format(name="([^/]+)"))
 PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY_PATH}"
 
