@@ -23,6 +23,7 @@ from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
 from dora.data.conversation import BranchShown, Conversation, TurnShown
 from dora.data.counters import COUNTERS
+from dora.data.engine_times import HISTOGRAMS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
@@ -31,7 +32,7 @@ from dora.front.app import AGENTS, OWN, SESSION
 from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
 from dora.front.figures import FRONT
 from dora.orchestrator.metrics.declaration import Declared
-from dora.orchestrator.metrics.of_hosts import HOST
+from dora.orchestrator.metrics.of_hosts import HOST, LABELS
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.metrics.server import PLACES
 from dora.orchestrator.recovery.replay import Known, Summary
@@ -109,7 +110,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
     yield "Metrics of a service: `dora serve --metrics`, page `/metrics`", METRICS, _metrics(SERVICE, DISTRIBUTIONS)
     yield "Metrics of a front: its page `/metrics`", METRICS, _metrics(FRONT, FRONT_DISTRIBUTIONS)
-    yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, _metrics(HOST)
+    yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, (*_metrics(HOST), *_engine_histograms())
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
@@ -173,6 +174,11 @@ def _metrics(declared: Iterable[Declared[Any]], histograms: Iterable[Distributio
             f"`{distribution.label}`" * bool(distribution.label),
             distribution.meaning,
         )
+
+
+def _engine_histograms() -> Rows:
+    for each in HISTOGRAMS:
+        yield f"`{each.name}`", "histogram", ", ".join(f"`{label}`" for label in LABELS), each.meaning
 
 
 def _commands() -> Rows:

@@ -1290,7 +1290,7 @@ class HostedVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions")
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1301,6 +1301,7 @@ class WorkerReport(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     tokens: TokenColumns
     running: int
     waiting: int
@@ -1311,7 +1312,35 @@ class WorkerReport(_message.Message):
     at: float
     kv_tier: KvTierLoad
     preemptions: int
-    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    times: EngineTimes
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ...) -> None: ...
+
+class EngineTimes(_message.Message):
+    __slots__ = ("histograms", "ended", "prompt_tokens")
+    class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
+    ended: _containers.ScalarMap[str, int]
+    prompt_tokens: int
+    def __init__(self, histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., ended: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("name", "buckets", "sum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, name: _Optional[str] = ..., buckets: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class KvTierLoad(_message.Message):
     __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dora.client import Operator, Prompts, Sessions, Trainer
 from dora.client.sessions import Session
+from dora.data.engine_times import HISTOGRAMS
 from dora.errors import InvalidValue
 from dora.front.run import FrontOptions, front
 from dora.orchestrator.hosts.fronts import Front, host_of_peer
@@ -89,6 +90,8 @@ async def test_a_host_has_a_page_with_its_engines_and_both_are_discovered(tiny_d
         found = await scraped(handle, "/hosts/local/metrics")
         pools = ("dora_host_pool_memory_bytes", "dora_host_pool_spill_bytes", "dora_host_pool_parked_requests")
         assert {each.name for each in HOST} - {name for name, _ in found} == set(pools), "it has no pool"
+        assert all(total(found, f"{each.name}_count") for each in HISTOGRAMS)
+        assert total(found, "vllm:request_success_total", finished_reason="stop") > 0
         engines = {dict(labels)["engine"] for name, labels in found if name == "vllm:generation_tokens_total"}
         assert engines == {"0", "1"} and total(found, "vllm:generation_tokens_total") > 0
 

@@ -13,6 +13,7 @@ import aiohttp
 import yaml
 
 from dora.client import Trainer
+from dora.data.engine_times import HISTOGRAMS
 from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
 from dora.front.figures import FRONT
 from dora.front.run import FrontOptions, front
@@ -72,7 +73,9 @@ def test_the_dashboards_are_provisioned_and_take_any_data_source() -> None:
 
 
 def test_the_queries_name_metrics_that_exist() -> None:
-    known = {each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS, *FRONT, *FRONT_DISTRIBUTIONS)} | UNSEEN
+    known = {
+        each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS, *FRONT, *FRONT_DISTRIBUTIONS, *HISTOGRAMS)
+    } | UNSEEN
     for place, expression in queries().items():
         assert metrics_of(expression) <= known, place
 

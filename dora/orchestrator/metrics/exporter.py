@@ -12,7 +12,7 @@ from typing import Any, Final
 from prometheus_client import ProcessCollector
 
 from dora.orchestrator.metrics.declaration import families
-from dora.orchestrator.metrics.of_hosts import HOST, HostReadings
+from dora.orchestrator.metrics.of_hosts import HOST, HostReadings, histograms_text
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.metrics.readings import ServiceReadings, free_bytes, storage_folders
 from dora.orchestrator.metrics.text import text_of
@@ -49,8 +49,13 @@ class Exporter:
         status = self._runtime.hosts.status(name)
         if status is None:
             return None
-        found = [*families(HOST, HostReadings(self._runtime, status, self._model))]
-        return await asyncio.get_running_loop().run_in_executor(self._thread, text_of, found, ())
+        readings = HostReadings(self._runtime, status, self._model)
+        found, histograms = [*families(HOST, readings)], readings.histograms()
+
+        def text() -> bytes:
+            return text_of(found, ()) + histograms_text(histograms)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, text)
 
     def targets(self, address: str, scheme: str = "http") -> list[Mapping[str, Any]]:
         """The pages as Prometheus discovers them over HTTP, those of fronts included. ``address``: at which it has

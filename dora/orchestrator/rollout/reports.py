@@ -110,6 +110,8 @@ class WorkerReports:
             report.running, report.waiting, report.kv_used_tokens,
             report.reprefilled_tokens, report.generated_tokens, preemptions=report.preemptions,
         )  # fmt: skip
+        if report.HasField("times"):
+            session.times.CopyFrom(report.times)
         if report.HasField("kv_tier"):
             tier = convert.tier_from_wire(report.kv_tier)
             self._telemetry.tier(session.tier, tier)

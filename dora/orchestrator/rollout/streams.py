@@ -105,6 +105,7 @@ class WorkerSession(Session):
         self.reported_s = self.heard_s
         self.clock_ahead_s = 0.0  # of its host's clock, with the report's time on the way
         self.tier = TierLoad()
+        self.times = pb.EngineTimes()  # as last reported
         self.rate = Rate()
 
 
