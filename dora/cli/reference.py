@@ -27,6 +27,7 @@ from dora.data.engine_times import HISTOGRAMS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
+from dora.doctor.service import Finding
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
 from dora.front.app import AGENTS, OWN, SESSION
 from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
@@ -128,6 +129,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
     yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)
     yield "Event logs: `dora replay`", FIELDS, log
+    yield "A service's hosts: `dora doctor --service`, each of `findings`", FIELDS, _fields(Finding)
 
 
 def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:

@@ -50,6 +50,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Operator/Scale": _OPERATOR,
         "Operator/Rebalance": _OPERATOR,
         "Operator/Checkpoint": _OPERATOR,
+        "Operator/Examine": _OPERATOR,
         "Worker/Connect": _WORKER,
         "Host/Join": _HOST,
         "Host/ListFiles": _HOST,

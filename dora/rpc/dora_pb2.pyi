@@ -715,6 +715,36 @@ class EvaluationEnd(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class ExamineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExaminedHost(_message.Message):
+    __slots__ = ("host", "trouble", "found", "clock_ahead_s", "clock_error_s", "load_s", "move_s", "moved_bytes", "kv_token_bytes", "workers_ready", "workers")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MOVE_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    trouble: str
+    found: HostExamination
+    clock_ahead_s: float
+    clock_error_s: float
+    load_s: float
+    move_s: float
+    moved_bytes: int
+    kv_token_bytes: int
+    workers_ready: int
+    workers: int
+    def __init__(self, host: _Optional[str] = ..., trouble: _Optional[str] = ..., found: _Optional[_Union[HostExamination, _Mapping]] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., load_s: _Optional[float] = ..., move_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., workers_ready: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -1629,20 +1659,22 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class HostMessage(_message.Message):
-    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed")
+    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed", "examined")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
     hello: HostHello
     report: HostReport
     arrived: VersionArrived
     leaving: HostLeaving
     ready: HostReady
     failed: VersionFailed
-    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ...) -> None: ...
+    examined: HostExamination
+    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ..., examined: _Optional[_Union[HostExamination, _Mapping]] = ...) -> None: ...
 
 class HostHello(_message.Message):
     __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "zone", "kept")
@@ -1744,20 +1776,97 @@ class HostLeaving(_message.Message):
     def __init__(self) -> None: ...
 
 class HostOrder(_message.Message):
-    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave")
+    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
     STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
     FETCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     DROP_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    EXAMINE_FIELD_NUMBER: _ClassVar[int]
     welcome: HostWelcome
     start_worker: StartWorker
     stop_worker: StopWorker
     fetch_version: FetchVersion
     drop_version: DropVersion
     leave: LeaveHost
-    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ...) -> None: ...
+    examine: ExamineHost
+    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ...) -> None: ...
+
+class ExamineHost(_message.Message):
+    __slots__ = ("examination", "peers")
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    peers: _containers.RepeatedCompositeFieldContainer[RelayPeer]
+    def __init__(self, examination: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ...) -> None: ...
+
+class HostExamination(_message.Message):
+    __slots__ = ("examination", "received_at", "sent_at", "dora_version", "python_version", "packages", "capacity", "folder_free_bytes", "disk_bytes_per_s", "version_bytes", "read_bytes_per_s", "certificate", "links")
+    class PackagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    DORA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PACKAGES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    received_at: float
+    sent_at: float
+    dora_version: str
+    python_version: str
+    packages: _containers.ScalarMap[str, str]
+    capacity: HostCapacity
+    folder_free_bytes: int
+    disk_bytes_per_s: float
+    version_bytes: int
+    read_bytes_per_s: float
+    certificate: Certificate
+    links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
+    def __init__(self, examination: _Optional[int] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ..., dora_version: _Optional[str] = ..., python_version: _Optional[str] = ..., packages: _Optional[_Mapping[str, str]] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., folder_free_bytes: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., version_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("file", "roles", "begins_at", "ends_at", "trouble")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_AT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    begins_at: float
+    ends_at: float
+    trouble: str
+    def __init__(self, file: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., begins_at: _Optional[float] = ..., ends_at: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class MeasuredLink(_message.Message):
+    __slots__ = ("host", "address", "bytes_per_s", "round_trip_s", "loss", "trouble")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    address: str
+    bytes_per_s: float
+    round_trip_s: float
+    loss: float
+    trouble: str
+    def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
     __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")

@@ -1054,6 +1054,11 @@ class OperatorStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_stream(
+                '/dora.v1.Operator/Examine',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -1114,6 +1119,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """Examines every host while the run goes on, and streams each host's result as it comes: some seconds each. One at a
+        time: FAILED_PRECONDITION while another is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1156,6 +1169,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Checkpoint,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_stream_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1376,6 +1394,33 @@ class Operator:
             '/dora.v1.Operator/Checkpoint',
             dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Operator/Examine',
+            dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
             options,
             channel_credentials,
             insecure,

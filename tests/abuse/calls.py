@@ -63,6 +63,7 @@ RPCS: Final = (
     Rpc("Operator/Scale", pb.ScaleRequest),
     Rpc("Operator/Rebalance", pb.RebalanceRequest),
     Rpc("Operator/Checkpoint", pb.CheckpointRequest),
+    Rpc("Operator/Examine", pb.ExamineRequest, waits=True),
     Rpc("Worker/Connect", pb.WorkerMessage, waits=True, streams=True),
     Rpc("Host/Join", pb.HostMessage, waits=True, streams=True),
     Rpc("Host/ListFiles", pb.ListFilesRequest),

@@ -24,6 +24,7 @@ COMMANDS = {
     "host": ("--join", "127.0.0.1:9", "--rejoin-s", "0"),
     "environment": ("tests.unit.environment_classes:Echo", "--service", "127.0.0.1:9"),
     "front": ("--service", "127.0.0.1:9", "--http", "127.0.0.1:0"),
+    "doctor": ("--service", "127.0.0.1:9"),
 }
 
 
@@ -63,7 +64,7 @@ def test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line(
     own, trainer, prompts = folder / "operator", folder / "trainer", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     base = (command, *COMMANDS[command])
-    if command not in ("host", "front", "environment"):
+    if command not in ("host", "front", "environment", "doctor"):
         base += ("--address", "127.0.0.1:9")
     if command == "eval":
         base = ("eval", str(prompts), "--address", "127.0.0.1:9")

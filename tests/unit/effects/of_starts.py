@@ -133,7 +133,7 @@ def version(done: Done) -> bool:
 GUARD: Final = "tests/unit/cli/test_tls.py::"
 TAKEN: Final = Shown(GUARD + "test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line")
 MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
-GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token")
+GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token", "doctor")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **SERVE,
