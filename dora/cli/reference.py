@@ -30,8 +30,10 @@ from dora.demo.report import DemoReport
 from dora.doctor.service import Finding
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
 from dora.front.app import AGENTS, OWN, SESSION
+from dora.front.callers import TURNS
 from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
 from dora.front.figures import FRONT
+from dora.front.http import TINKER
 from dora.orchestrator.metrics.declaration import Declared
 from dora.orchestrator.metrics.of_hosts import HOST, LABELS
 from dora.orchestrator.metrics.of_service import SERVICE
@@ -199,6 +201,7 @@ def _access() -> Rows:
 def _routes() -> Rows:
     """A row for each route of a front, and for the pages of the metrics: which roles of certificates may use them."""
     within = {f"`{each.verb} {each.path}`, also within `{SESSION}`": each.does for each in AGENTS}
+    within |= {f"`{TINKER}...`, also within `{SESSION}`": TURNS}
     own = {f"`{each.verb} {each.path}`": each.does for each in OWN}
     pages = {f"`--metrics`: {PLACES}": READS}
     for route, does in (within | own | pages).items():

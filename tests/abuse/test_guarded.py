@@ -22,6 +22,8 @@ import pytest
 from dora.client import Operator
 from dora.errors import TransferFailed
 from dora.front.app import ROUTES
+from dora.front.callers import TURNS
+from dora.front.http import TINKER
 from dora.front.run import FrontOptions, front
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer, greet
 from dora.kvtransfer.wire import Stream
@@ -95,6 +97,7 @@ async def guarded(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Run]:
         options = FrontOptions(handle.address, "", "127.0.0.1:0", model=tiny_dense, key=secrets.token_hex(), tls=own)
         async with front(options) as url:
             routes = [(each.verb, url + each.path.format(session="s1"), each.does) for each in ROUTES]
+            routes += [("POST", f"{url}{base}{TINKER}asample", TURNS) for base in ("", "/sessions/s1")]
             routes += [("GET", f"https://{handle.metrics}{page}", READS) for page in PAGES]
             yield Run(handle, folder, tuple(shown), tuple(sorted(ports)), tuple(routes))
 

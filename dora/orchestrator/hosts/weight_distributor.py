@@ -54,7 +54,7 @@ class WeightDistributor:
         self._order = order
         self._broadcast = broadcast.Broadcast()
         self._relay: Relay | None = None
-        self._own: Identity | None = None  # of the relay
+        self._identity: Identity | None = None  # of the relay
         self._reminded_s = time.monotonic()
         self._suspect: set[int] = set()  # versions not found in the service's own store
         self._damaged: set[str] = set()  # names of versions whose files here differ from the publication
@@ -68,7 +68,7 @@ class WeightDistributor:
         Raises InvalidValue for an address that this host lacks.
         """
         loop = asyncio.get_running_loop()
-        self._own = own = Identity(LOCAL, OWN_EPOCH, self._store.name(0), this_host())
+        self._identity = own = Identity(LOCAL, OWN_EPOCH, self._store.name(0), this_host())
 
         def tell(outcome: Outcome) -> None:
             loop.call_soon_threadsafe(self._told, LOCAL, OWN_EPOCH, outcome)
@@ -87,8 +87,8 @@ class WeightDistributor:
 
     def examiner(self, folder: Path, tls: Tls | None) -> Examiner:
         """Returns the one of the service's own host. ``folder``: of the run."""
-        assert self._own is not None
-        return Examiner(self._own, self.secret, self._store, folder, tls)
+        assert self._identity is not None
+        return Examiner(self._identity, self.secret, self._store, folder, tls)
 
     def close(self) -> None:
         """May be called without ``begin``."""
