@@ -17,9 +17,12 @@ from dora.client import Operator
 from dora.client.sessions import Session
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.setup import WEIGHTS_FOLDER
+from dora.rpc.roles import Role
+from dora.tls.authority import make_cluster
 from tests.e2e.agents import ended, joining
 from tests.prometheus.server import DEPLOYED, scraping
 from tests.service import configured, running, until
+from tests.tls_files import cluster, tls
 
 AT_ONCE: Final = ("DoraTrainerAbsent", "DoraNoEnvironment", "DoraStorageFault", "DoraDown")
 GROUPS: Final = 2
@@ -172,3 +175,22 @@ async def test_faults_of_a_worker_a_trainer_an_environment_and_a_host_fire_their
             await prometheus.firing(set())
             await ended(h1)
             await prometheus.firing({"DoraHostLost"})
+
+
+@pytest.mark.full
+async def test_prometheus_scrapes_a_service_under_mutual_tls_whose_certificates_are_replaced(
+    tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
+) -> None:
+    folder = cluster(tmp_path / "tls")
+    guarded = {"workers__engine": "fake", "workers__count": 0, "tls__folder": str(folder / "service")}
+    config = configured(tiny_dense, **guarded, service__metrics="127.0.0.1:0")
+    own = tls(folder, "metrics")
+    async with running(config) as handle, scraping(binary("prometheus"), handle.metrics, tmp_path, tls=own) as found:
+        while {each["value"][1] for each in await found.query("up")} != {"1"}:
+            pass
+        make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
+        scrapes = 'min(count_over_time(up{job="dora"}[1h]))'
+        before = float((await found.query(scrapes))[0]["value"][1])
+        while float((await found.query(scrapes))[0]["value"][1]) < before + 4:
+            pass
+        assert (await found.query("min_over_time(up[1h])"))[0]["value"][1] == "1"
