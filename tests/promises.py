@@ -18,7 +18,7 @@ Trained = Sequence[tuple[int, Sequence[str]]]  # the group ids of each step, as 
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """Counts a record's trajectories that break C1 to C3."""
+    """Counts a record's trajectories that break C1 to C3; those of a session's branches count as one."""
 
     trajectories: int
     lost: int
@@ -27,8 +27,11 @@ class Promises:
     c3_violations: int
 
 
-def promises(record: Path, prompts: Set[str], trained: Trained, window: int, group_size: int) -> Promises:
+def promises(
+    record: Path, prompts: Set[str], trained: Trained, window: int, group_size: int, alone: Set[str] = frozenset()
+) -> Promises:
     """``prompts``: the ids of those that the service was given, each of which one step has to train on once.
+    ``alone``: those whose group has one member instead of ``group_size``.
 
     A trajectory is lost if its prompt is not committed whole, or if the trainer was told that a step was committed with
     a group that the record does not have there. It is duplicated if two steps, or two groups of a prompt, have it, or
@@ -47,13 +50,14 @@ def promises(record: Path, prompts: Set[str], trained: Trained, window: int, gro
     said = [(step, group_id) for step, group_ids in trained for group_id in group_ids]
     unrecorded = [(step, group) for step, group in said if step not in steps or group not in steps[step].groups]
     repeated = sum(count - 1 for count in Counter(each.trajectory_id for each in lines).values())
+    sizes = defaultdict(lambda: group_size, dict.fromkeys(alone, 1))
     return Promises(
-        trajectories=sum(len(group) for group in members.values()),
-        lost=sum(max(group_size - len(of_prompt[prompt]), 0) for prompt in prompts) + group_size * len(unrecorded),
+        trajectories=sum(map(len, of_prompt.values())),
+        lost=sum(max(sizes[prompt] - len(of_prompt[prompt]), 0) for prompt in prompts) + group_size * len(unrecorded),
         duplicated=repeated
         + group_size * sum(count - 1 for count in times.values())
         + group_size * sum(count - 1 for count in Counter(said).values())
-        + sum(max(len(samples) - group_size, 0) for samples in of_prompt.values()),
+        + sum(max(len(samples) - sizes[prompt], 0) for prompt, samples in of_prompt.items()),
         c1_violations=sum(map(_is_mixed, lines)),
         c3_violations=sum(not 0 <= each.trained_step - each.behaviour_version < window for each in lines),
     )

@@ -117,6 +117,18 @@ class SessionTree:
         """Notes a branch that was sampled earlier, whose last answer begins at token ``first``."""
         self.branches.append(Branch(list(token_ids), [(first, len(token_ids))]))
 
+    def ask_restored(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Ask:
+        """Returns the ask of a restored branch's last answer, which is taken off it. ``messages`` are those that the
+        answer follows; none for a prompt of token ids.
+        """
+        is_thinking = bool(messages) and self._renderer.prompt(messages, tools, options).is_thinking
+        root = self._roots.setdefault(context_key(tools, options), _Node()) if messages else None
+        (branch,) = self.branches
+        first, end = branch.turns.pop()
+        del branch.token_ids[first:end]
+        branch.is_open = False
+        return Ask(0, (), is_thinking=is_thinking, _parent=root, _keys=tuple(map(key_of, messages)))
+
     def answered(self, ask: Ask, sampled: Sequence[int], message: Message | None = None) -> None:
         """Notes the tokens of a turn that has ended, and the message that the client was told."""
         branch = self.branches[ask.branch]

@@ -41,9 +41,6 @@ def front(
     tool_format: Annotated[
         str, typer.Option(metavar="FORMAT", help="hermes, llama or mistral; default: as the chat template shows.")
     ] = "",
-    max_model_len: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="The context that /v1/models tells; 0: the model's own.")
-    ] = 0,
     tls_clients: Annotated[
         str,
         typer.Option(
@@ -54,7 +51,10 @@ def front(
     ] = CLIENTS[0],
     token: Annotated[
         str | None,
-        token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or what your service here stored."),
+        token_option(
+            "File (mode 0600) with the token of the role environment, or the owner's; default: DORA_TOKEN, or what "
+            "your service here stored."
+        ),
     ] = None,
 ) -> None:
     """Serve agents over HTTP, in the protocols of OpenAI and vLLM, until Ctrl-C.
@@ -70,7 +70,7 @@ def front(
     tls = Tls.from_environment()
     secret = token or secret_for(service)
     if not secret and tls is None:
-        raise Unauthenticated("token", MISSING, f"the service's owner token: {WHERE}")
+        raise Unauthenticated("token", MISSING, f"the token of the role environment, or the owner's: {WHERE}")
     options = FrontOptions(
         service=service,
         token=secret,
@@ -78,7 +78,6 @@ def front(
         model=model,
         key="" if key is None else read_token(key, "--key-file"),
         tool_format=tool_format,
-        context_tokens=max_model_len,
         tls=tls,
         mutual=tls_clients == CLIENTS[0],
     )

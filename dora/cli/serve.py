@@ -131,7 +131,7 @@ def serve(
     ] = None,
     environment: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Environment of the source's prompts (environment.spec)."),
+        typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec)."),
     ] = None,
     http: Annotated[
         str | None,
@@ -282,7 +282,7 @@ async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = N
             leave(handle)
             _print_attach(handle, config, as_json)
             if front is not None:
-                front.start(handle.address, handle.token, handle.model, config.workers.context_tokens)
+                front.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
                 _print_progress(f"agents reach it at {front.url}/v1")
             if environment is not None:
                 environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)

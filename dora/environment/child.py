@@ -20,7 +20,7 @@ class EnvironmentProcess:
         """
         self._settings = settings
         self._environment = child_environment(tuple(passed), {} if tls is None else tls.environment())
-        check_loads(settings.spec, self._environment)
+        check_loads(settings, self._environment)
         self._process: KeptProcess | None = None
 
     def start(self, service: str, token: str, model: Path, log: Path | None = None) -> None:

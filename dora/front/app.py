@@ -121,7 +121,14 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 @asynccontextmanager
 async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
     """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
-    runner = web.AppRunner(application(door), handler_cancellation=True, access_log=None, auto_decompress=False)
+    runner = web.AppRunner(
+        application(door),
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        # aiohttp counts from the connection's beginning or the last reply to the end of the next head, however it comes
+        keepalive_timeout=door.limits.connection_idle_s,
+    )
     await runner.setup()
     server = runner.server
     assert server is not None

@@ -35,10 +35,10 @@ class FrontProcess:
     def url(self) -> str:
         return url_of(self._listening, secure=self._tls is not None)
 
-    def start(self, service: str, token: str, model: Path, context_tokens: int) -> None:
-        """Starts it at a service whose model's folder is on this host."""
+    def start(self, service: str, token: str, model: Path) -> None:
+        """Starts it at a service whose model's folder is on this host. ``token``: of the role environment."""
         options: dict[str, object] = {"--service": service, "--http": f"{INHERITED}{self._listening.fileno()}"}
-        options |= {"--model": model, "--max-model-len": context_tokens}
+        options["--model"] = model
         if self._key_file is not None:
             options["--key-file"] = self._key_file
         if self._tls is not None:

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -37,6 +37,7 @@ class Limits:
     body_bytes: int = 32 << 20
     body_s: float = 60.0  # for a whole body to arrive
     connections: int = 4096
+    connection_idle_s: float = 75.0  # a connection without a whole request head is closed, new or after a reply
     in_flight: int = 512  # requests of one key
     sessions: int = 16384
     idle_s: float = 1800.0  # a session without a call is closed
@@ -114,9 +115,10 @@ class Door:
             self._live = now_s, await self._source.live()
         return self._live[1]
 
-    async def turns(self, call: Call, wanted: Wanted, group: str = "") -> list[RunningTurn]:
-        """Begins the turns of a request: in the call's session, or each in one of its own. ``group``: the name of the
-        group of these; turns that it has, of a front that died, are returned and not sampled again.
+    async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
+        its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
+        are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -126,20 +128,25 @@ class Door:
         if call.session_id:
             session = await self._session(call, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted, came)
+            return await self._begun(session, wanted, came, name)
         call.check_opens()
-        group = group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(group, wanted.choices, await self._version(wanted.model), wanted.sampling or None)
-        one, turns = replace(wanted, choices=1), []
-        for handle in await self._source.open(opening):
-            session = self._made(handle.session_id, handle, wanted)
+        group_id = group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+        defaults = await self._defaults()
+        turns: list[RunningTurn] = []
+        handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
+        for number, handle in enumerate(handles):
+            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
+            session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted, came: Callable[[], None]) -> list[RunningTurn]:
+    async def _begun(
+        self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
+    ) -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
-        turns = await session.begin(wanted)
+        turns = await session.begin(wanted, name)
         for turn in turns:
             turn.came = came
         for reason, count in (session.tree.prefix_breaks - before).items():
@@ -155,19 +162,11 @@ class Door:
             if len(parts) > most:
                 raise InvalidValue(name, len(parts), f"at most {most}")
 
-    async def _check_model(self, model: str) -> Live:
-        """Returns what is served. Raises NotFound for the name of another model."""
+    async def _check_model(self, model: str) -> None:
+        """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
         if model not in (MODEL, live.model) and version_of(model) is None:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
-        return live
-
-    async def _version(self, model: str) -> int | None:
-        """Returns the version that a model's name asks for. Raises NotFound for another model, Conflict."""
-        live, version = await self._check_model(model), version_of(model)
-        if version is not None and version not in live.versions:
-            raise Conflict("model", model, f"a live version: {_listed(live)}", why="is not live")
-        return version
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
         """Ends a session of one turn."""
@@ -199,12 +198,12 @@ class Door:
 
     async def _open(self, opening: Opening) -> list[AgentSession]:
         try:
-            handles = await self._source.open(opening)
+            defaults = await self._defaults(opening.sampling or {})
+            handles = await self._found_or_opened(opening)
         except BaseException:
             del self._groups[opening.group]
             raise
-        wanted = Wanted(sampling=opening.sampling or {})
-        sessions = [self._made(each.session_id, each, wanted, opening.group) for each in handles]
+        sessions = [self._made(each.session_id, each, defaults, opening.group) for each in handles]
         for session in sessions:
             self._sessions[session.session_id] = self._by_key[session.key] = session
         return sessions
@@ -213,16 +212,43 @@ class Door:
         """Withdraws the group of a front that died, if the service has it."""
         await self._source.withdraw(group, "its front has died")
 
+    async def _found_or_opened(self, opening: Opening) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group, which another front may have opened."""
+        try:
+            handles = await self._source.find(opening.group, opening.size)
+        except NotFound:
+            return await self._source.open(opening)
+        found = handles[0].version
+        if opening.version not in (None, found):
+            why = "is another version than the session's"
+            raise Conflict("model", f"{MODEL}-v{opening.version}", f"{MODEL}-v{found}: it was opened before", why)
+        return handles
+
     async def version_for(self, model: str) -> int | None:
-        return await self._version(model)
+        """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
+        await self._check_model(model)
+        return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
-        """Returns an open session. Raises NotFound, Conflict for one that has ended."""
+        """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
+        one that has ended.
+        """
         self._check_open(session_id)
-        found = self._sessions.get(session_id)
-        if found is None:
-            raise NotFound("session", session_id, "the id of an open session")
+        if session_id not in self._sessions:
+            await self._find(session_id)
+        found = self._sessions[session_id]
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
+
+    def adopt(self, handle: SessionHandle) -> AgentSession:
+        """Lets calls by its id reach a session that an environment drives, which ends it itself."""
+        session = self._made(handle.session_id, handle, {}, is_driven=True)
+        self._sessions[session.session_id] = session
+        return session
+
+    def release(self, session: AgentSession) -> None:
+        """Refuses later calls of a session that was adopted."""
+        session.is_closed = True
+        self._forget(session)
 
     async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
         """Ends a session. Later calls of it are refused."""
@@ -253,21 +279,44 @@ class Door:
 
     async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
         try:
-            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
-            (handle,) = await self._source.open(opening)
+            opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
+            defaults = await self._defaults()
+            (handle,) = await self._found_or_opened(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
-        session = self._made(session_id, handle, wanted)
+        session = self._made(session_id, handle, defaults)
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted, group: str = "") -> AgentSession:
-        now_s = time.monotonic()
-        sampling = wanted.sampling
-        return AgentSession(
-            session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
-        )
+    async def _find(self, session_id: str) -> None:
+        """Notes a session that another front opened. Raises NotFound."""
+        defaults = await self._defaults()
+        try:
+            (handle,) = await self._source.find(session_id, 1)
+        except NotFound:
+            raise NotFound("session", session_id, "the id of an open session") from None
+        if session_id not in self._sessions:  # no call has found it meanwhile
+            self._check_room(1)
+            session = self._made(session_id, handle, defaults)
+            self._sessions[session_id] = self._by_key[session.key] = session
+
+    async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
+        own = {name: value for name, value in (own or {}).items() if name not in ("seed", "max_tokens")}
+        return {**(await self.live()).sampling, **own}
+
+    def _made(
+        self,
+        session_id: str,
+        handle: SessionHandle,
+        defaults: Mapping[str, Any],
+        group: str = "",
+        *,
+        is_driven: bool = False,
+    ) -> AgentSession:
+        about: dict[str, Any] = {"group": group, "defaults": defaults, "is_driven": is_driven}
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:

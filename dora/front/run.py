@@ -14,7 +14,6 @@ from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import served_model
 from dora.front.service import Service
-from dora.models import context_tokens
 from dora.rpc.channel import is_wildcard
 from dora.rpc.roles import Tokens
 from dora.tls import Tls
@@ -25,10 +24,9 @@ from dora.tls.http import HttpTls
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """``model`` None: the service's folder. ``key`` empty: any key is accepted. ``tool_format`` empty: the template's.
-
-    ``context_tokens`` 0: the model's own. ``token`` empty: the certificate has the role. ``tls``: of the connection to
-    the service, and of agents; None: in the clear. ``mutual``: agents show certificates.
+    """``token``: of the role environment, or one that may do more; empty: the certificate has the role. ``model`` None:
+    the service's folder. ``key`` empty: any key is accepted. ``tool_format`` empty: the template's. ``tls``: of the
+    connection to the service, and of agents; None: in the clear. ``mutual``: agents show certificates.
     """
 
     service: str
@@ -37,7 +35,6 @@ class FrontOptions:
     model: Path | None = None
     key: str = field(default="", repr=False)
     tool_format: str = ""
-    context_tokens: int = 0
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
     mutual: bool = True
@@ -65,7 +62,6 @@ async def _served(options: FrontOptions, listening: socket.socket, tls: HttpTls 
         if not folder.is_dir():
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
-        service.context_tokens = options.context_tokens or context_tokens(folder) or 0
         tokens = await asyncio.to_thread(Tokens, options.token) if options.token and tls is not None else None
         door = Door(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
         async with serving(door, listening) as url, service.told_of(url):

@@ -13,12 +13,18 @@ from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
 from dora.front.asked import Wanted, version_of
 from dora.front.errors import SessionClosed
 from dora.front.model import ServedModel
-from dora.front.source import SessionHandle
+from dora.front.source import Sampled, SessionHandle
 from dora.front.turns import RunningTurn, Texts
 
 BRANCHES_MAX: Final = 256
 GIVER: Final = "agent"  # what gives tokens, for the record
+NAME_CHARACTERS: Final = 12  # of the name of a call, which has to differ from the others of its session
 _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def giver_of(name: str) -> str:
+    """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
+    return f"{GIVER} {name[:NAME_CHARACTERS]}" if name else GIVER
 
 
 def new_call_id() -> str:
@@ -44,7 +50,12 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 
 
 class AgentSession:
-    """One session of an agent. Each of its branches is a trajectory."""
+    """One session of an agent. Each of its branches is a trajectory.
+
+    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was asked.
+    ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session gives its sampling, and no
+    request does.
+    """
 
     def __init__(
         self,
@@ -53,9 +64,10 @@ class AgentSession:
         model: ServedModel,
         *,
         group: str = "",
-        sampling: Mapping[str, Any],
+        defaults: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
+        is_driven: bool = False,
     ) -> None:
         self.session_id = session_id
         self.group = group  # of an opening; empty: its first call has opened it
@@ -65,23 +77,34 @@ class AgentSession:
         self.used_s = now_s
         self.verdict = Verdict()
         self._turn_rewards: dict[int, float] = {}
-        self.is_closed = False
+        self.is_closed = handle.is_over
         self.turns = 0  # under way
+        self.begun, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._is_driven = is_driven
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        self._restored = handle.given_name  # of the last turn of another front, until a call comes
         tokens = handle.token_ids
         if handle.turn and tokens:
             self.tree.restored(tokens, len(tokens) - len(handle.last.token_ids))
             self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
-        self._sampling = dict(sampling)
+        self._defaults = dict(defaults)
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
-    async def begin(self, wanted: Wanted) -> list[RunningTurn]:
-        """Begins the turns of a request, one for each choice. Raises InvalidValue, Conflict, LimitExceeded."""
+    async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
+
+        If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
+        LimitExceeded.
+        """
         self._check(wanted)
+        restored, self._restored = self._restored, ""
+        if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
+            return [self._replayed(wanted, self._handle.last)]
         asks: list[Ask] = []
         try:
             for _ in range(wanted.choices):
@@ -90,7 +113,15 @@ class AgentSession:
             for ask in asks:
                 self.tree.dropped(ask, was_asked=False)
             raise
-        return [self._begin(wanted, ask) for ask in asks]
+        return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
+
+    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+        """Returns a turn that another front began, and notes in the tree what its client is told."""
+        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
+        turn.add(last)
+        self._answered(wanted, ask, turn)
+        return turn
 
     def _ask(self, wanted: Wanted) -> Ask:
         if wanted.token_ids:
@@ -106,17 +137,34 @@ class AgentSession:
             raise Conflict(
                 "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
-        for name, value in wanted.sampling.items():
-            if self._sampling.get(name, value) != value:
-                allowed = f"{self._sampling[name]!r}, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
-            if name not in self._sampling and self.tree.branches:
-                allowed = "left out, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
+        for name, value in wanted.sampling.items() if self._is_driven else ():
+            if name != "stop_token_ids" or not self._model.ends.issuperset(value):
+                raise InvalidValue(
+                    name, value, "left out", why="is the prompt's: rollout and a prompt's sampling give it"
+                )
         if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask) -> RunningTurn:
+    def _begin(self, wanted: Wanted, ask: Ask, number: int, name: str) -> RunningTurn:
+        """``number``: of the choice."""
+        if ask.origin is not None:
+            self._origins[ask.branch] = ask.origin.branch
+        sampling = self._sampling_of(wanted, number)
+        turn = self._running(wanted, ask, sampling)
+        self.turns += 1
+        self.begun.set()
+        self.idle.clear()
+        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name)))
+        return turn
+
+    def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
+        """Returns the sampling parameters of a choice; none: the session's."""
+        if self._is_driven:
+            return {}
+        return {**self._defaults, **wanted.sampling_of(number)}
+
+    def _running(self, wanted: Wanted, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
+        """Returns the turn of an ask, without tokens yet."""
         model = self._model
         texts = None
         if not wanted.token_ids or wanted.is_text:
@@ -127,31 +175,33 @@ class AgentSession:
                 is_plain=bool(wanted.token_ids),
             )
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
-            texts = Texts(stream, parser, model.ends, wanted.stops)
+            texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
         branch = self.tree.branches[ask.branch]
-        if ask.origin is not None:
-            self._origins[ask.branch] = ask.origin.branch
-        turn = RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
-        self.turns += 1
-        self._spawn(self._run(turn, ask, wanted))
-        return turn
+        return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted) -> None:
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any], giver: str) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
-                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=GIVER)
+                pieces = self._handle.stream(
+                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver, sampling=sampling
+                )
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):
                     self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
         finally:
             self.turns -= 1
+            if not self.turns:
+                self.idle.set()
             if turn.finish_reason in (None, "abort"):
                 self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:
-                message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
-                self.tree.answered(ask, turn.token_ids, message)
+                self._answered(wanted, ask, turn)
+
+    def _answered(self, wanted: Wanted, ask: Ask, turn: RunningTurn) -> None:
+        message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+        self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
         """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
@@ -179,13 +229,13 @@ class AgentSession:
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
         given = self.verdict if verdict is None else verdict
-        self.is_closed = True  # no turn begins meanwhile
+        was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
         try:
             await self._handle.end(
                 given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
             )
         except DoraError:
-            self.is_closed = False
+            self.is_closed = was_closed
             raise
 
     async def abandon(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """What the front needs of a service."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dora.data.types import FinishReason
@@ -9,12 +9,13 @@ from dora.data.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What is served. ``context_tokens`` 0: not known."""
+    """What is served. ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter."""
 
     model: str
     newest: int
     versions: tuple[int, ...]
     context_tokens: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,29 @@ class SessionHandle(Protocol):
         """The number of the last turn that has ended."""
         ...
 
+    @property
+    def given_name(self) -> str:
+        """The name of what gave the tokens of that turn, of a session that another front began."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the session had ended when it was found."""
+        ...
+
     def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[Sampled]:
         """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; None: they
-        are a prompt, with which a branch begins. Raises InvalidValue, Conflict, NotFound, LimitExceeded.
+        are a prompt, with which a branch begins. ``sampling``: of this turn, as far as not the session's.
+
+        Raises InvalidValue, Conflict, NotFound, LimitExceeded.
         """
         ...
 
@@ -90,9 +109,17 @@ class SessionSource(Protocol):
         """Raises ServiceUnavailable."""
         ...
 
+    async def find(self, group: str, size: int) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group that any front has opened, each at the end of its turn under way.
+
+        Raises NotFound if none was opened or a step has trained on it, Conflict for another size, LimitExceeded if a
+        turn takes long or the window is full for long, ServiceUnavailable.
+        """
+        ...
+
     async def open(self, opening: Opening) -> Sequence[SessionHandle]:
         """Returns once the window has admitted the sessions. Raises LimitExceeded if it is full for long, Conflict for
-        a version that is not live, ServiceUnavailable.
+        a version that admits no new group, ServiceUnavailable.
         """
         ...
 

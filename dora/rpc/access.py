@@ -38,6 +38,8 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Prompts/Evaluate": _SUBMITTER,
         "Sessions/Attend": _ENVIRONMENT,
         "Sessions/Open": _ENVIRONMENT,
+        "Sessions/Withdraw": _ENVIRONMENT,
+        "Sessions/Describe": _SESSION,
         "Sessions/Turn": _SESSION,
         "Sessions/EndSession": _SESSION,
         "Sessions/FailSession": _SESSION,

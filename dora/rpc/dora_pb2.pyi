@@ -199,7 +199,7 @@ class StopReason(_message.Message):
     def __init__(self, stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "turn_rewards", "branch_index", "shared_prefix_tokens")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "turn_rewards", "turn_sampling", "branch_index", "shared_prefix_tokens")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,13 @@ class Trajectory(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnSamplingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Sampling
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +251,7 @@ class Trajectory(_message.Message):
     WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TURN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     BRANCH_INDEX_FIELD_NUMBER: _ClassVar[int]
     SHARED_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
@@ -276,9 +284,10 @@ class Trajectory(_message.Message):
     window_versions: int
     routed_experts: RoutedExperts
     turn_rewards: _containers.ScalarMap[str, float]
+    turn_sampling: _containers.MessageMap[str, Sampling]
     branch_index: int
     shared_prefix_tokens: int
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., turn_rewards: _Optional[_Mapping[str, float]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., turn_rewards: _Optional[_Mapping[str, float]] = ..., turn_sampling: _Optional[_Mapping[str, Sampling]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("layers", "top_k", "id_bytes", "expert_ids")
@@ -510,25 +519,61 @@ class AttendRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "again", "version")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    again: bool
+    version: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., again: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("prompt_id", "reason")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    reason: str
+    def __init__(self, prompt_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("model", "newest_version", "versions", "max_model_len_tokens", "sampling")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    newest_version: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    max_model_len_tokens: int
+    sampling: Sampling
+    def __init__(self, model: _Optional[str] = ..., newest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., max_model_len_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
-    __slots__ = ("session_id", "turn", "tokens", "begin")
+    __slots__ = ("session_id", "turn", "tokens", "begin", "ended")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     tokens: TurnTokens
     begin: SessionBegin
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ...) -> None: ...
+    ended: bool
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class SessionBegin(_message.Message):
-    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids")
+    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +582,7 @@ class SessionBegin(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_NAME_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_id: str
     task_id: str
@@ -545,10 +591,11 @@ class SessionBegin(_message.Message):
     prompt_text: str
     verifier_json: str
     earlier_token_ids: bytes
-    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
+    given_name: str
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json")
     class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLACE: _ClassVar[TurnRequest.Fork]
@@ -564,6 +611,7 @@ class TurnRequest(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
@@ -573,7 +621,8 @@ class TurnRequest(_message.Message):
     first_token: int
     fork: TurnRequest.Fork
     whole: bool
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ...) -> None: ...
+    sampling_json: str
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
     __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids")
@@ -1585,18 +1634,18 @@ class StartRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("request_id", "given_token_ids", "max_tokens", "row", "first_token")
+    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     given_token_ids: bytes
-    max_tokens: int
+    sampling: Sampling
     row: int
     first_token: int
-    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)

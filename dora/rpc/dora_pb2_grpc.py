@@ -709,6 +709,16 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/dora.v1.Sessions/Withdraw',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.WithdrawReply.FromString,
+                _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/dora.v1.Sessions/Describe',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.DescribeReply.FromString,
+                _registered_method=True)
         self.Turn = channel.unary_stream(
                 '/dora.v1.Sessions/Turn',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.TurnRequest.SerializeToString,
@@ -752,8 +762,25 @@ class SessionsServicer:
     def Open(self, request, context):
         """Opens a group whose sessions the caller drives, and streams them as Attend does, once the window admits the group. The
         prompt names no environment. Without tokens, text or messages its sessions begin without a prompt, and the first turn
-        of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that wait.
-        RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full.
+        of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that have ended,
+        then those that wait.
+        RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full; with a version also: the window has no room for
+        its group now. FAILED_PRECONDITION: the version is not live or admits no new group; dora-error-allowed has those that
+        do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Cancels a group that Open has opened, or takes it back from the queue. A group that a step has taken stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Describe(self, request, context):
+        """Describes what is served, for a caller that only drives sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -761,7 +788,7 @@ class SessionsServicer:
 
     def Turn(self, request, context):
         """Asks the next turn, and streams its tokens, the last with its end, or sends the whole turn at its end. May be
-        repeated: the same turn with the same given tokens is sampled once. FAILED_PRECONDITION: its session has ended, or
+        repeated: the same turn with the same given tokens and sampling is sampled once. FAILED_PRECONDITION: its session has ended, or
         its turn before has not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -802,6 +829,16 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.Open,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.WithdrawRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.WithdrawReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.DescribeRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.DescribeReply.SerializeToString,
             ),
             'Turn': grpc.unary_stream_rpc_method_handler(
                     servicer.Turn,
@@ -884,6 +921,60 @@ class Sessions:
             '/dora.v1.Sessions/Open',
             dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/Withdraw',
+            dora_dot_rpc_dot_dora__pb2.WithdrawRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.WithdrawReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/Describe',
+            dora_dot_rpc_dot_dora__pb2.DescribeRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,

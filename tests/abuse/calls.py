@@ -51,6 +51,8 @@ RPCS: Final = (
     Rpc("Prompts/Evaluate", pb.EvaluateRequest, waits=True),
     Rpc("Sessions/Attend", pb.AttendRequest, waits=True),
     Rpc("Sessions/Open", pb.OpenRequest, waits=True),
+    Rpc("Sessions/Withdraw", pb.WithdrawRequest),
+    Rpc("Sessions/Describe", pb.DescribeRequest),
     Rpc("Sessions/Turn", pb.TurnRequest, waits=True),
     Rpc("Sessions/EndSession", pb.EndSessionRequest),
     Rpc("Sessions/FailSession", pb.FailSessionRequest),

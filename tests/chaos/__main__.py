@@ -1,8 +1,8 @@
 """Kills and faults under load: ``python -m tests.chaos``. Ends with 1 if a promise was broken, or something got stuck.
 
-A service with workers, a pool, a host that has joined, a reward function, a trainer and an environment; each is killed
-at each moment of a handoff and of a commit, in turns of sessions and between them, is stopped, finds its disk full, its
-clock changed and its link cut one way. Then all is trained to the end, and every logprob is computed again.
+A service with workers, a pool, a host that has joined, a reward function, a trainer, an environment and a front; each
+is killed at each moment of a handoff and of a commit, in turns of sessions and between them, is stopped, finds its disk
+full, its clock changed and its link cut one way. Then all is trained to the end, and every logprob is computed again.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         report = asyncio.run(_run(setting, options))
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    shown = ("kills", "faults", "trajectories", "sessions", "turns", *MUST_BE_0)
+    shown = ("kills", "faults", "trajectories", "sessions", "branches", "turns", "chats", *MUST_BE_0)
     print("\n".join(f"{name:<24}{report[name]:>10,}" for name in shown))
     print("".join(f"left out: {name}: {why}\n" for name, why in report["left_out"].items()), end="")
     print("\n".join(report["failures"][:20]) or f"ok; {out / 'report.json'}")

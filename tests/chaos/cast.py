@@ -1,15 +1,17 @@
-"""The processes of a run that are not the service's: a trainer, an environment, and the agent of a host that joins."""
+"""The processes of a run that are not the service's: trainer, environment, front, chats, and a joined host's agent."""
 
 import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from dora.front.listening import BACKLOG, INHERITED, url_of
 from tests.e2e.agents import joining
 
 LINE_BYTES_MAX: Final = 1 << 20
@@ -101,6 +103,19 @@ class Telling(Orphaned):
         self._awaited = [each for each in self._awaited if not each[1].done()]
 
 
+class OpeningProcess(Telling):
+    """One that opens groups of sessions. ``opened``: their prompts' ids, as it has said."""
+
+    def __init__(self, name: str, argv: list[str], token: str, log: Path) -> None:
+        super().__init__(name, argv, token, log)
+        self.opened: set[str] = set()
+
+    def _said(self, said: Mapping[str, Any]) -> None:
+        if said["at"] == "opened":
+            self.opened.add(said["prompt_id"])
+        super()._said(said)
+
+
 class TrainerProcess(Telling):
     """``tests.chaos.trainer``. ``trained``: what it has said after its commits."""
 
@@ -112,6 +127,39 @@ class TrainerProcess(Telling):
         if said["at"] == "committed":
             self.trained.append((said["step"], said["group_ids"]))
         super()._said(said)
+
+
+class FrontOfAgents(Orphaned):
+    """``dora front``. The run has its listening socket, so calls that come while it is dead only wait. It knows the
+    ``model``, so it starts without its service too.
+    """
+
+    def __init__(self, service: str, token: str, log: Path, host: str, model: Path) -> None:
+        super().__init__("front", log)
+        self._listening = socket.create_server((host, 0), backlog=BACKLOG)
+        listen = f"{INHERITED}{self._listening.fileno()}"
+        self._argv = [sys.executable, "-m", "dora", "front", "--service", service, "--http", listen]
+        self._argv += ["--model", str(model)]
+        self._environment = {**os.environ, "DORA_TOKEN": token}
+
+    @property
+    def url(self) -> str:
+        return url_of(self._listening)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._listening.fileno(),),
+                start_new_session=True,
+            )
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self._listening.close()
 
 
 class AgentProcess(Orphaned):

@@ -14,8 +14,17 @@ COMMIT_MOMENTS: Final = ("taking", "committing", "publishing", "published", "loa
 TOOL_TIME: Final = "tool time"  # a session waits for its environment
 POOLED_TOOL_TIME: Final = "tool time in a pool"
 TURN: Final = "turn"  # a session's environment has asked for one
+CHAT_MOMENTS: Final = ("chat asking", "chat turn", "chat answered", "chat closing")
 IDLE_PHASES: Final = tuple(f"{kind}:{phase}" for kind in ("idle-move", "idle-park") for phase in PHASES)
-OF_SESSIONS: Final = ("environment", TOOL_TIME, POOLED_TOOL_TIME, TURN, *IDLE_PHASES)  # victims and moments
+OF_SESSIONS: Final = (
+    "environment",
+    "front",
+    TOOL_TIME,
+    POOLED_TOOL_TIME,
+    TURN,
+    *CHAT_MOMENTS,
+    *IDLE_PHASES,
+)  # victims and moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,10 @@ def _session_kills() -> Iterator[Fault]:
         yield Fault("kill", victim, POOLED_TOOL_TIME)
     for victim in ("environment", "orchestrator", "worker"):
         yield Fault("kill", victim, TURN)
+    for moment in CHAT_MOMENTS:
+        yield Fault("kill", "front", moment)
+    for victim in ("orchestrator", "worker"):
+        yield Fault("kill", victim, "chat turn")
     for phase, victim in itertools.product(("RESERVED", "COMMITTED"), ("source", "target", "orchestrator")):
         yield Fault("kill", victim, f"idle-move:{phase}")
     for victim in ("source", "pool", "orchestrator"):

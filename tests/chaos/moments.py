@@ -46,6 +46,8 @@ async def come(world: World, moment: str) -> None:
                 await _park(world)
         case faults.TURN:
             await world.environment.reaches("asking")
+        case "chat asking" | "chat turn" | "chat answered" | "chat closing":
+            await world.chats.reaches(moment)
 
 
 async def victim_of(world: World, fault: Fault) -> int:
@@ -53,6 +55,7 @@ async def victim_of(world: World, fault: Fault) -> int:
     own: dict[str, Callable[[], int]] = {
         "trainer": lambda: world.trainer.pid,
         "environment": lambda: world.environment.pid,
+        "front": lambda: world.front.pid,
         "agent": lambda: world.agent.pid,
         "from host": lambda: world.agent.pid,
         "to host": lambda: world.agent.pid,

@@ -5,6 +5,7 @@ from typing import Any, Final, Self
 
 from dora.client import Prompts
 from dora.errors import DoraError
+from tests.session_script import as_submitted
 from tests.stress.load import prompt_rows
 from tests.tools import as_sessions
 
@@ -44,7 +45,8 @@ class Submitting:
         """Some more, under ids that nobody has had; whether the service has acknowledged them."""
         first, self._sent = self._sent, self._sent + PROMPTS_AT_ONCE
         rows = [
-            {**self._rows[number % len(self._rows)], "prompt_id": f"p{number}"} for number in range(first, self._sent)
+            as_submitted({**self._rows[number % len(self._rows)], "prompt_id": f"p{number}"})
+            for number in range(first, self._sent)
         ]
         ids = {row["prompt_id"] for row in rows}
         try:

@@ -14,14 +14,16 @@ from dora.verify import verify
 from dora.verify.check import read_trajectories
 from dora.verify.tolerances import FLOAT32
 from dora.worker.fake_engine import FakeEngine
-from tests import promises, tools
+from tests import promises, session_audit
+from tests.chaos import chats
 from tests.chaos.faults import ACTIONS
 from tests.chaos.setting import GROUP_SIZE, WINDOW, Setting
 from tests.chaos.strikes import Struck
 from tests.chaos.world import World
 from tests.contract.driver import ROUNDING, run
 
-MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *tools.MUST_BE_0)
+OF_CHATS: Final = ("chat_turns_lost", "chat_turns_twice")
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *session_audit.MUST_BE_0, *OF_CHATS)
 _VERIFIED_AT_ONCE: Final = 256
 
 
@@ -29,10 +31,16 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
     """``status``: at the end, once all was trained on; None: it did not come to that. ``stuck``: why."""
     setting, counters = world.setting, dict(status.counters) if status is not None else {}
     submitting = world.submitting
-    prompts = submitting.accepted if status is not None else set()  # else the last ones have had no chance
-    found = promises.promises(setting.record, prompts, world.trainer.trained, WINDOW, GROUP_SIZE)
+    opened = world.environment.opened | world.chats.opened
+    prompts = submitting.accepted | opened if status is not None else set()  # else the last ones have had no chance
+    of_record = [*read_trajectories(setting.record / TRAJECTORIES_FILE)]
+    alone = {each.prompt_id for each in of_record if chats.is_chat(each.prompt_id)} | world.chats.opened
+    found = promises.promises(setting.record, prompts, world.trainer.trained, WINDOW, GROUP_SIZE, alone)
     mismatches, violations = _verified(setting)
-    sessions, sessions_wrong = tools.audited(read_trajectories(setting.record / TRAJECTORIES_FILE), counters)
+    sessions = session_audit.sessions_of(of_record)
+    of_chats = [each for each in sessions if chats.is_chat(each[0].prompt_id)]
+    driven = [each for each in sessions if not chats.is_chat(each[0].prompt_id)]
+    sessions_wrong = [*session_audit.all_wrong(driven), *filter(None, map(chats.wrong, of_chats))]
     of_action = Counter(name.partition(" ")[0] for name in (*struck.kills, *struck.faults))
     report: dict[str, Any] = {
         "kills": len(struck.kills),
@@ -44,7 +52,9 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         "c1_violations": found.c1_violations + int(counters.get("c1_violations", 0)),
         "c3_violations": found.c3_violations,
         "logprob_mismatches": mismatches,
-        **sessions,
+        **session_audit.audited(sessions, counters, sessions_wrong),
+        **chats.counted(of_chats),
+        "groups_opened": len(opened),
         "worker_recovery_s_p95": _percentile(struck.worker_recovery_s, 95),
         "worker_recovery_s_p50": _percentile(struck.worker_recovery_s, 50),
         "orchestrator_restart_s": _percentile(struck.orchestrator_restart_s, 95),
@@ -93,7 +103,8 @@ def _mismatches(setting: Setting) -> Iterator[bool]:
 
 
 def _differ(engine: FakeEngine, trajectories: Sequence[Trajectory]) -> Iterator[bool]:
-    turns = {each.trajectory_id: tools.requests_of(each) for each in trajectories}
+    limits = {each.trajectory_id: chats.TURN_TOKENS * chats.is_chat(each.prompt_id) for each in trajectories}
+    turns = {each.trajectory_id: session_audit.requests_of(each, limits[each.trajectory_id]) for each in trajectories}
     found = run(engine, [request for requests in turns.values() for request, _, _ in requests])
     for each in trajectories:
         for request, begin, end in turns[each.trajectory_id]:

@@ -19,7 +19,7 @@ from dora.errors import DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Role, Tokens
 from tests.chaos import clock, family
-from tests.chaos.cast import AgentProcess, Orphaned, Telling, TrainerProcess
+from tests.chaos.cast import AgentProcess, FrontOfAgents, OpeningProcess, Orphaned, TrainerProcess
 from tests.chaos.disk import Disk
 from tests.chaos.link import HostLink
 from tests.chaos.prompts import Submitting
@@ -79,12 +79,17 @@ class World:
         await self.submitting.submit()
         argv = [self.service.address, str(setting.groups_per_step), setting.engine]
         self.trainer = TrainerProcess(argv, tokens[Role.TRAINER], folder / "trainer.log")
-        own = ["tests.tools", self.service.address]
-        self.environment = Telling("environment", own, tokens[Role.SUBMITTER], folder / "environment.log")
+        own = ["tests.tools", self.service.address, str(folder / "opened")]
+        self.environment = OpeningProcess("environment", own, tokens[Role.SUBMITTER], folder / "environment.log")
+        self.front = FrontOfAgents(
+            self.service.address, self.service.token, folder / "front.log", self.host, setting.model
+        )
+        own = ["tests.chaos.chats", self.front.url]
+        self.chats = OpeningProcess("chats", own, "", folder / "chats.log")
         beyond = self.link.inside if self.link else ()
         self.agent = AgentProcess(HOST, self.service.address, tokens[Role.HOST], folder / "agent.log", beyond)
         self.cast: list[Orphaned] = [self.trainer]
-        self.cast += [self.environment] if setting.has_sessions else []
+        self.cast += [self.environment, self.front, self.chats] if setting.has_sessions else []
         self.cast += [self.agent] if setting.has_host else []
         for each in self.cast:
             self._stack.push_async_callback(each.aclose)
@@ -166,12 +171,17 @@ class World:
     async def finish(self) -> pb.Status:
         """No more prompts go in; returns once all that went in is trained on, and nothing is under way."""
         await _ended(self._feeding)
+        self.check()
         if self.setting.has_host:
             await self.agent.aclose()
         await self.submitting.end()
         code = await asyncio.wait_for(self.trainer.ended, 2 * self.setting.recovery_most_s)
         if code:
             raise Stuck(f"the trainer has ended with {code}: {self.trainer.log.read_text()[-2000:]}")
+        if self.setting.has_sessions:
+            code = await asyncio.wait_for(self.chats.ended, self.setting.recovery_most_s)
+            if code:
+                raise Stuck(f"the chats have ended with {code}: {self.chats.log.read_text()[-2000:]}")
         self.cast = []
         return await self.until(_is_empty, "all KV let go")
 

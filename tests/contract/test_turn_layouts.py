@@ -12,6 +12,8 @@ from tests.contract.test_engine_turns import (  # noqa: F401
     test_a_dropped_session_continues_and_is_counted,
     test_a_kept_request_that_finds_no_room_brings_its_kv_with_its_next_turn,
     test_a_session_equals_the_session_left_alone,
+    test_a_session_of_a_hundred_turns_equals_the_session_left_alone,
+    test_parked_sessions_equal_the_sessions_left_alone,
     turns,
 )
 

@@ -20,6 +20,7 @@ FEW = (
     "jump orchestrator, a day back at decoding",
     "kill worker at tool time",
     "kill environment at turn",
+    "kill front at chat turn",
 )
 FAULTS = (
     "kill source at move:COPYING",
@@ -36,6 +37,9 @@ FAULTS = (
     "jump orchestrator, a day back at decoding",
     "kill worker at tool time",
     "kill environment at turn",
+    "kill front at chat turn",
+    "kill front at chat closing",
+    "kill orchestrator at chat turn",
     "kill orchestrator at turn",
     "kill orchestrator at tool time",
     "kill pool at tool time in a pool",
@@ -67,5 +71,6 @@ def test_killed_stopped_cut_off_full_and_out_of_time_nothing_is_lost(
     assert report["kills"] >= kills, "a moment may be too short to be seen on a busy machine, and is told then"
     drawn = {action for action, count in report["fault_counts"].items() if count}
     assert drawn == {named(each)[0].action for each in faults} - set(report["left_out"])
-    assert report["sessions"] and report["turns"] >= 2 * report["sessions"]
+    assert report["sessions"] and report["turns"] >= 2 * report["sessions"] and report["chats"]
+    assert report["branches"] > report["sessions"] and report["groups_opened"] > report["chats"]
     assert bool(report["packets_cut"]) == ("cut" in drawn), "what is cut was in use"

@@ -218,7 +218,7 @@ async def test_the_front_of_a_service_under_tls(folder: Path, tiny_dense: Path) 
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=shows(agent))) as http,
     ):
         process = FrontProcess("127.0.0.1:0", None, tls(folder, "service"), "certificate")
-        process.start(handle.address, handle.token, handle.model, 256)
+        process.start(handle.address, handle.token, handle.model)
         try:
             training = asyncio.create_task(train(handle, trainer, steps=1, groups=1))
             async with http.post(f"{process.url}/sessions/s/v1/chat/completions", json=asked) as reply:

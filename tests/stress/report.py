@@ -8,12 +8,12 @@ from dora.data.run_record import TRAJECTORIES_FILE
 from dora.verify import verify
 from dora.verify.check import Progress, read_trajectories
 from dora.verify.tolerances import FLOAT32
-from tests import promises, tools
+from tests import promises, session_audit
 from tests.stress.load import GROUP_SIZE
 from tests.stress.run import WINDOW, Seen
 
-MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *tools.MUST_BE_0, "kv_blocks_left")
-SUMMED: Final = ("trajectories", "sessions", "turns", *MUST_BE_0, "migrations_kv", "tokens_reprefilled")
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches", *session_audit.MUST_BE_0, "kv_blocks_left")
+SUMMED: Final = ("trajectories", "sessions", "branches", "turns", *MUST_BE_0, "migrations_kv", "tokens_reprefilled")
 
 
 def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress) -> dict[str, Any]:
@@ -21,7 +21,8 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
     found = promises.promises(record, prompts, seen.trained, WINDOW, GROUP_SIZE)
     verified = verify(record, atol=FLOAT32.atol, window_versions=WINDOW, progress=progress)
     counters = seen.counters
-    sessions, sessions_wrong = tools.audited(read_trajectories(record / TRAJECTORIES_FILE), counters)
+    sessions = session_audit.sessions_of(read_trajectories(record / TRAJECTORIES_FILE))
+    sessions_wrong = session_audit.all_wrong(sessions)
     report: dict[str, Any] = {
         "trajectories": found.trajectories,
         "lost": found.lost + GROUP_SIZE * int(counters["groups_lost"]),
@@ -29,7 +30,7 @@ def model_report(record: Path, prompts: Set[str], seen: Seen, progress: Progress
         "c1_violations": found.c1_violations + int(counters["c1_violations"]),
         "c3_violations": found.c3_violations,
         "logprob_mismatches": verified.logprob_mismatches,
-        **sessions,
+        **session_audit.audited(sessions, counters, sessions_wrong),
         "migrations_kv": int(counters["migrations_kv"]),
         "tokens_reprefilled": int(counters["tokens_reprefilled"]),
         "kv_blocks_left": seen.kv_blocks_left,

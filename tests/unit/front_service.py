@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dora.chat.rendering import ChatRenderer
 from dora.chat.tool_calls import format_of
-from dora.errors import Conflict, InvalidValue, LimitExceeded
+from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.front.app import serving
 from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
@@ -41,8 +41,14 @@ class FakeSession:
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_busy: bool = False
     last: Sampled = field(default_factory=lambda: Sampled((), ()))
+    given_name: str = ""
     ended: tuple[Any, ...] | None = None
     failed: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)  # the sampling of each turn
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended is not None
 
     @property
     def turn(self) -> int:
@@ -53,7 +59,13 @@ class FakeSession:
         return self.paths[-1]
 
     async def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Any = None,
     ) -> AsyncGenerator[Sampled]:
         if self.is_busy or self.ended is not None or self.failed:
             raise Conflict("session_id", self.session_id, "idle")
@@ -62,9 +74,12 @@ class FakeSession:
             raise InvalidValue("given_token_ids", f"{len(token_ids)} tokens", f"1 to {CONTEXT}")
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
+        self.given_name = name
+        self.asked.append(dict(sampling or {}))
+        own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
-        async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
+        async for sampled in self.service.sample(path, own, max_tokens or 64):
             path += sampled.token_ids
             ids, logprobs = (*ids, *sampled.token_ids), (*logprobs, *sampled.logprobs)
             if sampled.finish_reason is not None:
@@ -79,6 +94,8 @@ class FakeSession:
     ) -> None:
         if not self.turn:
             raise Conflict("session", self.session_id, "a session with a sampled token", why="has none")
+        if self.ended not in (None, (reward, dict(components or {}), dict(turn_rewards or {}), log)):
+            raise Conflict("session", self.session_id, "an open session", why="has ended with another reward")
         self.ended = (reward, dict(components or {}), dict(turn_rewards or {}), log)
         self.has_ended.set()
 
@@ -99,16 +116,26 @@ class FakeService:
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, CONTEXT)
+        return Live("styled", self.versions[-1], self.versions, CONTEXT, {"temperature": 1.0, "stop": ()})
+
+    async def find(self, group: str, size: int) -> list[FakeSession]:
+        if group not in self.groups:
+            raise NotFound("prompt_id", group, "a group that was opened")
+        if len(self.groups[group]) != size:
+            raise Conflict("group_size", size, "as in the first call", why="differs")
+        for session in self.groups[group]:
+            if session.is_busy:
+                await session.is_idle.wait()
+        return self.groups[group]
 
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
-        known = self.groups.get(opening.group)
-        if known is not None:
-            for session in known:
-                await session.is_idle.wait()
-            return known
+        if opening.version not in (None, *self.versions):
+            allowed = f"one of {', '.join(map(str, self.versions))}, as policy-vN; or policy"
+            raise Conflict("model", f"policy-v{opening.version}", allowed, why="is not live")
+        with suppress(NotFound):
+            return await self.find(opening.group, opening.size)
         self.openings.append(opening)
         version = self.versions[-1] if opening.version is None else opening.version
         sessions = [self.made(version, opening.sampling) for _ in range(opening.size)]
@@ -174,9 +201,28 @@ async def front_of(
     tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[str, Door]]:
     """The base URL and the door of a front over this service."""
+    async with fronts(fake, 1, key=key, limits=limits, tls=tls, tokens=tokens) as ((url,), (door,)):
+        yield url, door
+
+
+@asynccontextmanager
+async def fronts(
+    fake: FakeService,
+    count: int,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
+) -> AsyncIterator[tuple[list[str], list[Door]]]:
+    """The base URLs and the doors of so many fronts over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    door = Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens)
-    async with serving(door, listening_socket("127.0.0.1:0", has_key=bool(key))) as url:
-        yield url, door
+    doors = [Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens) for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        listening = (listening_socket("127.0.0.1:0", has_key=bool(key)) for _ in doors)
+        urls = [
+            await stack.enter_async_context(serving(door, each)) for door, each in zip(doors, listening, strict=True)
+        ]
+        yield urls, doors

@@ -1,6 +1,7 @@
 """The front with OpenAI's own client: what agents send, what they get, and what the service then has."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +12,12 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from dora.errors import InvalidValue
 from dora.front.door import Limits
-from tests.unit.chats import TOOLS
-from tests.unit.front_service import front
+from dora.front.errors import openai_body
+from tests.unit.chat_templates import STYLES
+from tests.unit.chats import TOOLS, Chat
+from tests.unit.front_service import FakeService, front, fronts
 
 ASK: Any = [{"role": "user", "content": "How many?"}]
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"a": false}}\n</tool_call>'
@@ -82,7 +86,7 @@ async def test_streams_and_whole_replies_are_the_same() -> None:
     assert sum(len(each.content or ()) for each in logprobs if each) == len(ids)
 
 
-@pytest.mark.parametrize("way", ["header", "path", "key"])
+@pytest.mark.parametrize("way", ["header", "path", "both", "key"])
 async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> None:
     policy = iter([CALL, "Two.", "Three."])
     async with front(policy=lambda _: next(policy)) as (base, service, door):
@@ -94,6 +98,7 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
             named["default_headers"] = {"X-Session-ID": "s1"}
         else:
             base += "/sessions/s1"
+            named["default_headers"] = {"X-Session-ID": "another"} if way == "both" else {}
         async with client(base, **named) as api:
             messages = list(ASK)
             for _ in range(3):
@@ -107,6 +112,29 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
         (session,) = service.sessions
         assert session.turn == 3 and not door.prefix_breaks
         assert len(service.openings) == 1 and session.ended is None
+
+
+async def test_a_driven_session_has_the_sampling_of_its_prompt() -> None:
+    async with front() as (base, service, door):
+        handle = service.made(7, None)
+        agent = door.adopt(handle)
+        async with client(f"{base}/sessions/{handle.session_id}") as api:
+            with pytest.raises(openai.BadRequestError) as found:
+                await api.chat.completions.create(model="policy", messages=ASK, temperature=0.5)
+            assert found.value.param == "temperature" and not agent.begun.is_set()
+            ends: Any = {"stop_token_ids": service.chat.ends()}
+            await api.chat.completions.create(model="policy", messages=ASK, extra_body=ends)
+            assert agent.begun.is_set() and handle.turn == 1 and not service.openings
+            door.release(agent)
+            with pytest.raises(openai.ConflictError):
+                await api.chat.completions.create(model="policy", messages=ASK)
+    assert handle.ended is None, "its driver ends it"
+
+
+def test_a_session_without_room_is_named_as_harnesses_expect() -> None:
+    full = InvalidValue("given_token_ids", "9 tokens", "1 to 3 tokens: it has 5 of workers.max_model_len_tokens 9")
+    assert openai_body(full)["error"]["code"] == "context_length_exceeded"
+    assert openai_body(InvalidValue("given_token_ids", "(none)", "1 to 3"))["error"]["code"] == 400
 
 
 async def test_sessions_are_opened_rewarded_and_closed() -> None:
@@ -236,6 +264,59 @@ async def test_a_retry_gets_the_turn_of_its_first_call() -> None:
     assert len(service.sessions) == 3, "the interrupted one, the keyed one, and one that is no retry"
 
 
+@pytest.mark.parametrize("style", ["qwen2.5", "qwen3"])
+async def test_a_retry_at_another_front_gets_the_turn_of_its_first_call(style: str) -> None:
+    """The first front is gone, and the second knows nothing of its calls. A third closes the session."""
+    policy = iter([CALL, "Two.", "Three."])
+    service = FakeService(Chat(STYLES[style]), lambda _: next(policy))
+    async with fronts(service, 3) as (urls, doors):
+        replies, messages = list[Any](), list(ASK)
+        for number, base in enumerate((urls[0], urls[1], urls[1])):  # each turn is asked again at the second
+            named: dict[str, Any] = {"X-Session-ID": "s", "Idempotency-Key": f"k{number}"}
+            for at in (base, urls[1]):
+                async with client(at, default_headers=named) as api:
+                    reply = await api.chat.completions.create(
+                        model="policy",
+                        messages=messages,
+                        tools=TOOLS,
+                        logprobs=True,
+                        extra_body={"return_token_ids": True},
+                    )
+                replies.append(reply.choices[0].model_dump())
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            calls = reply.choices[0].message.tool_calls
+            messages.append({"role": "tool", "content": "{}", "tool_call_id": calls[0].id} if calls else ASK[0])
+        for first, again in zip(replies[::2], replies[1::2], strict=True):
+            for choice in (first, again):  # a call's id is the front's
+                for call in choice["message"]["tool_calls"] or ():
+                    call["id"] = ""
+            assert first == again
+        (session,) = service.sessions
+        assert session.turn == 3 and len(service.openings) == 1
+        assert not doors[1].prefix_breaks
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2):  # the second one to make sure
+                async with http.post(f"{urls[2]}/sessions/s/close", json={"reward": 1.0}) as closed:
+                    status = closed.status
+            assert status == 409 and session.ended == (1.0, {}, {}, "")
+            async with http.post(f"{urls[1]}/sessions/unknown/close", json={"reward": 1.0}) as closed:
+                assert closed.status == 404
+
+
+async def test_a_session_that_another_front_found_takes_the_sampling_of_its_next_call() -> None:
+    sampling: dict[str, Any] = {"model": "policy", "messages": ASK, "temperature": 0.5}
+    service = FakeService(Chat(STYLES["qwen2.5"]))
+    async with fronts(service, 2) as (urls, _), aiohttp.ClientSession() as http:
+        async with client(f"{urls[0]}/sessions/s") as api:
+            await api.chat.completions.create(**sampling)
+        async with http.get(f"{urls[1]}/sessions/s") as shown:
+            assert (await shown.json())["branches"][0]["turns"] == 1
+        async with client(f"{urls[1]}/sessions/s") as api:
+            await api.chat.completions.create(**{**sampling, "temperature": 1.0})
+        (session,) = service.sessions
+        assert [each["temperature"] for each in session.asked] == [0.5, 1.0]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -255,7 +336,8 @@ async def test_a_field_that_is_not_offered_is_refused_by_name(field: str, value:
     assert not service.sessions
 
 
-async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
+async def test_sampling_is_that_of_each_call() -> None:
+    """What a call leaves out is the service's again, and not that of the call before."""
     async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
         asked: Any = {"model": "policy", "temperature": 0.5}
         reply = await api.chat.completions.create(messages=ASK, **asked, stop="i")
@@ -264,10 +346,24 @@ async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
         await api.chat.completions.create(messages=more, **asked, stop="i")
         with pytest.raises(openai.NotFoundError):
             await api.chat.completions.create(**{"messages": more, **asked, "model": "gpt-9"})
-        for other in ({"temperature": 0.7}, {"seed": 3}, {"stop": "x"}):
-            with pytest.raises(openai.BadRequestError):
-                await api.chat.completions.create(**{"messages": more, **asked, **other})
+        reply = await api.chat.completions.create(messages=more, model="policy", seed=3, top_p=0.5, n=2)
+        assert all("i" in choice.message.content for choice in reply.choices if choice.message.content)
     assert service.openings[0].sampling == {"stop": ("i",), "temperature": 0.5}
+    first, again, plain, other = service.sessions[0].asked
+    assert first == again == {"stop": ("i",), "temperature": 0.5}
+    assert plain == {"stop": (), "temperature": 1.0, "top_p": 0.5, "seed": 3}
+    assert other == {**plain, "seed": other["seed"]} and other["seed"] != 3
+
+
+async def test_the_sampling_of_an_opened_session_holds_for_calls_that_say_nothing() -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        body = {"group": "g1", "sampling": {"stop": ["i"], "seed": 5, "max_tokens": 9}}
+        async with http.post(f"{base}/sessions", json=body) as reply:
+            (opened,) = (await reply.json())["sessions"]
+        async with client(f"{base}/sessions/{opened['id']}") as api:
+            for own in ({}, {"stop": "x"}):
+                await api.chat.completions.create(model="policy", messages=ASK, **own)
+    assert service.sessions[0].asked == [{"stop": (stop,), "temperature": 1.0} for stop in ("i", "x")]
 
 
 async def test_statuses_are_those_that_clients_expect() -> None:
@@ -391,3 +487,20 @@ async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> 
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     texts = [each["delta"]["text"] for each in events if each.get("delta", {}).get("type") == "text_delta"]
     assert "".join(texts) == "Third." and kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
+async def test_a_connection_without_a_whole_request_head_is_closed(begin: bytes) -> None:
+    """It says nothing, or its head trickles in, or nothing follows a reply."""
+    async with front(limits=Limits(connection_idle_s=0.2)) as (base, _, _):
+        host, _, port = base.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(begin)
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(reader.read())  # to the connection's end
+            while not (await asyncio.wait({reading}, timeout=0.02))[0]:
+                if begin.count(b"\n") == 1:
+                    writer.write(b"x")
+            with contextlib.suppress(ConnectionError):
+                assert (await reading).startswith(b"HTTP/1.1 200") == begin.endswith(b"\r\n\r\n")
+        writer.close()

@@ -110,7 +110,7 @@ def a_trajectory_is_too_old(lines: Lines, steps: Steps, seen: Seen) -> None:
         (the_trainer_trained_on_more, {"lost": 4}),
         (two_steps_have_a_group, {"duplicated": 4}),
         (a_prompt_has_two_groups, {"trajectories": 16, "duplicated": 4}),
-        (a_line_is_there_twice, {"trajectories": 13, "duplicated": 1}),
+        (a_line_is_there_twice, {"duplicated": 1}),
         (a_trajectory_has_two_versions, {"c1_violations": 1}),
         (a_trajectory_is_too_old, {"c3_violations": 1}),
     ],
@@ -123,9 +123,17 @@ def test_what_is_broken_is_counted(
     assert counted(tmp_path, *run) == replace(SOUND, **found)
 
 
+def test_a_group_of_one_member_is_whole(tmp_path: Path) -> None:
+    lines, steps, seen = a_run()
+    lines = [each for each in lines if each.prompt_id != "p2" or not each.sample_index]
+    assert counted(tmp_path, lines, steps, seen).lost == GROUP_SIZE - 1
+    alone = promises(tmp_path / "record", PROMPTS, seen.trained, WINDOW, GROUP_SIZE, {"p2"})
+    assert alone == replace(SOUND, trajectories=2 * GROUP_SIZE + 1)
+
+
 def test_models_are_added_up_and_one_that_stopped_early_is_a_failure() -> None:
     sound: dict[str, Any] = {"trajectories": 8, "failures": [], "migrations_kv": 3, "tokens_reprefilled": 5}
-    sound |= dict.fromkeys((*MUST_BE_0, "sessions", "turns"), 0)
+    sound |= dict.fromkeys((*MUST_BE_0, "sessions", "branches", "turns"), 0)
     report = whole_report({"one": sound, "other": {**sound, "trajectories": 7}}, asked=8)
     assert (report["trajectories"], report["migrations_kv"], report["tokens_reprefilled"]) == (15, 6, 10)
     assert report["failures"] == ["other: 7 trajectories instead of 8"]

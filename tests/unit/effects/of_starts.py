@@ -112,7 +112,6 @@ FRONTS: Final[dict[tuple[str, str], OptionRow]] = {
     ),
     ("front", "tool_format"): Ran(FRONT, ["--tool-format", "none"], lambda done: "--tool-format" in done.said),
     ("front", "tls_clients"): Ran(FRONT, ["--tls-clients", "none"], lambda done: "--tls-clients" in done.said),
-    ("front", "max_model_len"): Shown("tests/e2e/test_front_fake.py::test_a_front_that_dies_is_started_again"),
     ("front", "token"): Ran(FRONT[:3], TOKEN, lambda done: "--model" in done.said),
 }
 
