@@ -494,12 +494,17 @@ class EnvironmentConfig(Section):
 
     spec: str = Field(
         "",
-        pattern=r"^$|^[A-Za-z_][\w.-]*:[A-Za-z_][\w./-]*$",
-        description="module:Class; empty: none. Prompts that name one themselves keep it",
+        pattern=r"^$|^[A-Za-z_][\w.-]*:[^\s:][^\s]*$",
+        description="module:Class, gymnasium:ID, openenv:URL or verifiers:NAME; empty: none. Prompts that name one "
+        "themselves keep it",
     )
+    python: str = Field("", description="of verifiers:NAME: the interpreter of an environment that has verifiers")
     timeout_s: Timeout = Field(
         600.0,
         description="time that the code of one session may take in all, its start-up included; turns do not count",
+    )
+    turns: int = Field(
+        0, ge=0, le=1 << 16, description="of a session, which then ends with the rewards of its turns; 0: no limit"
     )
     at_once: int = Field(256, ge=1, le=1 << 16, description="sessions of one process at a time; others wait")
     starting: int = Field(16, ge=1, le=1 << 16, description="sessions of one process that may start up at a time")
@@ -556,8 +561,8 @@ class PromptsConfig(Section):
     source: str = Field(
         "reasoning-gym:chain_sum",
         min_length=1,
-        description="reasoning-gym:TASK,..., counting, tiny, tiny-tail, a .jsonl or .parquet file, a dataset's folder, "
-        "or none",
+        description="reasoning-gym:TASK,..., counting, tiny, tiny-tail, tasks, a .jsonl or .parquet file, a dataset's "
+        "folder, or none",
     )
     split: str = Field("", description="of a dataset with several, such as train; empty: it has one")
     columns: ColumnsConfig = ColumnsConfig()

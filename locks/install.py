@@ -2,9 +2,9 @@
 
 ``.venv`` is of locks/cpu.txt, or with ``python3 locks/install.py cuda`` of locks/cuda.txt. Without an argument it stays
 of the lock that it has. ``python3 locks/install.py NAME`` then makes ``.venv-NAME`` of locks/NAME.txt, for each name of
-``OWN``: Megatron, which sees all of ``.venv`` too, and other projects' clients, whose pins are not DORA's. A stamp in
-the environment holds the hash of its locks and of pyproject.toml: while it fits, nothing is done. Written for old
-interpreters too, so that one that is too old can say so.
+``OWN``: Megatron and vLLM's server, which see all of ``.venv`` too, and other projects' clients, whose pins are not
+DORA's. A stamp in the environment holds the hash of its locks and of pyproject.toml: while it fits, nothing is done.
+Written for old interpreters too, so that one that is too old can say so.
 """
 
 import hashlib
@@ -18,7 +18,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEVICES = ("cpu", "cuda")
 OWN = {  # environments beside .venv: whether each sees all of .venv too, and modules that it then has
     "megatron": (True, ("dora", "megatron", "torch", "vllm")),
+    "openenv": (False, ("openenv",)),
     "tinker": (False, ("tinker",)),
+    "verifiers": (False, ("verifiers",)),
+    "vllm-server": (True, ("uvicorn", "vllm")),
 }
 NAME = sys.argv[1] if len(sys.argv) == 2 and sys.argv[1] in OWN else ""  # empty: .venv
 BASE = os.path.join(ROOT, ".venv")

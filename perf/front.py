@@ -44,7 +44,7 @@ class MemorySession:
     turn_tokens: int = 0
 
     async def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, **_: Any
     ) -> AsyncGenerator[Sampled]:
         began_s, sent, source = time.monotonic(), 0, itertools.cycle(self.token_ids)
         while sent < max_tokens:

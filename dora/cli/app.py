@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, plan.EXAMPLE),
     "profile": (profile.profile, profile.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),
-    "doctor": (doctor.doctor, doctor.EXAMPLE),
+    "doctor": (guarded(doctor.doctor), doctor.EXAMPLE),
     "prepare": (prepare.prepare, prepare.EXAMPLE),
     "version": (version.version, version.EXAMPLE),
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SERVICE_TIMEOUT_S: Final = 0.7
 REQUESTS_MAX: Final = 200
-PROMPTS: Final = ("counting", "tiny", "tiny-tail", "none", "reasoning-gym:")
+PROMPTS: Final = ("counting", "tiny", "tiny-tail", "tasks", "none", "reasoning-gym:")
 REWARDS: Final = tuple(f"dora.rewards.{name}:score" for name in ("answer", "counting", "reasoning_gym", "tiny"))
 KV_TIERS: Final = ("none", "lmcache")
 

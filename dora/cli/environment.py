@@ -21,7 +21,9 @@ EXAMPLE = "dora environment my_environments:Guess --service 127.0.0.1:7070"
 
 
 def environment(
-    spec: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment's class.")],
+    spec: Annotated[
+        str, typer.Argument(metavar="SPEC", help="module:Class, gymnasium:ID, openenv:URL or verifiers:NAME.")
+    ],
     service: Annotated[
         str,
         typer.Option("--service", "--join", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Address of the service."),

@@ -17,6 +17,8 @@ from dora.front.replays import KEPT_MAX, KEPT_S
 from dora.front.sessions import BRANCHES_MAX
 from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
 from dora.journal.log import BEHIND_BYTES
+from dora.orchestrator.hosts.examinations import EXAMINED_S
+from dora.orchestrator.hosts.fronts import FRONTS_MAX
 from dora.orchestrator.hosts.hosts import HOSTS_MAX
 from dora.orchestrator.rollout.evaluations import PROMPT_BYTES_MAX, UNREAD_BYTES_MAX
 from dora.orchestrator.rollout.feed import REFUSED_MAX
@@ -93,6 +95,8 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "large messages processed at once, per service; uploads", f"{LARGE_AT_ONCE}; {UPLOADS_AT_ONCE}", WAITS
     yield "time to send a small message; a large message", f"{SMALL_S:g} s; {LARGE_S:g} s", "the call ends"
     yield "idle time of an upload", f"{UPLOAD_SILENCE_S:g} s", "the upload is removed"
+    yield "examinations (`dora doctor --service`); time of a host's", f"1; {EXAMINED_S:g} s", f"{REFUSED}; no result"
+    yield "fronts that Prometheus finds", f"{FRONTS_MAX:,}", REFUSED
     yield "hosts; workers per host", f"{HOSTS_MAX:,}; {HOST_WORKERS_MAX:,}", REFUSED
     yield "connected workers; pools", f"{WORKERS_MAX:,}; {POOLS_MAX:,}", REFUSED
     yield "queued commands of a worker", f"{COMMANDS_QUEUED_MAX:,}", "the worker is replaced"

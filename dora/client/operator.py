@@ -37,6 +37,15 @@ class Operator(Client):
         finally:
             stream.cancel()
 
+    async def examine(self) -> AsyncIterator[pb.ExaminedHost]:
+        """Examines every host, and yields each result as it comes. Raises Conflict if another one is under way."""
+        stream = self._stub.Examine(pb.ExamineRequest())
+        try:
+            while (found := await self._connection.read(stream)) is not None:
+                yield found
+        finally:
+            stream.cancel()
+
     async def trajectories(
         self, state: str = "", limit: int = 0, *, offset: int = 0, worker: str = ""
     ) -> pb.TrajectoriesReply:

@@ -1,6 +1,7 @@
 """The client of an environment: it gets the turns that have ended, and answers them."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -14,8 +15,9 @@ from dora.client.connection import Client, Connections, check_count
 from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
-from dora.data.types import FinishReason, Prompt
+from dora.data.types import FinishReason, Prompt, SamplingParams, SamplingValue
 from dora.errors import Conflict, NotFound, described
+from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import SessionsStub
 from dora.rpc.errors import ServiceUnavailable
@@ -36,6 +38,17 @@ class Turn:
     finish_reason: FinishReason | None  # None: more tokens follow
     stop: str = ""  # the stop string that ended it
     earlier: Int32Array | None = None  # a fork's: the response tokens before these
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a service serves."""
+
+    model: str  # its folder on the service's host
+    newest_version: int
+    versions: tuple[int, ...]  # live ones
+    max_model_len_tokens: int  # a session's longest length; 0: not known
+    sampling: SamplingParams  # of prompts that say nothing; its seed means nothing
 
 
 @dataclass(slots=True)
@@ -66,24 +79,34 @@ class Session:
         name: str = "",
         after_turn: int | None = None,
         first_token: int | None = None,
+        sampling: Mapping[str, SamplingValue] | None = None,
     ) -> Turn:
         """Gives tokens, and returns the next turn once it has ended. A call that was interrupted may be repeated.
 
         ``max_tokens``: sampled tokens, at most; 0: as the prompt's sampling says. ``name``: of what gave the tokens.
+        ``sampling``: parameters of this turn alone, as a prompt has them; others are the session's.
         ``after_turn`` and ``first_token`` fork the session: the tokens follow the first ``first_token`` response tokens
         of that turn (None: all) instead of the last turn.
 
         Raises InvalidValue for tokens outside the vocabulary or the context or an unknown place, Conflict for a session
-        that has ended, LimitExceeded for too many forks, NotFound for a session that was cancelled or replaced.
+        that has ended or a turn that was asked in another way, LimitExceeded for too many forks, NotFound for a session
+        that was cancelled or replaced.
         """
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, whole=True)
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, sampling=sampling, whole=True)
         return await self._whole(given_token_ids, asked)
 
-    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
+    async def begin(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Mapping[str, SamplingValue] | None = None,
+    ) -> Turn:
         """Gives a prompt, and returns the turn after it: the first of a session without a prompt, or a fork that begins
         a context of its own. Raises as :meth:`ask`.
         """
-        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, whole=True)
+        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, sampling=sampling, whole=True)
         turn = await self._whole(prompt_token_ids, asked)
         self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
         return turn
@@ -113,11 +136,14 @@ class Session:
         after_turn: int | None = None,
         first_token: int | None = None,
         is_prompt: bool = False,
+        sampling: Mapping[str, SamplingValue] | None = None,
     ) -> AsyncGenerator[Turn]:
         """Like :meth:`ask`, or :meth:`begin` with ``is_prompt``, and yields the turn in pieces as its tokens come. The
         session notes nothing of it.
         """
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt)
+        asked = self._request(
+            given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt, sampling=sampling
+        )
         async with aclosing(self._pieces(asked)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -131,6 +157,7 @@ class Session:
         first_token: int | None = None,
         *,
         is_prompt: bool = False,
+        sampling: Mapping[str, SamplingValue] | None = None,
         whole: bool = False,
     ) -> pb.TurnRequest:
         """The call of the next turn. ``whole``: in one message, at its end."""
@@ -146,6 +173,7 @@ class Session:
             first_token=first_token,
             fork=pb.TurnRequest.PROMPT if is_prompt else pb.TurnRequest.PLACE,
             whole=whole,
+            sampling_json=json.dumps(dict(sampling)) if sampling else "",
         )
 
     async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
@@ -222,7 +250,12 @@ class Sessions(Client):
                 yield session
 
     async def open(
-        self, prompt: Prompt | str | Mapping[str, Any], size: int = 1, *, again: bool = False
+        self,
+        prompt: Prompt | str | Mapping[str, Any],
+        size: int = 1,
+        *,
+        version: int | None = None,
+        again: bool = False,
     ) -> list[Session]:
         """Opens a group of ``size`` sessions that this client drives, and returns them once the window has admitted it.
 
@@ -230,20 +263,51 @@ class Sessions(Client):
         first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
         as their first turns have ended. A call that was interrupted may be repeated with the same prompt id. The id is
         free once a step has trained on the group: ``again`` opens no new one, so that a caller that may have ended all
-        of its sessions raises NotFound.
+        of its sessions raises NotFound. ``version``: the one that samples all turns. The group does not wait for the
+        window then: it is admitted or refused at once. None: the version that the window gives.
 
-        Raises InvalidValue for a refused prompt, Conflict for an id in use, LimitExceeded for too many sessions.
+        Raises InvalidValue for a refused prompt, Conflict for an id in use or a version that admits no new group,
+        LimitExceeded for too many sessions or a version for whose group the window has no room.
         """
         check_count("size", size)
         message = prompt_message(prompt)
         message.group_size = size
         found: dict[str, Session] = {}
-        async with aclosing(self._sessions(pb.OpenRequest(prompt=message, again=again))) as sessions:
+        request = pb.OpenRequest(prompt=message, version=version, again=again)
+        async with aclosing(self._sessions(request)) as sessions:
             async for session in sessions:
                 found[session.session_id] = session
                 if len(found) == size:
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
+
+    async def serve_front(self, address: str, noted: Callable[[], None], *, secure: bool = False) -> None:
+        """Tells the service of an HTTP front at ``address`` until the service ends the call. ``noted`` is called once
+        it knows. Raises InvalidValue, LimitExceeded, ServiceUnavailable.
+        """
+        with self._connections.for_a_call() as connection:
+            replies: Any = connection.stub(SessionsStub).ServeFront(pb.FrontHello(address=address, secure=secure))
+            try:
+                while await connection.read(replies) is not None:
+                    noted()
+            finally:
+                replies.cancel()
+
+    async def withdraw(self, prompt_id: str, reason: str = "") -> None:
+        """Cancels a group that was opened with this prompt id, or takes it back from the queue. May be repeated.
+
+        Raises InvalidValue, NotFound.
+        """
+        check_text(prompt_id, "prompt_id")
+        check_text(reason, "reason")
+        request = pb.WithdrawRequest(prompt_id=prompt_id, reason=reason)
+        await self._connection.call(self._connection.stub(SessionsStub).Withdraw, request)
+
+    async def describe(self) -> "Served":
+        """Returns what is served. Raises ServiceUnavailable."""
+        reply = await self._connection.call(self._connection.stub(SessionsStub).Describe, pb.DescribeRequest())
+        sampling = convert.sampling_from_wire(reply.sampling)
+        return Served(reply.model, reply.newest_version, tuple(reply.versions), reply.max_model_len_tokens, sampling)
 
     async def _sessions(self, request: pb.AttendRequest | pb.OpenRequest) -> AsyncGenerator[Session]:
         with self._connections.for_a_call() as connection:

@@ -62,6 +62,14 @@ class PromptsOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupAsked:
+    """A caller asks for a group of this version: it is admitted at once, or refused."""
+
+    prompt: OfferedPrompt
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptCancelled:
     """A user cancels an offered prompt that is not admitted: nothing was promised of it."""
 
@@ -484,6 +492,7 @@ class RebalanceAsked:
 
 Event = (
     PromptsOffered
+    | GroupAsked
     | PromptCancelled
     | AdmissionEnded
     | RequestScored

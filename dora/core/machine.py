@@ -208,6 +208,7 @@ def _turn_begun(state: State, command: do.StartRequest | do.ExtendRequest, event
 # a handler returns False for an event of an ended epoch
 _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
+    on.GroupAsked: admission.asked,
     on.PromptCancelled: _prompt_cancelled,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,

@@ -137,6 +137,11 @@ class Trajectory:
         "rewards of single turns of a session, by the position of the turn's first sampled token, in decimal",
         Declared(LEFT_OUT, NOWHERE, Kind.NUMBERS, follows=lambda of: {}, is_later=True),
     ] = field(default_factory=dict)
+    turn_sampling: Annotated[
+        Mapping[str, SamplingParams],
+        "how turns of a session were sampled that were asked with sampling of their own, by the same positions",
+        Declared(LEFT_OUT, NOWHERE, Kind.SAMPLINGS, follows=lambda of: {}, is_later=True),
+    ] = field(default_factory=dict)
     branch_index: Annotated[
         int,
         "of its session: 0, or more for one that forked. All branches of a session have its reward and sample_index",

@@ -32,6 +32,7 @@ class Kind(StrEnum):
     FLOAT32 = "float32"
     UINT8 = "uint8"
     SAMPLING = "sampling"  # SamplingParams
+    SAMPLINGS = "samplings"  # SamplingParams by name
     SEGMENTS = "segments"  # a tuple of Segment
     EVENTS = "events"  # a tuple of EnvironmentEvent
     STOP = "stop"  # a stop string, a stop token id or None
@@ -206,6 +207,10 @@ JSON: Final[Mapping[Kind, Json]] = {
     ),
     **dict.fromkeys(ARRAYS, _ARRAY),
     Kind.SAMPLING: Json(_sampling_to_json, _sampling_from_json),
+    Kind.SAMPLINGS: Json(
+        lambda samplings: {key: _sampling_to_json(value) for key, value in samplings.items()},
+        lambda record: {key: _sampling_from_json(value) for key, value in record.items()},
+    ),
     Kind.SEGMENTS: Json(
         lambda segments: [_segment_to_json(segment) for segment in segments],
         lambda records: tuple(_segment_from_json(record) for record in records),

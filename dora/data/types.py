@@ -74,7 +74,8 @@ class RequestSpec:
     penalties, ``max_tokens`` and the seeded random stream continue.
 
     A session of several turns is one request. Its outputs alternate between runs of sampled and of *given* tokens
-    (tool results, user turns); the logprobs of given tokens are 0. The present turn begins after the last given run.
+    (tool results, user turns); the logprobs of given tokens are 0. The present turn begins after the last given run,
+    and ``sampling`` is its own.
     """
 
     request_id: str
@@ -108,12 +109,12 @@ class RequestSpec:
             given=(),
         )
 
-    def extended(self, given_token_ids: tuple[int, ...], max_tokens: int) -> "RequestSpec":
-        """Returns the request with a next turn, of at most ``max_tokens`` sampled tokens."""
+    def extended(self, given_token_ids: tuple[int, ...], sampling: SamplingParams) -> "RequestSpec":
+        """Returns the request with a next turn, which is sampled as ``sampling`` says."""
         outputs = len(self.output_token_ids)
         return replace(
             self,
-            sampling=replace(self.sampling, max_tokens=max_tokens),
+            sampling=sampling,
             output_token_ids=self.output_token_ids + given_token_ids,
             logprobs=self.logprobs + (0.0,) * len(given_token_ids),
             given=(*self.given, (outputs, outputs + len(given_token_ids))),

@@ -3,7 +3,10 @@
 | module | contents |
 |---|---|
 | ``protocol`` | what a user's class is called with, and what it may return |
-| ``loading`` | finds the class |
+| ``loading``, ``spec`` | finds the environment that is named |
+| ``gymnasium_text`` | environments of gymnasium with texts |
+| ``openenv``, ``openenv_actions`` | environments behind a server of OpenEnv |
+| ``verifiers``, ``verifiers_process``, ``verifiers_bridge`` | tasksets of verifiers, by another interpreter |
 | ``episode`` | one session and its environment |
 | ``calls`` | calls of a class, bounded in time |
 | ``pool`` | environments that are prepared ahead |

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from dora.client.connection import Patience
 from dora.client.sessions import REASON_MAX
 from dora.environment.episode import RECONNECT_S, Driven
-from dora.environment.loading import one_line
+from dora.environment.spec import one_line
 from dora.errors import Conflict, NotFound
 from dora.rpc.errors import ServiceUnavailable
 

@@ -22,6 +22,7 @@ from dora.environment.calls import Calls, Failed, TimeLeft
 from dora.environment.pool import WarmPool, closed, prepare
 from dora.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
 from dora.environment.verdicts import Conversation, VerdictCache, is_deterministic
+from dora.errors import InvalidValue
 from dora.front.model import ServedModel
 from dora.front.source import Sampled
 from dora.front.turns import Texts
@@ -60,7 +61,7 @@ class Driven(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """How sessions are run. ``starting``: those that may start up at once."""
+    """How sessions are run. ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any."""
 
     make: Callable[[], Environment]
     model: ServedModel
@@ -69,6 +70,7 @@ class Episodes:
     pool: WarmPool | None = None
     verdicts: VerdictCache = field(default_factory=lambda: VerdictCache(0))
     calls: Calls = field(default_factory=Calls)
+    turns: int = 0
 
     async def run(self, session: Driven) -> None:
         """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
@@ -109,15 +111,24 @@ class Episodes:
             ask = tree.ask(chat, tools)
             given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
             call = session.begin if ask.begins else session.ask
-            turn = await _kept(partial(call, given, name=name))
+            try:
+                turn = await kept(partial(call, given, name=name))
+            except InvalidValue as error:
+                if not numbers or error.field != "given_token_ids":
+                    raise
+                cut = steps.cut(f"no room for another turn: {error}")
+                await kept(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
+                return
             parsed = self._parsed(turn, has_tools=bool(tools), is_thinking=ask.is_thinking)
             message = parsed.message()
             tree.answered(ask, turn.token_ids.tolist(), message)
             numbers.append(turn.number)
             reply = _reply(len(numbers) - 1, turn, parsed)
             found = await judge.step(reply, steps, left)
+            if len(numbers) == self.turns and not isinstance(found, End):
+                found = steps.cut(f"environment.turns = {self.turns}")
             if isinstance(found, End):
-                await _kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
+                await kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
                 return
             judge.told(found)
             chat = [*chat, message, *found]
@@ -207,7 +218,7 @@ async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: 
     )
 
 
-async def _kept(call: Callable[[], Awaitable[Result]]) -> Result:
+async def kept(call: Callable[[], Awaitable[Result]]) -> Result:
     """Repeats a call until the service answers: a repeated turn is sampled once. Raises ServiceUnavailable."""
     patience = Patience(RECONNECT_S)
     while True:

@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 from dora.environment.calls import STUCK_MAX, Calls
-from dora.environment.loading import one_line
+from dora.environment.spec import one_line
 from dora.rewards.limits import Usage, UserLimits
 from dora.system.process_tree import adopt_orphans, descendants, end_descendants
 

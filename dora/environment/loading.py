@@ -5,29 +5,40 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, cast
 
+from dora.config import EnvironmentConfig
+from dora.environment.gymnasium_text import gymnasium_episodes
+from dora.environment.openenv import openenv_episodes
 from dora.environment.protocol import Environment
-from dora.errors import DoraError, InvalidValue, described
+from dora.environment.spec import OPTION, one_line
+from dora.environment.verifiers_process import PREFIX, bridge_argv, bridge_variables
+from dora.errors import InvalidValue
 
-OPTION: Final = "--environment"
 LOADS_S: Final = 120
 METHODS: Final = ("reset", "step")
 _OTHER_KINDS: Final = {
-    "gymnasium": "module:Class: wrap it in a class whose step() returns its five-tuple (docs/environments.md)",
     "reasoning-gym": "module:Class: give reasoning-gym:TASK to --prompts, whose tasks have one turn",
-    "verifiers": "module:Class: verifiers reach a service by `dora front`",
-    "openenv": "module:Class: wrap its client in a class",
+}
+_PACKAGES: Final[dict[str, Callable[[str], Callable[[], Environment]]]] = {
+    "gymnasium": gymnasium_episodes,
+    "openenv": openenv_episodes,
 }
 
 
 def load_environment(spec: str) -> Callable[[], Environment]:
-    """Returns the class ``module:Class``. Raises InvalidValue unless it can be imported and has the methods."""
+    """Returns the class ``module:Class``, or what makes sessions' environments of another kind, as ``gymnasium:ID``.
+
+    Raises InvalidValue unless it can be imported and has the methods.
+    """
     module_name, _, name = spec.partition(":")
     if module_name in _OTHER_KINDS:
         raise InvalidValue(OPTION, spec, _OTHER_KINDS[module_name])
     if not name:
         raise InvalidValue(OPTION, spec, "module:Class")
+    if module_name in _PACKAGES:
+        return _PACKAGES[module_name](spec)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
@@ -42,22 +53,18 @@ def load_environment(spec: str) -> Callable[[], Environment]:
     return cast(Callable[[], Environment], found)
 
 
-def check_loads(spec: str, environment: Mapping[str, str]) -> None:
-    """Loads the class in a process of its own: a service runs no code of others. Raises InvalidValue as it does."""
-    argv = [sys.executable, "-m", __name__, spec]
+def check_loads(settings: EnvironmentConfig, environment: Mapping[str, str]) -> None:
+    """Loads the environment in a process of its own: a service runs no code of others. Raises InvalidValue."""
+    spec, argv, variables = settings.spec, [sys.executable, "-m", __name__, settings.spec], dict(environment)
+    if spec.startswith(PREFIX):
+        argv, variables = bridge_argv(settings, Path()), bridge_variables(settings, environment)
     try:
-        done = subprocess.run(argv, env=dict(environment), capture_output=True, timeout=LOADS_S, check=False)
+        done = subprocess.run(argv, env=variables, capture_output=True, timeout=LOADS_S, check=False)
     except subprocess.TimeoutExpired:
         raise InvalidValue(OPTION, spec, f"the class of a module that is imported within {LOADS_S} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
         raise InvalidValue(OPTION, spec, said[-1])
-
-
-def one_line(error: BaseException) -> str:
-    """Returns an error of user code in one printable line."""
-    said = str(error) if isinstance(error, DoraError) else described(error)
-    return " ".join("".join(each if each.isprintable() else " " for each in said).split())
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from dora.environment.calls import Calls
-from dora.environment.loading import one_line
 from dora.environment.protocol import Environment
+from dora.environment.spec import one_line
 
 log = logging.getLogger("dora.environment")
 

@@ -61,7 +61,7 @@ class Environment(Protocol):
         """Returns the chat with which the session begins."""
         ...
 
-    async def step(self, reply: Reply) -> Messages | End | tuple[str, float, bool, bool, Mapping[str, Any]]:
+    async def step(self, reply: Reply) -> Messages | End | tuple[str | Messages, float, bool, bool, Mapping[str, Any]]:
         """Returns new messages, the end, or Gymnasium's (observation, reward, terminated, truncated, info)."""
         ...
 
@@ -71,6 +71,12 @@ class Steps:
 
     def __init__(self) -> None:
         self._rewards: dict[int, float] = {}
+        self._components: dict[str, float] = {}  # of the last step's info
+
+    def cut(self, reason: str) -> End:
+        """Returns the end of a session whose environment has not ended it."""
+        reward = sum(self._rewards.values()) if self._rewards else None
+        return End(reward, self._components, self._rewards, reason)
 
     def read(self, result: object, turn: int) -> list[dict[str, Any]] | End:
         """Returns new messages, or the end. Raises InvalidValue for any other result."""
@@ -81,13 +87,23 @@ class Steps:
         if len(result) != 5:
             allowed = "5: (observation, reward, terminated, truncated, info), or a list of messages"
             raise InvalidValue("step(): values of the tuple", len(result), allowed)
-        observation, reward, terminated, truncated, _ = result
+        observation, reward, terminated, truncated, info = result
         self._rewards[turn] = _number(reward, "step(): reward")
+        if isinstance(info, Mapping) and isinstance(info.get("components"), Mapping):
+            components = info["components"].items()
+            self._components = {name: _number(value, f"step(): components[{name!r}]") for name, value in components}
         if terminated or truncated:
-            return End(sum(self._rewards.values()), turn_rewards=self._rewards, log=str(observation)[:LOG_CHARACTERS])
+            return self.cut(str(observation)[:LOG_CHARACTERS])
+        if isinstance(observation, list):
+            return new_messages(observation, "step(): observation")
         if not isinstance(observation, str):
-            raise InvalidValue("step(): observation", observation, "a text")
+            raise InvalidValue("step(): observation", observation, "a text, or a list of messages")
         return [{"role": "user", "content": observation}]
+
+
+def first_message(task: Task, observation: str) -> list[dict[str, Any]]:
+    """Returns the chat with which the session of a package's environment begins: the prompt, then the observation."""
+    return [{"role": "user", "content": "\n\n".join(each for each in (task.text, observation) if each)}]
 
 
 def new_messages(value: object, of: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ A field that would change what the logprobs mean, such as a grammar or a bias, i
 tokens that it would have sampled.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -92,9 +93,19 @@ class Wanted:
     names_ids: bool = False  # tokens of logprobs are named by their ids
     is_text: bool = False  # the reply's text is wanted; a chat's always is
 
+    def sampling_of(self, choice: int) -> dict[str, Any]:
+        """Returns the parameters of one choice. The first has the seed of the body; those of the others follow from it,
+        as they would otherwise be equal.
+        """
+        if "seed" not in self.sampling or not choice:
+            return dict(self.sampling)
+        digest = hashlib.blake2b(f"{self.sampling['seed']}/{choice}".encode(), digest_size=8).digest()
+        return {**self.sampling, "seed": int.from_bytes(digest, "big") >> 2}
+
     @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(self.sampling.get("stop", ()))
+    def first_of_session(self) -> dict[str, Any]:
+        """The parameters of a session that this request opens: a seed is of the turn alone."""
+        return {name: value for name, value in self.sampling.items() if name != "seed"}
 
 
 def chat_wanted(body: Mapping[str, Any]) -> Wanted:

@@ -1,26 +1,28 @@
 """Whose call it is, what it may ask, and the turns that it gets."""
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.front.asked import MODEL, Wanted, version_of
+from dora.front.callers import TURNS, Call, Callers, Given
 from dora.front.errors import SessionClosed
+from dora.front.figures import Figures
 from dora.front.model import ServedModel
 from dora.front.replays import Replays
 from dora.front.sessions import AgentSession, Verdict, ended_turn
 from dora.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.front.turns import RunningTurn
-from dora.prompts.check import check_name
-from dora.rpc.errors import Unauthenticated
+from dora.rpc.roles import Tokens
+from dora.tls.certificate import Holder
+from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.front")
 
@@ -35,6 +37,7 @@ class Limits:
     body_bytes: int = 32 << 20
     body_s: float = 60.0  # for a whole body to arrive
     connections: int = 4096
+    connection_idle_s: float = 75.0  # a connection without a whole request head is closed, new or after a reply
     in_flight: int = 512  # requests of one key
     sessions: int = 16384
     idle_s: float = 1800.0  # a session without a call is closed
@@ -45,26 +48,30 @@ class Limits:
     tools: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Who calls. ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to."""
-
-    holder: str
-    session_id: str = ""
-
-
 class Door:
-    """One front's state. ``key``: of all clients; empty: any key is accepted."""
+    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
+    ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
+    """
 
     def __init__(
-        self, source: SessionSource, model: ServedModel, *, key: str = "", limits: Limits | None = None
+        self,
+        source: SessionSource,
+        model: ServedModel,
+        *,
+        key: str = "",
+        limits: Limits | None = None,
+        tls: HttpTls | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.model = model
+        self.tls = tls
         self.limits = limits or Limits()
         self.replays = Replays()
         self.prefix_breaks: Counter[str] = Counter()
+        self.figures = Figures()
+        self.tokens = tokens
         self._source = source
-        self._key = key
+        self._callers = Callers(key, mutual=tls is not None and tls.mutual)
         self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
         self._groups: dict[str, asyncio.Task[list[AgentSession]]] = {}  # opened, until all their sessions are closed
         self._by_key: dict[str, AgentSession] = {}
@@ -75,19 +82,13 @@ class Door:
 
     # ------------------------------------------------------------------------------------------------------- callers
 
-    def caller(self, key: str, session_id: str) -> Call:
-        """Returns who calls. ``session_id``: as header or path say. Raises Unauthenticated, NotFound, InvalidValue."""
-        own = self._by_key.get(key)
-        if own is not None:
-            if session_id and session_id != own.session_id:
-                raise Unauthenticated("key", "(of another session)", f"the key of session {session_id}")
-            return Call(own.session_id, own.session_id)
-        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
-            shown = "(another)" if key else MISSING
-            raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")
-        if session_id:
-            check_name(session_id, "session")
-        return Call(session_id or key or "anyone", session_id)
+    def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
+        """Returns who calls. ``session_id``: as header or path say. ``method``: what the request does.
+
+        Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
+        """
+        session = self._by_key.get(key)
+        return self._callers.call_of(Given(key, session_id, session.session_id if session else "", holder, method))
 
     @contextmanager
     def in_flight(self, call: Call) -> Iterator[None]:
@@ -101,6 +102,10 @@ class Door:
             self._in_flight[call.holder] -= 1
             if not self._in_flight[call.holder]:
                 del self._in_flight[call.holder]
+
+    async def page(self) -> bytes:
+        """The front's figures, for Prometheus."""
+        return await self.figures.page(self.prefix_breaks, self._in_flight.total(), len(self._sessions))
 
     # --------------------------------------------------------------------------------------------------------- turns
 
@@ -117,24 +122,33 @@ class Door:
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
+        came = self.figures.until_first_token()
         self._check(wanted)
         await self._check_model(wanted.model)
         if call.session_id:
-            session = await self._session(call.session_id, wanted)
+            session = await self._session(call, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted, name)
-        version, name = await self._version(wanted.model), group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(name, wanted.choices, version, wanted.sampling or None)
-        one, turns = replace(wanted, choices=1), []
-        for handle in await (self._found_or_opened(opening) if group else self._source.open(opening)):
-            session = self._made(handle.session_id, handle, wanted)
-            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
+            return await self._begun(session, wanted, came, name)
+        call.check_opens()
+        group_id = group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+        defaults = await self._defaults()
+        turns: list[RunningTurn] = []
+        handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
+        for number, handle in enumerate(handles):
+            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
+            session = self._made(handle.session_id, handle, defaults)
+            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+    async def _begun(
+        self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
+    ) -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
         turns = await session.begin(wanted, name)
+        for turn in turns:
+            turn.came = came
         for reason, count in (session.tree.prefix_breaks - before).items():
             self.prefix_breaks[reason] += count
             log.warning("%s: a history was given anew: %s", session.session_id, reason)
@@ -148,19 +162,11 @@ class Door:
             if len(parts) > most:
                 raise InvalidValue(name, len(parts), f"at most {most}")
 
-    async def _check_model(self, model: str) -> Live:
-        """Returns what is served. Raises NotFound for the name of another model."""
+    async def _check_model(self, model: str) -> None:
+        """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
         if model not in (MODEL, live.model) and version_of(model) is None:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
-        return live
-
-    async def _version(self, model: str) -> int | None:
-        """Returns the version that a model's name asks for. Raises NotFound for another model, Conflict."""
-        live, version = await self._check_model(model), version_of(model)
-        if version is not None and version not in live.versions:
-            raise Conflict("model", model, f"a live version: {_listed(live)}", why="is not live")
-        return version
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
         """Ends a session of one turn."""
@@ -192,12 +198,12 @@ class Door:
 
     async def _open(self, opening: Opening) -> list[AgentSession]:
         try:
+            defaults = await self._defaults(opening.sampling or {})
             handles = await self._found_or_opened(opening)
         except BaseException:
             del self._groups[opening.group]
             raise
-        wanted = Wanted(sampling=opening.sampling or {})
-        sessions = [self._made(each.session_id, each, wanted, opening.group) for each in handles]
+        sessions = [self._made(each.session_id, each, defaults, opening.group) for each in handles]
         for session in sessions:
             self._sessions[session.session_id] = self._by_key[session.key] = session
         return sessions
@@ -219,7 +225,9 @@ class Door:
         return handles
 
     async def version_for(self, model: str) -> int | None:
-        return await self._version(model)
+        """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
+        await self._check_model(model)
+        return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
         """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
@@ -230,6 +238,17 @@ class Door:
             await self._find(session_id)
         found = self._sessions[session_id]
         return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
+
+    def adopt(self, handle: SessionHandle) -> AgentSession:
+        """Lets calls by its id reach a session that an environment drives, which ends it itself."""
+        session = self._made(handle.session_id, handle, {}, is_driven=True)
+        self._sessions[session.session_id] = session
+        return session
+
+    def release(self, session: AgentSession) -> None:
+        """Refuses later calls of a session that was adopted."""
+        session.is_closed = True
+        self._forget(session)
 
     async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
         """Ends a session. Later calls of it are refused."""
@@ -248,43 +267,56 @@ class Door:
                     log.warning("%s: %s", session.session_id, error)
                     self._forget(session)
 
-    async def _session(self, session_id: str, wanted: Wanted) -> AgentSession:
+    async def _session(self, call: Call, wanted: Wanted) -> AgentSession:
         """Returns the session of a call. One that nobody opened is opened by its first call."""
+        session_id = call.session_id
         self._check_open(session_id)
         if session_id not in self._sessions:
+            call.check_opens()
             self._check_room(1)
             self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
         return await self.session(session_id)
 
     async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
         try:
-            opening = Opening(session_id, 1, await self._version(wanted.model), wanted.sampling or None)
+            opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
+            defaults = await self._defaults()
             (handle,) = await self._found_or_opened(opening)
         except BaseException:
             del self._sessions[session_id]
             raise
-        session = self._made(session_id, handle, wanted)
+        session = self._made(session_id, handle, defaults)
         self._sessions[session_id] = self._by_key[session.key] = session
         return session
 
     async def _find(self, session_id: str) -> None:
         """Notes a session that another front opened. Raises NotFound."""
+        defaults = await self._defaults()
         try:
             (handle,) = await self._source.find(session_id, 1)
         except NotFound:
             raise NotFound("session", session_id, "the id of an open session") from None
         if session_id not in self._sessions:  # no call has found it meanwhile
             self._check_room(1)
-            session = self._made(session_id, handle, None)
+            session = self._made(session_id, handle, defaults)
             self._sessions[session_id] = self._by_key[session.key] = session
 
-    def _made(self, session_id: str, handle: SessionHandle, wanted: Wanted | None, group: str = "") -> AgentSession:
-        """``wanted`` None: the sampling of the session's first call is not known."""
-        now_s = time.monotonic()
-        sampling = None if wanted is None else wanted.sampling
-        return AgentSession(
-            session_id, handle, self.model, group=group, sampling=sampling, now_s=now_s, spawn=self._spawn
-        )
+    async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
+        own = {name: value for name, value in (own or {}).items() if name not in ("seed", "max_tokens")}
+        return {**(await self.live()).sampling, **own}
+
+    def _made(
+        self,
+        session_id: str,
+        handle: SessionHandle,
+        defaults: Mapping[str, Any],
+        group: str = "",
+        *,
+        is_driven: bool = False,
+    ) -> AgentSession:
+        about: dict[str, Any] = {"group": group, "defaults": defaults, "is_driven": is_driven}
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:

@@ -2,23 +2,29 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
-from dora.client import Operator, Prompts
 from dora.client.connection import Patience
 from dora.client.sessions import Session, Sessions, Turn
+from dora.data.sampling import PARAMETERS
 from dora.data.types import Prompt
-from dora.errors import Conflict, DoraError, LimitExceeded
+from dora.errors import Conflict, DoraError, LimitExceeded, NotFound
 from dora.front.source import Live, Opening, Sampled
 from dora.rpc.errors import ServiceUnavailable
+from dora.tls import Tls
+
+log = logging.getLogger("dora.front")
 
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
+VERSION_S: Final = 0.5  # between two openings of a version for which the window has no room
 
 
 @dataclass(eq=False)
@@ -57,14 +63,25 @@ class ServiceSession:
         return self.session.has_ended
 
     async def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[Sampled]:
         """Yields a turn. If the connection breaks it asks the same turn again, which is sampled once."""
         seen, patience = 0, Patience(RECONNECT_S)
         while True:
             at = 0
             pieces = self.session.stream(
-                token_ids, max_tokens=max_tokens, name=name, after_turn=after_turn, is_prompt=after_turn is None
+                token_ids,
+                max_tokens=max_tokens,
+                name=name,
+                after_turn=after_turn,
+                is_prompt=after_turn is None,
+                sampling=sampling,
             )
             try:
                 async with aclosing(pieces):
@@ -101,22 +118,23 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 
 
 class Service:
-    """Its clients. ``context_tokens``: a session's longest length, for clients that ask; 0: not known."""
+    """Its client."""
 
-    def __init__(self, address: str, token: str, *, context_tokens: int = 0) -> None:
-        self._sessions = Sessions(address, token)
-        self._prompts = Prompts(address, token)
-        self._operator = Operator(address, token)
-        self.context_tokens = context_tokens
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None) -> None:
+        """``token``: of the role environment, or one that may do more. Raises InvalidValue for files of TLS that a
+        client cannot use.
+        """
+        self._sessions = Sessions(address, token, tls=tls)
 
     async def live(self) -> Live:
-        status = await self._operator.status()
-        versions = tuple(each.version for each in status.versions if each.state not in ("rejected", "unavailable"))
-        return Live(Path(status.model).name, status.newest_version, versions, self.context_tokens)
+        served = await self._sessions.describe()
+        sampling = {name: getattr(served.sampling, name) for name in PARAMETERS if name not in ("seed", "max_tokens")}
+        context_tokens = served.max_model_len_tokens
+        return Live(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
 
     async def model(self) -> Path:
         """Returns the model's folder on the service's host."""
-        return Path((await self._operator.status()).model)
+        return Path((await self._sessions.describe()).model)
 
     async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
         """Returns the sessions of a group that was opened before. It stays open whatever happens to this call."""
@@ -128,13 +146,37 @@ class Service:
             raise LimitExceeded("group", group, allowed) from None
         return [ServiceSession(session, self._take_back) for session in sessions]
 
+    @asynccontextmanager
+    async def told_of(self, url: str) -> AsyncIterator[None]:
+        """Tells the service of this front during the block, for Prometheus, and again after the connection has
+        broken.
+        """
+        parts = urlsplit(url)
+        task = asyncio.create_task(self._tell(parts.netloc, secure=parts.scheme == "https"))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _tell(self, address: str, *, secure: bool) -> None:
+        patience = Patience(float("inf"))
+        while True:
+            try:
+                await self._sessions.serve_front(address, patience.progress, secure=secure)
+                error = ServiceUnavailable("the service has ended the call")
+            except ServiceUnavailable as broken:
+                error = broken
+            except DoraError as refused:  # Prometheus is not told of it: agents are served all the same
+                log.warning("the service does not list this front's metrics: %s", refused)
+                return
+            await patience.wait(error)
+
     async def open(self, opening: Opening) -> Sequence[ServiceSession]:
         """Opens a group, and waits for the window. A group that it does not admit in time is taken back."""
-        about = json.dumps({**(opening.verifier or {}), "group": opening.group, "tags": dict(opening.tags or {})})
-        prompt = Prompt(opening.group, opening.task, (), sampling=opening.sampling or {}, verifier_json=about)
         try:
             async with asyncio.timeout(ADMIT_S):
-                sessions = await self._sessions.open(prompt, opening.size)
+                sessions = await self._opened(opening)
         except TimeoutError:
             await self._take_back(opening.group, "the window did not admit it in time")
             allowed = "opened later: the window is full until the trainer takes a step"
@@ -142,12 +184,24 @@ class Service:
         except asyncio.CancelledError:
             await asyncio.shield(self._take_back(opening.group, "its client has left"))
             raise
-        found = sessions[0].version
-        if opening.version is not None and found != opening.version:
-            await self._take_back(opening.group, "the window gave it another version")
-            why = "is not what the window gives to a new group now"
-            raise Conflict("model", f"policy-v{opening.version}", f"policy-v{found}, or policy", why)
         return [ServiceSession(session, self._take_back) for session in sessions]
+
+    async def _opened(self, opening: Opening) -> list[Session]:
+        about = json.dumps({**(opening.verifier or {}), "group": opening.group, "tags": dict(opening.tags or {})})
+        prompt = Prompt(opening.group, opening.task, (), sampling=opening.sampling or {}, verifier_json=about)
+        while True:
+            try:
+                return await self._sessions.open(prompt, opening.size, version=opening.version)
+            except LimitExceeded as error:
+                if error.field != "version":
+                    raise
+            except Conflict as error:
+                if error.field != "version":
+                    raise
+                allowed = f"{error.allowed}, as policy-vN; or policy"
+                why = "admits no new group"
+                raise Conflict("model", f"policy-v{opening.version}", allowed, why) from error
+            await asyncio.sleep(VERSION_S)
 
     async def _take_back(self, group: str, reason: str) -> None:
         """Withdraws a group. A failure leaves it to the service's own timeouts."""
@@ -155,7 +209,8 @@ class Service:
             await self.withdraw(group, reason)
 
     async def withdraw(self, group: str, reason: str) -> None:
-        await self._prompts.cancel([group], reason)
+        with suppress(NotFound):
+            await self._sessions.withdraw(group, reason)
 
     async def __aenter__(self) -> Self:
         return self
@@ -163,5 +218,4 @@ class Service:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for client in (self._sessions, self._prompts, self._operator):
-            await client.close()
+        await self._sessions.close()

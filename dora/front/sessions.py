@@ -50,7 +50,12 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 
 
 class AgentSession:
-    """One session of an agent. Each of its branches is a trajectory. ``sampling`` None: that of its next call."""
+    """One session of an agent. Each of its branches is a trajectory.
+
+    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was asked.
+    ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session gives its sampling, and no
+    request does.
+    """
 
     def __init__(
         self,
@@ -59,9 +64,10 @@ class AgentSession:
         model: ServedModel,
         *,
         group: str = "",
-        sampling: Mapping[str, Any] | None,
+        defaults: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
+        is_driven: bool = False,
     ) -> None:
         self.session_id = session_id
         self.group = group  # of an opening; empty: its first call has opened it
@@ -73,6 +79,9 @@ class AgentSession:
         self._turn_rewards: dict[int, float] = {}
         self.is_closed = handle.is_over
         self.turns = 0  # under way
+        self.begun, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._is_driven = is_driven
         self._handle = handle
         self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
         self._restored = handle.given_name  # of the last turn of another front, until a call comes
@@ -82,7 +91,7 @@ class AgentSession:
             self._numbers[0, len(tokens)] = handle.turn
         self._origins: dict[int, int] = {}  # the branches that others begin with
         self._model = model
-        self._sampling = sampling
+        self._defaults = dict(defaults)
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
@@ -104,12 +113,12 @@ class AgentSession:
             for ask in asks:
                 self.tree.dropped(ask, was_asked=False)
             raise
-        return [self._begin(wanted, ask, name) for ask in asks]
+        return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
 
     def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
         """Returns a turn that another front began, and notes in the tree what its client is told."""
         ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
-        turn = self._running(wanted, ask)
+        turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
         turn.add(last)
         self._answered(wanted, ask, turn)
         return turn
@@ -128,27 +137,33 @@ class AgentSession:
             raise Conflict(
                 "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
-        if self._sampling is None:
-            self._sampling = wanted.sampling
-        for name, value in wanted.sampling.items():
-            if self._sampling.get(name, value) != value:
-                allowed = f"{self._sampling[name]!r}, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
-            if name not in self._sampling and self.tree.branches:
-                allowed = "left out, as in the session's first request"
-                raise InvalidValue(name, value, allowed, why="is the session's, for all its turns")
+        for name, value in wanted.sampling.items() if self._is_driven else ():
+            if name != "stop_token_ids" or not self._model.ends.issuperset(value):
+                raise InvalidValue(
+                    name, value, "left out", why="is the prompt's: rollout and a prompt's sampling give it"
+                )
         if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask, name: str) -> RunningTurn:
+    def _begin(self, wanted: Wanted, ask: Ask, number: int, name: str) -> RunningTurn:
+        """``number``: of the choice."""
         if ask.origin is not None:
             self._origins[ask.branch] = ask.origin.branch
-        turn = self._running(wanted, ask)
+        sampling = self._sampling_of(wanted, number)
+        turn = self._running(wanted, ask, sampling)
         self.turns += 1
-        self._spawn(self._run(turn, ask, wanted, giver_of(name)))
+        self.begun.set()
+        self.idle.clear()
+        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name)))
         return turn
 
-    def _running(self, wanted: Wanted, ask: Ask) -> RunningTurn:
+    def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
+        """Returns the sampling parameters of a choice; none: the session's."""
+        if self._is_driven:
+            return {}
+        return {**self._defaults, **wanted.sampling_of(number)}
+
+    def _running(self, wanted: Wanted, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
         """Returns the turn of an ask, without tokens yet."""
         model = self._model
         texts = None
@@ -160,21 +175,25 @@ class AgentSession:
                 is_plain=bool(wanted.token_ids),
             )
             stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
-            texts = Texts(stream, parser, model.ends, wanted.stops)
+            texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
         branch = self.tree.branches[ask.branch]
         return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, giver: str) -> None:
+    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any], giver: str) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
-                pieces = self._handle.stream(ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver)
+                pieces = self._handle.stream(
+                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver, sampling=sampling
+                )
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):
                     self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
         finally:
             self.turns -= 1
+            if not self.turns:
+                self.idle.set()
             if turn.finish_reason in (None, "abort"):
                 self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
             else:

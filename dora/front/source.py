@@ -1,7 +1,7 @@
 """What the front needs of a service."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dora.data.types import FinishReason
@@ -9,12 +9,13 @@ from dora.data.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What is served. ``context_tokens`` 0: not known."""
+    """What is served. ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter."""
 
     model: str
     newest: int
     versions: tuple[int, ...]
     context_tokens: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,18 @@ class SessionHandle(Protocol):
         ...
 
     def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[Sampled]:
         """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; None: they
-        are a prompt, with which a branch begins. Raises InvalidValue, Conflict, NotFound, LimitExceeded.
+        are a prompt, with which a branch begins. ``sampling``: of this turn, as far as not the session's.
+
+        Raises InvalidValue, Conflict, NotFound, LimitExceeded.
         """
         ...
 
@@ -110,7 +119,7 @@ class SessionSource(Protocol):
 
     async def open(self, opening: Opening) -> Sequence[SessionHandle]:
         """Returns once the window has admitted the sessions. Raises LimitExceeded if it is full for long, Conflict for
-        a version that is not live, ServiceUnavailable.
+        a version that admits no new group, ServiceUnavailable.
         """
         ...
 

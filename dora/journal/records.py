@@ -101,7 +101,8 @@ class Tokens:
 
     ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
     reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first
-    position there. ``first_tokens`` count all tokens of a session, those of other branches included.
+    position there; last, of a turn with sampling of its own, these parameters by name. ``first_tokens`` count all
+    tokens of a session, those of other branches included.
     ``attempts``: of sessions, the number of replacements before; only spans of the latest count. Empty if all are 0.
     """
 

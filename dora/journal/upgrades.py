@@ -35,8 +35,13 @@ def _from_4(values: Values) -> Values:
     return [*values, {}] if values[0] == _VERDICT else values
 
 
+def _from_5(values: Values) -> Values:
+    """Changes nothing: turns in Tokens may have sampling of their own."""
+    return values
+
+
 # version -> function that converts its records to the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
 
 
 def upgraded(

@@ -9,8 +9,8 @@ The head is self-describing and has two parts, each sealed. All integers are lit
     48      manifest: msgpack map; token ids as int32, logprobs as float64, raw
 
 The *opening* describes the request, with the tokens that it had when the copy began. It may travel with the first
-round, so that only the *closing* remains for the end: the tokens since, the present turn, and how the body is cut. The
-closing contains the seal of its opening.
+round, so that only the *closing* remains for the end: the tokens since, the present turn with its sampling, and how
+the body is cut. The closing contains the seal of its opening.
 
 The body is a sequence of *rounds*, each of some blocks: those of the first layer, then of the second, in the layout's
 order. A copy of a frozen request has one round. A copy that began while the request still decoded has its full blocks
@@ -35,7 +35,17 @@ from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.device import OnDevice, Part
 from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
-from dora.kvtransfer.manifest import CLOSING, OPENING, opened, outputs_of, read_outputs, read_turns, turns_of, unpacked
+from dora.kvtransfer.manifest import (
+    CLOSING,
+    OPENING,
+    opened,
+    outputs_of,
+    read_outputs,
+    read_sampling,
+    read_turns,
+    turns_of,
+    unpacked,
+)
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 
 MAGIC: Final = b"DORA-KV\0"
@@ -85,7 +95,7 @@ def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = (
         "kv_tokens": snapshot.kv_tokens,
         "rng_draws": snapshot.rng_draws,
         "rounds": tuple(rounds) or (count,),
-        "max_tokens": snapshot.request.sampling.max_tokens,
+        "sampling": asdict(snapshot.request.sampling),
         **turns_of(snapshot.request),
         **outputs_of(snapshot.request, len(opening.request.output_token_ids)),
     }
@@ -205,7 +215,7 @@ def _snapshot(
         before,
         output_token_ids=before.output_token_ids + output_token_ids,
         logprobs=before.logprobs + logprobs,
-        sampling=replace(before.sampling, max_tokens=manifest["max_tokens"]),
+        sampling=read_sampling(manifest),
         **read_turns(manifest),
     )
     rounds = manifest["rounds"]

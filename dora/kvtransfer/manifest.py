@@ -43,7 +43,7 @@ CLOSING: Final[Mapping[str, Any]] = {
     "kv_tokens": int,
     "rng_draws": int,
     "rounds": [int],
-    "max_tokens": int,
+    "sampling": SAMPLING,
     **_OUTPUTS,
 }
 
@@ -97,6 +97,10 @@ def read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {"given": tuple(zip(given[::2], given[1::2], strict=True)), "kept": manifest["kept"]}
 
 
+def read_sampling(manifest: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**manifest["sampling"], **{name: tuple(manifest["sampling"][name]) for name in LISTS}})
+
+
 def read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return _array(manifest, "output_token_ids", "<i4"), _array(manifest, "logprobs", "<f8")
 
@@ -125,15 +129,12 @@ def opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
     _require(layout.block_tokens >= 1, "head.layout.block_tokens", layout.block_tokens)
     _require(min((size for _, size in layout.layers), default=0) >= 1, "head.layout.layers", layout.layers)
     _require(manifest["prefix"] >= 0, "head.prefix", manifest["prefix"])
-    sampling_fields = dict(manifest["sampling"])
-    for name in LISTS:
-        sampling_fields[name] = tuple(sampling_fields[name])
     output_token_ids, logprobs = read_outputs(manifest)
     request = RequestSpec(
         request_id=manifest["request_id"],
         version=manifest["version"],
         prompt_token_ids=_array(manifest, "prompt_token_ids", "<i4"),
-        sampling=SamplingParams(**sampling_fields),
+        sampling=read_sampling(manifest),
         output_token_ids=output_token_ids,
         logprobs=logprobs,
         keeps=manifest["keeps"],

@@ -15,7 +15,7 @@ from blake3 import blake3
 from dora.data.types import RequestSpec
 from dora.kvtransfer.device import OnDevice
 
-SCHEMA = 6
+SCHEMA = 7
 
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
 Pieces = Sequence[np.ndarray] | Sequence[np.ndarray | OnDevice]

@@ -11,6 +11,7 @@ from typing import Final
 from dora.client import Operator
 from dora.errors import MISSING, DoraError, LimitExceeded
 from dora.rpc.errors import PermissionDenied, Unauthenticated
+from dora.tls import Tls
 
 BROWSERS: Final = 1024  # signed in; the one unused for longest is forgotten first
 IDLE_S: Final = 12 * 3600.0
@@ -32,8 +33,9 @@ class Browser:
 
 
 class Browsers:
-    def __init__(self, service: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, service: str, tls: Tls | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
+        self._tls = tls
         self._clock = clock
         self._known: OrderedDict[str, Browser] = OrderedDict()
         self._operators: OrderedDict[str, Operator] = OrderedDict()
@@ -49,7 +51,7 @@ class Browsers:
             raise LimitExceeded("sign-ins", self._signing_in, f"at most {SIGNING_IN} at once: try again")
         self._signing_in += 1
         try:
-            async with Operator(self._service, token, timeout_s=CALL_S) as operator:
+            async with self._connected(token) as operator:
                 may_act = await _may_act(operator)
         finally:
             self._signing_in -= 1
@@ -58,6 +60,9 @@ class Browsers:
         while len(self._known) > BROWSERS:
             self._known.popitem(last=False)
         return cookie
+
+    def _connected(self, token: str) -> Operator:
+        return Operator(self._service, token, tls=self._tls, timeout_s=CALL_S)
 
     async def find(self, cookie: str) -> Browser | None:
         """Returns a signed-in browser; None for an unknown cookie, one unused for long, or if the service has begun to
@@ -87,7 +92,7 @@ class Browsers:
 
     def operator(self, browser: Browser) -> Operator:
         """Returns a client with the browser's own token."""
-        found = self._operators.pop(browser.token, None) or Operator(self._service, browser.token, timeout_s=CALL_S)
+        found = self._operators.pop(browser.token, None) or self._connected(browser.token)
         self._operators[browser.token] = found
         return found
 

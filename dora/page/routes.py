@@ -24,6 +24,7 @@ from dora.page.browsers import IDLE_S, Browser, Browsers, is_same
 from dora.page.feed import Feed
 from dora.rpc.channel import is_loopback
 from dora.rpc.errors import PermissionDenied, Unauthenticated
+from dora.tls import Tls
 
 FEED: Final = web.AppKey("page_feed", Feed)
 BROWSERS: Final = web.AppKey("page_browsers", Browsers)
@@ -46,12 +47,14 @@ TYPES: Final = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg
 Handler = Callable[[web.Request, Browser], Awaitable[web.StreamResponse]]
 
 
-def mounted(service: str, token: str) -> Mount:
-    """Returns what adds the page of a service to a front. ``token``: the front's own, which follows the status."""
+def mounted(service: str, token: str, tls: Tls | None = None) -> Mount:
+    """Returns what adds the page of a service to a front. ``token``: of the role metrics, operator or owner, which
+    follows the status. ``tls``: of the connections to the service; None: in the clear.
+    """
 
     def mount(app: web.Application) -> None:
-        operator = Operator(service, token)
-        app[BROWSERS], app[FEED] = Browsers(service), Feed(operator)
+        operator = Operator(service, token, tls=tls)
+        app[BROWSERS], app[FEED] = Browsers(service, tls), Feed(operator)
         app.router.add_get("/", _to_page)
         app.router.add_get("/page", _to_page)
         app.router.add_get("/page/", _signed_in(_overview))

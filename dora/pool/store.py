@@ -121,8 +121,8 @@ class Store:
         known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
         bodies = [np.asarray(each.body) for each in rounds]  # a pool has no device
         outputs = request.output_token_ids
-        beginning = beginning_digest(request.prompt_token_ids, request.sampling.seed) if request.keeps else b""
-        digest = given_digest(beginning, outputs, request.given)
+        beginning = beginning_digest(request.prompt_token_ids) if request.keeps else b""
+        digest = given_digest(beginning, request.sampling, outputs, request.given)
         parked = Parked(request.request_id, len(outputs), arrived.head, known, bodies, digest)
         with self._lock:
             self._let_in.pop(request.request_id, None)

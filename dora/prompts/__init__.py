@@ -9,6 +9,7 @@ from dora.prompts.counting import counting_source
 from dora.prompts.files import file_source, is_file_source
 from dora.prompts.reasoning_gym import parse_mix, reasoning_gym_source
 from dora.prompts.source import Position, PromptSource
+from dora.prompts.tasks import tasks_source
 from dora.prompts.tiny import TAIL_MAX, tiny_source, tiny_tail_source
 from dora.prompts.tokenizer import ChatTokenizer
 
@@ -21,6 +22,7 @@ __all__ = [
     "parse_mix",
     "reasoning_gym_source",
     "resolve_prompts",
+    "tasks_source",
     "tiny_source",
     "tiny_tail_source",
 ]
@@ -39,8 +41,8 @@ def resolve_prompts(
 ) -> PromptSource:
     """Returns the source that ``config`` (if a text, its ``source``) names.
 
-    That is ``counting``, ``tiny``, ``tiny-tail``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's folder, or
-    ``none``.
+    That is ``counting``, ``tiny``, ``tiny-tail``, ``tasks``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's
+    folder, or ``none``.
 
     ``none`` has no prompts of its own: only those submitted over gRPC are sampled. Prompts of more than
     ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they are drawn. Each prompt of a
@@ -58,12 +60,14 @@ def resolve_prompts(
         source = tiny_tail_source(tokenizer, seed, limit_tokens, longest_tokens)
     elif spec == "counting":
         source = counting_source(tokenizer, seed, limit_tokens)
+    elif spec == "tasks":
+        source = tasks_source()
     elif spec.startswith(_REASONING_GYM):
         source = reasoning_gym_source(parse_mix(spec.removeprefix(_REASONING_GYM)), tokenizer, seed, limit_tokens)
     elif is_file_source(spec):
         return file_source(config, tokenizer, limit_tokens, check, progress)
     else:
-        names = "counting, tiny, tiny-tail, reasoning-gym:TASK[:WEIGHT],..."
+        names = "counting, tiny, tiny-tail, tasks, reasoning-gym:TASK[:WEIGHT],..."
         raise InvalidValue("--prompts", spec, f"{names}, a .jsonl or .parquet file, a dataset's folder, or none")
     _check_has_effect(config)
     return source

@@ -350,6 +350,10 @@ FORMS: Final[Mapping[Kind, Form]] = {
     **{kind: _array_form(dtype) for kind, dtype in ARRAY_DTYPES.items()},
     Kind.NUMBERS: Form(dict, lambda values, _: dict(values)),
     Kind.SAMPLING: Form(sampling_to_wire, lambda message, _: sampling_from_wire(message)),
+    Kind.SAMPLINGS: Form(
+        lambda samplings: {key: sampling_to_wire(value) for key, value in samplings.items()},
+        lambda messages, _: {key: sampling_from_wire(message) for key, message in messages.items()},
+    ),
     Kind.SEGMENTS: Form(
         lambda segments: list(map(segment_to_wire, segments)),
         lambda messages, _: tuple(map(segment_from_wire, messages)),

@@ -199,7 +199,7 @@ class StopReason(_message.Message):
     def __init__(self, stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "turn_rewards", "branch_index", "shared_prefix_tokens")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts", "turn_rewards", "turn_sampling", "branch_index", "shared_prefix_tokens")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,13 @@ class Trajectory(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnSamplingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Sampling
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +251,7 @@ class Trajectory(_message.Message):
     WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TURN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     BRANCH_INDEX_FIELD_NUMBER: _ClassVar[int]
     SHARED_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
@@ -276,9 +284,10 @@ class Trajectory(_message.Message):
     window_versions: int
     routed_experts: RoutedExperts
     turn_rewards: _containers.ScalarMap[str, float]
+    turn_sampling: _containers.MessageMap[str, Sampling]
     branch_index: int
     shared_prefix_tokens: int
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., turn_rewards: _Optional[_Mapping[str, float]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., turn_rewards: _Optional[_Mapping[str, float]] = ..., turn_sampling: _Optional[_Mapping[str, Sampling]] = ..., branch_index: _Optional[int] = ..., shared_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("layers", "top_k", "id_bytes", "expert_ids")
@@ -491,6 +500,18 @@ class SubmitRequest(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
+class FrontHello(_message.Message):
+    __slots__ = ("address", "secure")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    secure: bool
+    def __init__(self, address: _Optional[str] = ..., secure: _Optional[bool] = ...) -> None: ...
+
+class FrontNoted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttendRequest(_message.Message):
     __slots__ = ("environment",)
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -498,12 +519,44 @@ class AttendRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("prompt", "again")
+    __slots__ = ("prompt", "again", "version")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     again: bool
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., again: _Optional[bool] = ...) -> None: ...
+    version: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., again: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("prompt_id", "reason")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    reason: str
+    def __init__(self, prompt_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("model", "newest_version", "versions", "max_model_len_tokens", "sampling")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    newest_version: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    max_model_len_tokens: int
+    sampling: Sampling
+    def __init__(self, model: _Optional[str] = ..., newest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., max_model_len_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
     __slots__ = ("session_id", "turn", "tokens", "begin", "ended")
@@ -542,7 +595,7 @@ class SessionBegin(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json")
     class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLACE: _ClassVar[TurnRequest.Fork]
@@ -558,6 +611,7 @@ class TurnRequest(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
@@ -567,7 +621,8 @@ class TurnRequest(_message.Message):
     first_token: int
     fork: TurnRequest.Fork
     whole: bool
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ...) -> None: ...
+    sampling_json: str
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
     __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids")
@@ -708,6 +763,36 @@ class EvaluationEnd(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExaminedHost(_message.Message):
+    __slots__ = ("host", "trouble", "found", "clock_ahead_s", "clock_error_s", "load_s", "move_s", "moved_bytes", "kv_token_bytes", "workers_ready", "workers")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MOVE_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    trouble: str
+    found: HostExamination
+    clock_ahead_s: float
+    clock_error_s: float
+    load_s: float
+    move_s: float
+    moved_bytes: int
+    kv_token_bytes: int
+    workers_ready: int
+    workers: int
+    def __init__(self, host: _Optional[str] = ..., trouble: _Optional[str] = ..., found: _Optional[_Union[HostExamination, _Mapping]] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., load_s: _Optional[float] = ..., move_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., workers_ready: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -1398,7 +1483,7 @@ class HostedVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions")
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1409,6 +1494,7 @@ class WorkerReport(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     tokens: TokenColumns
     running: int
     waiting: int
@@ -1419,7 +1505,35 @@ class WorkerReport(_message.Message):
     at: float
     kv_tier: KvTierLoad
     preemptions: int
-    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    times: EngineTimes
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ...) -> None: ...
+
+class EngineTimes(_message.Message):
+    __slots__ = ("histograms", "ended", "prompt_tokens")
+    class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
+    ended: _containers.ScalarMap[str, int]
+    prompt_tokens: int
+    def __init__(self, histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., ended: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("name", "buckets", "sum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, name: _Optional[str] = ..., buckets: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class KvTierLoad(_message.Message):
     __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")
@@ -1634,18 +1748,18 @@ class StartRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("request_id", "given_token_ids", "max_tokens", "row", "first_token")
+    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     given_token_ids: bytes
-    max_tokens: int
+    sampling: Sampling
     row: int
     first_token: int
-    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -1708,20 +1822,22 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class HostMessage(_message.Message):
-    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed")
+    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed", "examined")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
     hello: HostHello
     report: HostReport
     arrived: VersionArrived
     leaving: HostLeaving
     ready: HostReady
     failed: VersionFailed
-    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ...) -> None: ...
+    examined: HostExamination
+    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ..., examined: _Optional[_Union[HostExamination, _Mapping]] = ...) -> None: ...
 
 class HostHello(_message.Message):
     __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "zone", "kept")
@@ -1823,20 +1939,97 @@ class HostLeaving(_message.Message):
     def __init__(self) -> None: ...
 
 class HostOrder(_message.Message):
-    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave")
+    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
     STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
     FETCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     DROP_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    EXAMINE_FIELD_NUMBER: _ClassVar[int]
     welcome: HostWelcome
     start_worker: StartWorker
     stop_worker: StopWorker
     fetch_version: FetchVersion
     drop_version: DropVersion
     leave: LeaveHost
-    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ...) -> None: ...
+    examine: ExamineHost
+    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ...) -> None: ...
+
+class ExamineHost(_message.Message):
+    __slots__ = ("examination", "peers")
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    peers: _containers.RepeatedCompositeFieldContainer[RelayPeer]
+    def __init__(self, examination: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ...) -> None: ...
+
+class HostExamination(_message.Message):
+    __slots__ = ("examination", "received_at", "sent_at", "dora_version", "python_version", "packages", "capacity", "folder_free_bytes", "disk_bytes_per_s", "version_bytes", "read_bytes_per_s", "certificate", "links")
+    class PackagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    DORA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PACKAGES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    received_at: float
+    sent_at: float
+    dora_version: str
+    python_version: str
+    packages: _containers.ScalarMap[str, str]
+    capacity: HostCapacity
+    folder_free_bytes: int
+    disk_bytes_per_s: float
+    version_bytes: int
+    read_bytes_per_s: float
+    certificate: Certificate
+    links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
+    def __init__(self, examination: _Optional[int] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ..., dora_version: _Optional[str] = ..., python_version: _Optional[str] = ..., packages: _Optional[_Mapping[str, str]] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., folder_free_bytes: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., version_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("file", "roles", "begins_at", "ends_at", "trouble")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_AT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    begins_at: float
+    ends_at: float
+    trouble: str
+    def __init__(self, file: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., begins_at: _Optional[float] = ..., ends_at: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class MeasuredLink(_message.Message):
+    __slots__ = ("host", "address", "bytes_per_s", "round_trip_s", "loss", "trouble")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    address: str
+    bytes_per_s: float
+    round_trip_s: float
+    loss: float
+    trouble: str
+    def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
     __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")

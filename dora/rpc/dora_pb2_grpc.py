@@ -709,6 +709,16 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/dora.v1.Sessions/Withdraw',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.WithdrawReply.FromString,
+                _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/dora.v1.Sessions/Describe',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.DescribeReply.FromString,
+                _registered_method=True)
         self.Turn = channel.unary_stream(
                 '/dora.v1.Sessions/Turn',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.TurnRequest.SerializeToString,
@@ -723,6 +733,11 @@ class SessionsStub:
                 '/dora.v1.Sessions/FailSession',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
+                _registered_method=True)
+        self.ServeFront = channel.unary_stream(
+                '/dora.v1.Sessions/ServeFront',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
                 _registered_method=True)
 
 
@@ -749,7 +764,23 @@ class SessionsServicer:
         prompt names no environment. Without tokens, text or messages its sessions begin without a prompt, and the first turn
         of each brings it. A repeated call with the same prompt_id opens nothing, and streams the sessions that have ended,
         then those that wait.
-        RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full.
+        RESOURCE_EXHAUSTED: sessions.open_max are open, or the queue is full; with a version also: the window has no room for
+        its group now. FAILED_PRECONDITION: the version is not live or admits no new group; dora-error-allowed has those that
+        do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Cancels a group that Open has opened, or takes it back from the queue. A group that a step has taken stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Describe(self, request, context):
+        """Describes what is served, for a caller that only drives sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -757,7 +788,7 @@ class SessionsServicer:
 
     def Turn(self, request, context):
         """Asks the next turn, and streams its tokens, the last with its end, or sends the whole turn at its end. May be
-        repeated: the same turn with the same given tokens is sampled once. FAILED_PRECONDITION: its session has ended, or
+        repeated: the same turn with the same given tokens and sampling is sampled once. FAILED_PRECONDITION: its session has ended, or
         its turn before has not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -779,6 +810,13 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ServeFront(self, request, context):
+        """Stays open while an HTTP front serves agents: Prometheus finds the front's page meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -791,6 +829,16 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.Open,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.WithdrawRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.WithdrawReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.DescribeRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.DescribeReply.SerializeToString,
             ),
             'Turn': grpc.unary_stream_rpc_method_handler(
                     servicer.Turn,
@@ -806,6 +854,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.FailSession,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.SerializeToString,
+            ),
+            'ServeFront': grpc.unary_stream_rpc_method_handler(
+                    servicer.ServeFront,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FrontHello.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -868,6 +921,60 @@ class Sessions:
             '/dora.v1.Sessions/Open',
             dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/Withdraw',
+            dora_dot_rpc_dot_dora__pb2.WithdrawRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.WithdrawReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/Describe',
+            dora_dot_rpc_dot_dora__pb2.DescribeRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -959,6 +1066,33 @@ class Sessions:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ServeFront(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/ServeFront',
+            dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperatorStub:
     """--------------------------------------------------------------------------------------------------------- operator
@@ -1015,6 +1149,11 @@ class OperatorStub:
                 '/dora.v1.Operator/Checkpoint',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
+                _registered_method=True)
+        self.Examine = channel.unary_stream(
+                '/dora.v1.Operator/Examine',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
                 _registered_method=True)
 
 
@@ -1083,6 +1222,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """Examines every host while the run goes on, and streams each host's result as it comes: some seconds each. One at a
+        time: FAILED_PRECONDITION while another is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1130,6 +1277,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Checkpoint,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_stream_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1377,6 +1529,33 @@ class Operator:
             '/dora.v1.Operator/Checkpoint',
             dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Operator/Examine',
+            dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dora.data.types import Canary, EngineCapability, RequestSpec
+from dora.data.types import Canary, EngineCapability, RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.device import DeviceMemory
@@ -83,14 +83,14 @@ class BaseEngine(Generic[Live], ABC):
         check_version(request.version, self._version)
         self._enter(request, None, None)
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], max_tokens: int) -> None:
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         live = self._find(request_id)
         request = self._so_far(live)
         if not request.kept or self._is_frozen(request_id):
             why = "is frozen" if request.kept else "is not kept"
             raise Conflict("request_id", request_id, "a kept request that is not frozen", why)
-        check_extension(request, given_token_ids, max_tokens, self._capability)
-        self._extend(live, request.extended(tuple(given_token_ids), max_tokens))
+        check_extension(request, given_token_ids, sampling, self._capability)
+        self._extend(live, request.extended(tuple(given_token_ids), sampling))
 
     def request(self, request_id: str) -> RequestSpec:
         return self._so_far(self._find(request_id))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
+from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, SamplingParams, TokenDelta
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.worker.reservation import Reservation
@@ -64,12 +64,12 @@ class RolloutEngine(Protocol):
         is not loaded. A session resumes in the turn after its last given tokens.
         """
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], max_tokens: int) -> None:
-        """Continues a kept request: appends given tokens, then samples at most ``max_tokens`` tokens.
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Continues a kept request: appends given tokens, then samples a turn as ``sampling`` says.
 
         It precedes waiting requests without KV. Raises NotFound as ``freeze`` does; Conflict for a request that is not
         kept, or is frozen; InvalidValue for no tokens, tokens outside the vocabulary, more than the context has room
-        for with one to sample, or a ``max_tokens`` below 1 or ``min_tokens``. A refusal changes nothing.
+        for with one to sample, or sampling that ``add`` would refuse. A refusal changes nothing.
         """
 
     def step(self) -> list[TokenDelta]:

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from dora.data.sampling import check_sampling
-from dora.data.types import Canary, EngineCapability, RequestSpec
+from dora.data.types import Canary, EngineCapability, RequestSpec, SamplingParams
 from dora.errors import CanaryMismatch, Conflict, InvalidValue
 from dora.weights.canary import LOGPROB_MAX
 
@@ -39,7 +38,7 @@ def check_request(request: RequestSpec, capability: EngineCapability, known: Req
 
 
 def check_extension(
-    request: RequestSpec, given_token_ids: Sequence[int], max_tokens: int, capability: EngineCapability
+    request: RequestSpec, given_token_ids: Sequence[int], sampling: SamplingParams, capability: EngineCapability
 ) -> None:
     """Raises InvalidValue unless a kept request can be extended by these tokens."""
     left = capability.max_model_len_tokens - 1 - len(request.prompt_token_ids) - len(request.output_token_ids)
@@ -49,7 +48,7 @@ def check_extension(
         )
         raise InvalidValue("given_token_ids", f"{len(given_token_ids)} tokens", allowed)
     _check_tokens("given_token_ids", given_token_ids, capability.vocab_size)
-    check_sampling(replace(request.sampling, max_tokens=max_tokens), vocab_size=capability.vocab_size)
+    check_sampling(sampling, vocab_size=capability.vocab_size)
 
 
 def check_version(request_version: int, loaded: int | None) -> None:

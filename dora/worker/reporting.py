@@ -13,9 +13,10 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.commands import Orders, Voice
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
+from dora.worker.times import EngineTimes
 
 IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
-END_WAITS_S: Final = 0.05  # for others, to be reported with them
+ENDS_APART_S: Final = 0.05  # between two reports of responses that have ended: those that end meanwhile wait
 
 
 class Reporting(Voice):
@@ -29,20 +30,23 @@ class Reporting(Voice):
         self._clock = clock
         self._base = engine.load()  # counters are reported relative to this
         self._sampled = Gathering()
-        self._ended_s = 0.0  # when the first response ended of those that were not reported yet
+        self._ends_reported_s = -ENDS_APART_S
         self._reported_s = clock()
-        self._arrived: set[str] = set()  # taken in with their KV, and no token yet
+        self._arrived: set[str] = set()  # whose first token is reported at once, and that have none yet
+        self._times = EngineTimes(clock)
+        self._has_work = True
 
     @property
     def has_tokens(self) -> bool:
         """Returns whether tokens wait to be reported."""
         return bool(self._sampled)
 
-    def begin(self, request_id: str, row: int, *, arrives: bool = False) -> None:
-        """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV is reported at
-        once.
+    def begin(self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0) -> None:
+        """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV, or whose reader
+        may wait for it, is reported at once. ``computes``: tokens whose KV it needs first; 0: it came with its KV.
         """
         self._sampled.name(request_id, row)
+        self._times.began(request_id, computes)
         if arrives:
             self._arrived.add(request_id)
 
@@ -52,21 +56,21 @@ class Reporting(Voice):
             self.report()
         self._arrived.discard(request_id)
         self._sampled.forget(request_id)
+        self._times.forget(request_id)
 
     def add(self, deltas: Sequence[TokenDelta]) -> None:
         """Adds a step's tokens. Tokens of another version are reported first."""
         if not self._sampled.takes(deltas):
             self.report()
-        had_ends = self._sampled.has_ends
+        self._times.sampled(deltas)
         self._sampled.add(deltas)
-        if self._sampled.has_ends and not had_ends:
-            self._ended_s = self._clock()
 
     def report_due(self, has_work: bool) -> None:
         """Reports if due. ``has_work``: more tokens will come soon."""
+        self._has_work = has_work
         if self._is_due(has_work):
             self.report()
-        elif self._sampled.has_ends and self._clock() - self._ended_s >= END_WAITS_S:
+        elif self._sampled.has_ends and self._clock() - self._ends_reported_s >= ENDS_APART_S:
             self.report(ends_only=True)  # running requests can wait for their period
 
     def _is_due(self, has_work: bool) -> bool:
@@ -81,6 +85,8 @@ class Reporting(Voice):
         """Reports the tokens since the last report, or only those of requests that have ended."""
         version = self._sampled.version if self._sampled else self._engine.version
         self._arrived = {request_id for request_id in self._arrived if request_id not in self._sampled}
+        if self._sampled.has_ends:
+            self._ends_reported_s = self._clock()
         batches: list[pb.TokenColumns | None] = [*self._sampled.take(ends_only)]
         for tokens in batches or [None]:
             self._send(tokens, -1 if version is None else version)
@@ -100,6 +106,7 @@ class Reporting(Voice):
             version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
+            times=self._times.message(has_work=self._has_work),
         )
         self._orders.send(pb.WorkerMessage(report=report))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora.data.given_digest import beginning_digest, given_digest
-from dora.data.types import FinishReason, RequestSpec, TokenDelta
+from dora.data.types import FinishReason, RequestSpec, SamplingParams, TokenDelta
 from dora.rpc import dora_pb2 as pb
 
 KEPT_BYTES_MAX: Final = 256 << 20
@@ -27,6 +27,7 @@ class _Response:
     first_sampled: int  # tokens that it had when it came here
     given: list[tuple[int, int]]  # runs that its environment gave
     beginning: bytes  # of a session: its beginning_digest
+    sampling: SamplingParams  # of the present turn
     routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
     finish_reason: FinishReason | None = None
     stop: str = ""
@@ -86,10 +87,11 @@ class Responses:
             array("f", request.logprobs),
             len(request.output_token_ids),
             list(request.given),
-            beginning_digest(request.prompt_token_ids, request.sampling.seed) if request.keeps else b"",
+            beginning_digest(request.prompt_token_ids) if request.keeps else b"",
+            request.sampling,
         )
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int]) -> None:
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Adds the given tokens of the next turn of a kept request."""
         response = self._kept[request_id]
         self._ended_bytes -= response.size_bytes
@@ -97,7 +99,7 @@ class Responses:
         response.given.append((before, before + len(given_token_ids)))
         response.token_ids.extend(given_token_ids)
         response.logprobs.extend([0.0] * len(given_token_ids))
-        response.finish_reason, response.stop = None, ""
+        response.finish_reason, response.stop, response.sampling = None, "", sampling
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
         """Adds a step's tokens."""
@@ -132,7 +134,7 @@ class Responses:
                 request_id=request_id,
                 tokens=len(each.token_ids),
                 first_token=each.first_token,
-                given_digest=given_digest(each.beginning, each.token_ids, each.given),
+                given_digest=given_digest(each.beginning, each.sampling, each.token_ids, each.given),
             )
             for request_id, each in self._kept.items()
         ]

@@ -12,10 +12,12 @@ from tests.abuse.callers import answer
 
 LEAST = {
     Role.METRICS: {"Operator/GetStatus", "Operator/WatchStatus"},
-    Role.SESSION: {"Sessions/Turn", "Sessions/EndSession", "Sessions/FailSession"},
+    Role.SESSION: {"Sessions/Describe", "Sessions/Turn", "Sessions/EndSession", "Sessions/FailSession"},
     Role.ENVIRONMENT: {
         "Sessions/Attend",
         "Sessions/Open",
+        "Sessions/Withdraw",
+        "Sessions/Describe",
         "Sessions/Turn",
         "Sessions/EndSession",
         "Sessions/FailSession",

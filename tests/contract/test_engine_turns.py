@@ -53,17 +53,25 @@ DEPENDENT = ("mla",)  # kinds whose last bits of a logprob depend on the request
 
 @dataclass
 class Session:
-    """One session and its turns to come, by the number of given tokens."""
+    """One session and its turns to come, by the number of given tokens. ``samplings``: of its turns, one after the
+    other and again; empty: all have the request's.
+    """
 
     request: RequestSpec
     given: tuple[int, ...]
     turn: int = 0
+    samplings: tuple[SamplingParams, ...] = ()
 
     def next(self) -> tuple[int, ...]:
         """The next turn's given tokens."""
         count = self.given[self.turn]
         self.turn += 1
         return tuple(3 + (5 * position + 11 * self.turn) % 61 for position in range(count))
+
+    def sampling(self, most: int = TURN_TOKENS) -> SamplingParams:
+        """The next turn's sampling."""
+        own = self.samplings or (self.request.sampling,)
+        return replace(own[self.turn % len(own)], max_tokens=most)
 
     @property
     def is_over(self) -> bool:
@@ -83,8 +91,15 @@ def sessions(*given: tuple[int, ...]) -> list[Session]:
 class TurnDriver(Driver):
     """Extends sessions and collects their responses, given tokens included."""
 
-    def extend(self, request_id: str, given: tuple[int, ...], max_tokens: int = TURN_TOKENS) -> None:
-        self.engine.extend(request_id, given, max_tokens)
+    def extend(
+        self,
+        request_id: str,
+        given: tuple[int, ...],
+        max_tokens: int = TURN_TOKENS,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        sampling = sampling or self.engine.request(request_id).sampling
+        self.engine.extend(request_id, given, replace(sampling, max_tokens=max_tokens))
         self.gave(request_id, given)
 
     def gave(self, request_id: str, given: tuple[int, ...]) -> None:
@@ -107,7 +122,8 @@ Between = Callable[..., None]  # of a driver, a session, and the most tokens of 
 
 def kept(driver: TurnDriver, session: Session, most: int = TURN_TOKENS) -> None:
     """It stays where it is."""
-    driver.extend(session.request.request_id, session.next(), most)
+    sampling = session.sampling(most)
+    driver.extend(session.request.request_id, session.next(), most, sampling)
 
 
 def moved(driver: TurnDriver, session: Session, most: int = TURN_TOKENS) -> None:
@@ -152,10 +168,10 @@ def frozen(driver: TurnDriver, session: Session) -> None:
 def dropped(driver: TurnDriver, session: Session) -> None:
     """Its KV is given up; it comes again with all its tokens."""
     name, engine = session.request.request_id, driver.engine
-    request, given = engine.request(name), session.next()
+    request, sampling, given = engine.request(name), session.sampling(), session.next()
     engine.remove(name)
     driver.gave(name, given)
-    engine.add(request.extended(given, TURN_TOKENS))
+    engine.add(request.extended(given, sampling))
 
 
 def play(driver: TurnDriver, played: list[Session], between: Between) -> dict[str, tuple[list[int], list[float]]]:
@@ -290,7 +306,7 @@ def test_a_kept_request_has_its_kv_and_nothing_else(turns: TurnDriver) -> None:
     engine.remove("sampled0")
     assert engine.load().kv_used_tokens == 0
     with refused(NotFound, field="request_id", value="greedy0"):
-        engine.extend("greedy0", (5,), 4)
+        engine.extend("greedy0", (5,), replace(GREEDY, max_tokens=4))
 
 
 @pytest.mark.parametrize("is_extended", [False, True], ids=["kept", "extended"])
@@ -325,7 +341,7 @@ def test_a_request_that_keeps_nothing_ends_with_its_turn(turns: TurnDriver) -> N
     turns.add(make_request(1, GREEDY, max_tokens=4))
     turns.finish()
     with refused(NotFound, field="request_id", value="r1"):
-        turns.engine.extend("r1", (5,), 4)
+        turns.engine.extend("r1", (5,), replace(GREEDY, max_tokens=4))
 
 
 def test_what_cannot_extend_a_request_is_refused_and_changes_nothing(turns: TurnDriver) -> None:
@@ -336,7 +352,7 @@ def test_what_cannot_extend_a_request_is_refused_and_changes_nothing(turns: Turn
     turns.add(session.request)
     turns.step(2)
     with refused(Conflict, field="request_id", value=name, why="is not kept"):
-        engine.extend(name, (5,), 4)
+        engine.extend(name, (5,), replace(GREEDY, max_tokens=4))
     turns.finish()
     left = MAX_MODEL_LEN_TOKENS - 1 - len(session.request.prompt_token_ids) - TURN_TOKENS
     for given, most, field, value in (
@@ -348,14 +364,14 @@ def test_what_cannot_extend_a_request_is_refused_and_changes_nothing(turns: Turn
         ((5,), 1, "sampling.min_tokens", 2),
     ):
         with refused(InvalidValue, field=field, value=value):
-            engine.extend(name, given, most)
+            engine.extend(name, given, replace(session.request.sampling, max_tokens=most))
     engine.freeze(name)
     with refused(Conflict, field="request_id", value=name, why="is frozen"):
-        engine.extend(name, (5,), 4)
+        engine.extend(name, (5,), replace(GREEDY, max_tokens=4))
     engine.thaw(name)
     kept(turns, session)
     with refused(Conflict, field="request_id", value=name, why="is not kept"):
-        engine.extend(name, (5,), 4)
+        engine.extend(name, (5,), replace(GREEDY, max_tokens=4))
     turns.finish()
     assert (turns.responses[name].token_ids, turns.responses[name].logprobs) == alone[name]
 
@@ -368,7 +384,7 @@ def test_sessions_that_cannot_be_are_refused_by_field(turns: TurnDriver) -> None
     turns.drop(ended.request_id)
     with refused(InvalidValue, field="kept", value=True):
         turns.engine.add(ended)
-    good = ended.extended((5, 6), 4)
+    good = ended.extended((5, 6), replace(GREEDY, max_tokens=4))
     for given, value in (
         (((0, 2), (2, 4)), (2, 4)),
         (((6, 6),), (6, 6)),
@@ -392,7 +408,7 @@ def test_a_full_context_ends_a_turn_and_leaves_no_room_for_another(turns: TurnDr
     turns.engine.take_in(turns.take_out("r1"))
     assert turns.engine.request("r1").kept
     with refused(InvalidValue, field="given_token_ids", value="1 tokens"):
-        turns.engine.extend("r1", (5,), 1)
+        turns.engine.extend("r1", (5,), replace(GREEDY, max_tokens=1))
 
 
 # Sampling: what a turn begins anew, and what goes on.
@@ -405,7 +421,7 @@ def test_each_turn_is_sampled_as_a_request_after_everything_before_it(turns: Tur
     turns.add(request)
     turns.finish()
     for given in ((9, 10), (11,) * 40):
-        before = turns.engine.request("r1").extended(given, 12)
+        before = turns.engine.request("r1").extended(given, request.sampling)
         alike = replace(before.turn(), request_id="alike", keeps=False)
         turns.extend("r1", given, 12)
         turns.finish()
@@ -424,11 +440,30 @@ def test_the_random_stream_goes_on(turns: TurnDriver, kind: str) -> None:
     request = replace(make_request(1, replace(SAMPLED, temperature=2.0), 5, max_tokens=12), keeps=True)
     turns.add(request)
     turns.finish()
-    before = turns.engine.request("r1").extended((9,), 12)
+    before = turns.engine.request("r1").extended((9,), request.sampling)
     turns.extend("r1", (9,), 12)
     turns.finish()
     turns.add(replace(before.turn(), request_id="anew", keeps=False))
     assert turns.finish()["anew"].token_ids != turns.responses["r1"].token_ids[before.turn_begin :]
+
+
+@pytest.mark.parametrize("between", [moved, moved_late, in_rounds, frozen, dropped])
+def test_turns_with_sampling_of_their_own_equal_those_of_the_session_left_alone(
+    turns: TurnDriver, version_folder: VersionFolder, between: Between
+) -> None:
+    """Temperature, seed, penalties and stops change from turn to turn, and come back."""
+    others = (replace(SAMPLED, seed=5), GREEDY, SAMPLINGS["everything"], SAMPLED)
+
+    def changing() -> list[Session]:
+        return [replace(session, samplings=others[index:]) for index, session in enumerate(sessions((3, 40, 7))[:2])]
+
+    alone = play(turns, changing(), kept)
+    assert alone != play(turns, sessions((3, 40, 7))[:2], kept), "their own sampling counts"
+    turns.engine.load_weights(1, version_folder(1), None)  # nothing is left in the prefix cache
+    found = play(turns, changing(), between)
+    assert {name: token_ids for name, (token_ids, _) in found.items()} == {
+        name: token_ids for name, (token_ids, _) in alone.items()
+    }
 
 
 def test_a_stop_string_ends_a_turn_and_counts_in_it_alone(turns: TurnDriver, version_folder: VersionFolder) -> None:

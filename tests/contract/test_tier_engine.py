@@ -126,7 +126,8 @@ def test_a_request_whose_worker_died_computes_its_last_tokens_only(
 
 def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int, Path]) -> None:
     """Its worker dies while its tools run. Then another session of the same tokens finds the given ones, too."""
-    begun = replace(request("a", 80, sampling=replace(SAMPLED, max_tokens=6)), keeps=True)
+    sampling = replace(SAMPLED, max_tokens=6)
+    begun = replace(request("a", 80, sampling=sampling), keeps=True)
     given = tuple(range(3, 43))
     driver = Driver(engine)
     driver.add(begun)
@@ -135,14 +136,14 @@ def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int
     engine.remove("a")
     settle(engine, weights)
     found_before, computed_before = found(engine), engine.load().reprefilled_tokens
-    driver.add(replace(ended.extended(given, 6), request_id="b"))
+    driver.add(replace(ended.extended(given, sampling), request_id="b"))
     driver.finish()
     assert found(engine) - found_before == 3 * CHUNK_TOKENS
     assert engine.load().reprefilled_tokens - computed_before == PROMPT_TOKENS + 5 - 3 * CHUNK_TOKENS
     engine.remove("b")
     settle(engine, weights)
     found_before, computed_before = found(engine), engine.load().reprefilled_tokens
-    driver.add(replace(ended.extended(given, 6), request_id="c"))
+    driver.add(replace(ended.extended(given, sampling), request_id="c"))
     responses = driver.finish()
     assert found(engine) - found_before == 4 * CHUNK_TOKENS
     assert engine.load().reprefilled_tokens == computed_before
@@ -150,7 +151,7 @@ def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int
     settle(engine, weights)
     driver.add(replace(begun, request_id="d"))
     driver.finish()
-    engine.extend("d", given, 6)
+    engine.extend("d", given, sampling)
     alone = responses.pop("d")
     alone.token_ids, alone.logprobs = [*alone.token_ids, *given], [*alone.logprobs, *[0.0] * len(given)]
     alone.finish_reason, driver.responses["d"] = None, alone

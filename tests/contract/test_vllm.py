@@ -91,7 +91,7 @@ def test_logprobs_of_a_session_are_those_of_transformers(
     for count in (1, 32, 45):
         for request in requests:
             response, given = driver.responses[request.request_id], tuple(range(3, 3 + count))
-            engine.extend(request.request_id, given, 6)
+            engine.extend(request.request_id, given, replace(request.sampling, max_tokens=6))
             response.token_ids, response.finish_reason = [*response.token_ids, *given], None
             response.logprobs += [0.0] * count
         driver.finish()

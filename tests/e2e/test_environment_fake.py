@@ -51,7 +51,7 @@ def check_steps(steps: list[Any], turns: int = 3) -> list[Any]:
     check_promises(steps, window=2, groups=GROUPS)
     found = [each for step in steps for group in step for each in group.trajectories]
     for each in found:
-        assert each.reward_valid and each.reward == float(turns) and len(each.events) == turns, each.failure
+        assert each.reward_valid and each.reward == float(turns) and len(each.events) == turns, each.verifier_log
         assert {event.name for event in each.events} == {"reset", "step"}
         assert dict(each.reward_components) == {"turns": float(turns)}
         assert (each.logprobs[each.loss_mask.astype(bool)] < 0).all()
@@ -130,3 +130,13 @@ async def test_the_environment_of_the_documentation(
         (step, *_) = await train(handle, trainer, steps=1, groups=GROUPS)
     for each in (each for group in step for each in group.trajectories):
         assert each.reward_valid and "find" in each.verifier_log and "valid_guesses" in each.reward_components
+
+
+async def test_a_text_game_of_gymnasium(tiny_dense: Path) -> None:
+    """Most of what a fake engine writes is no number, which ends a session."""
+    config = config_of(tiny_dense, environment__spec="gymnasium:tests.unit.gymnasium_texts:Number-v0")
+    async with driven(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        (step,) = await train(handle, trainer, steps=1, groups=GROUPS)
+    for each in (each for group in step for each in group.trajectories):
+        assert each.reward_valid and each.reward == sum(each.turn_rewards.values()), each.verifier_log
+        assert 1 <= len(each.turn_rewards) <= 3 and set(each.turn_rewards.values()) <= {0.0, 0.25, 1.0}

@@ -18,6 +18,7 @@ from dora.config import Config
 from dora.data.trajectory import Trajectory
 from dora.front.child import FrontProcess
 from dora.front.run import FrontOptions, front
+from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
 from tests.service import check_promises, configured, running, train
 from tests.snippets import snippet
@@ -79,7 +80,7 @@ async def test_what_agents_see_is_what_the_trainer_gets(tiny_dense: Path) -> Non
 
     async with (
         running(config) as handle,
-        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         steps, _ = await asyncio.gather(train(handle, trainer, steps=4, groups=GROUPS), work(url))
@@ -104,7 +105,7 @@ async def test_choices_branches_and_single_turns(tiny_dense: Path) -> None:
 
     async with (
         running(config_of(tiny_dense)) as handle,
-        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         (step, *_), first = await asyncio.gather(train(handle, trainer, steps=1, groups=2), work(url))
@@ -132,7 +133,7 @@ async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
     seen: list[int] = []
     async with running(config_of(tiny_dense)) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
         process = FrontProcess("127.0.0.1:0")
-        process.start(handle.address, handle.token, handle.model, 256)
+        process.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
         try:
             (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(process))
         finally:
@@ -143,7 +144,7 @@ async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
 async def test_the_agent_of_the_documentation(tiny_dense: Path) -> None:
     async with (
         running(config_of(tiny_dense)) as handle,
-        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         code = snippet("docs/agents.md", "from openai import OpenAI").replace("http://127.0.0.1:8000", url)

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
+from dora.rpc.roles import Role
 from dora.verify.invariants import violations
 from tests.e2e.restarts import Killed, drive_through_restarts, settings_of, train_through_restarts
 from tests.refusals import refused
@@ -156,13 +158,28 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
             await session.ask(TOOL, max_tokens=5000)
         with refused(InvalidValue, field="reward"):
             await session.end(float("nan"))
-        first = await session.ask(TOOL, name="tool")
+        for wrong, field in (
+            ({"temperature": 3}, "sampling.temperature"),
+            ({"max_tokens": 3}, "sampling.max_tokens"),
+            ({"min_tokens": 13}, "sampling.min_tokens"),  # of the twelve that a turn may have
+            ({"stop_token_ids": [1 << 20]}, "sampling.stop_token_ids"),
+            ({"logit_bias": 1}, "sampling.logit_bias"),
+        ):
+            with refused(InvalidValue, field=field):
+                await session.ask(TOOL, sampling=cast(Any, wrong))
+        first = await session.ask(TOOL, name="tool", sampling={"temperature": 0.5, "seed": 7})
         session.turn = session.turn.__class__(0, *[getattr(first, name) for name in ("token_ids", "logprobs")], None)
-        again = await session.ask(TOOL, name="tool")  # a repeated call gets the same turn
+        own: dict[str, Any] = {"seed": 7, "temperature": 0.5, "top_k": 0}  # 0 is the session's
+        again = await session.ask(TOOL, name="tool", sampling=own)  # a repeated call gets the same turn
         assert again.token_ids.tolist() == first.token_ids.tolist()
         session.turn = session.turn.__class__(0, first.token_ids, first.logprobs, None)
         with refused(Conflict, field="given_token_ids"):
-            await session.ask([1, 2])
+            await session.ask([1, 2], sampling=own)
+        for other, name in (({}, "seed"), ({**own, "temperature": 1.0}, "temperature"), ({**own, "stop": "a"}, "stop")):
+            with refused(Conflict, field=f"sampling.{name}"):
+                await session.ask(TOOL, sampling=other)
+        with refused(Conflict, field="max_tokens", value=5):
+            await session.ask(TOOL, sampling=own, max_tokens=5)
         session.turn = again
         await session.end(1.0)
         await session.end(1.0)
@@ -259,7 +276,7 @@ async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
 
     async def alone(session: Session) -> None:
         first = await session.begin([3, 4, 5], name="user")
-        answer = await session.ask(TOOL, name="tool")
+        answer = await session.ask(TOOL, name="tool", sampling={"seed": 5, "stop": ["never"]}, max_tokens=4)
         assert answer.number == 2
         await session.ask([9, 9], first_token=len(first.token_ids), after_turn=1)
         left = [*first.token_ids, *TOOL, *answer.token_ids]
@@ -299,8 +316,50 @@ async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
             path = told[trajectory.trajectory_id.partition("/")[0]][trajectory.branch_index]
             assert trajectory.response_token_ids.tolist() == path
             assert trajectory.prompt_token_ids.tolist() == ([7] if trajectory.branch_index == 2 else [3, 4, 5])
+            own = replace(trajectory.sampling, seed=5, stop=("never",), max_tokens=4)
+            begin = [each.position_token for each in trajectory.events if each.name == "tool"]
+            assert trajectory.turn_sampling == {str(position): own for position in begin}
         assert [each.branch_index for each in group.trajectories] == [0, 1, 2] * 2
     assert not list(violations([each for group in step for each in group.trajectories], 2))
+
+
+async def test_a_group_of_a_version_by_its_name(tiny_dense: Path) -> None:
+    """An environment's token is enough. Groups take the version that they ask for, or are refused with those that are
+    live; what is withdrawn makes room.
+    """
+
+    async def open_groups(sessions: dora.Sessions) -> list[int]:
+        served = await sessions.describe()
+        assert (served.newest_version, served.versions, served.max_model_len_tokens) == (1, (0, 1), 256)
+        assert (served.sampling.max_tokens, served.sampling.temperature) == (12, 1.0)
+        with refused(Conflict, field="version", value=7, names=("0", "1")):
+            await sessions.open(dora.Prompt("late", "", ()), version=7)
+        versions = []
+        for number, version in enumerate((0, 1)):
+            (session,) = await sessions.open(dora.Prompt(f"mine{number}", "", ()), version=version)
+            (again,) = await sessions.open(dora.Prompt(f"mine{number}", "", ()), version=version)
+            assert again.session_id == session.session_id
+            versions.append(session.version)
+        with refused(Conflict, field="version", value=0):
+            await sessions.open(dora.Prompt("mine1", "", ()), version=0)
+        with refused(LimitExceeded, field="version", value=0):  # the one step that may train on it is full
+            await sessions.open(dora.Prompt("full", "", ()), version=0)
+        await sessions.withdraw("mine0", "not wanted")
+        await sessions.withdraw("mine0")
+        with refused(NotFound, field="prompt_id", value="p0"):
+            await sessions.withdraw("p0")
+        (session,) = await sessions.open(dora.Prompt("mine3", "", ()), version=0)
+        return [*versions, session.version]
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        dora.Sessions(handle.address, handle.tokens[Role.ENVIRONMENT]) as sessions,
+    ):
+        await prompts.submit([{"text": "ab", "prompt_id": "p0", "group_size": 1}])
+        await train(handle, trainer, steps=1, groups=1)
+        assert await open_groups(sessions) == [0, 1, 0]
 
 
 async def test_a_group_is_opened_again_where_it_stands(tiny_dense: Path) -> None:

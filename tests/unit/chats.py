@@ -57,7 +57,9 @@ def tokenizer() -> Tokenizer:
         "}\n\n#",
         " 42.\n### Response:\n",
     ] * 50
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     found.train_from_iterator(corpus, trainer)
     found.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ADDED])
     found.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")])

@@ -14,6 +14,8 @@ from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import ServedModel
 from dora.front.source import Live, Opening, Sampled
+from dora.rpc.roles import Tokens
+from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 
@@ -42,6 +44,7 @@ class FakeSession:
     given_name: str = ""
     ended: tuple[Any, ...] | None = None
     failed: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)  # the sampling of each turn
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +59,13 @@ class FakeSession:
         return self.paths[-1]
 
     async def stream(
-        self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, name: str = ""
+        self,
+        token_ids: Sequence[int],
+        *,
+        after_turn: int | None,
+        max_tokens: int = 0,
+        name: str = "",
+        sampling: Any = None,
     ) -> AsyncGenerator[Sampled]:
         if self.is_busy or self.ended is not None or self.failed:
             raise Conflict("session_id", self.session_id, "idle")
@@ -66,9 +75,11 @@ class FakeSession:
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
         self.given_name = name
+        self.asked.append(dict(sampling or {}))
+        own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
-        async for sampled in self.service.sample(path, self.sampling, max_tokens or 64):
+        async for sampled in self.service.sample(path, own, max_tokens or 64):
             path += sampled.token_ids
             ids, logprobs = (*ids, *sampled.token_ids), (*logprobs, *sampled.logprobs)
             if sampled.finish_reason is not None:
@@ -105,7 +116,7 @@ class FakeService:
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, CONTEXT)
+        return Live("styled", self.versions[-1], self.versions, CONTEXT, {"temperature": 1.0, "stop": ()})
 
     async def find(self, group: str, size: int) -> list[FakeSession]:
         if group not in self.groups:
@@ -120,6 +131,9 @@ class FakeService:
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
+        if opening.version not in (None, *self.versions):
+            allowed = f"one of {', '.join(map(str, self.versions))}, as policy-vN; or policy"
+            raise Conflict("model", f"policy-v{opening.version}", allowed, why="is not live")
         with suppress(NotFound):
             return await self.find(opening.group, opening.size)
         self.openings.append(opening)
@@ -168,32 +182,47 @@ async def front(
     key: str = "",
     limits: Limits | None = None,
     mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
     **service: Any,
 ) -> AsyncIterator[tuple[str, FakeService, Door]]:
     """A front's base URL, its service and its door."""
     fake = FakeService(Chat(STYLES[style]), **service)
-    async with front_of(fake, key=key, limits=limits, mount=mount) as (url, door):
+    async with front_of(fake, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as (url, door):
         yield url, fake, door
 
 
 @asynccontextmanager
 async def front_of(
-    fake: FakeService, *, key: str = "", limits: Limits | None = None, mount: Mount | None = None
+    fake: FakeService,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[str, Door]]:
     """The base URL and the door of a front over this service."""
-    async with fronts(fake, 1, key=key, limits=limits, mount=mount) as ((url,), (door,)):
+    async with fronts(fake, 1, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as ((url,), (door,)):
         yield url, door
 
 
 @asynccontextmanager
 async def fronts(
-    fake: FakeService, count: int, *, key: str = "", limits: Limits | None = None, mount: Mount | None = None
+    fake: FakeService,
+    count: int,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[list[str], list[Door]]]:
     """The base URLs and the doors of so many fronts over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    doors = [Door(fake, model, key=key, limits=limits) for _ in range(count)]
+    doors = [Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens) for _ in range(count)]
     async with AsyncExitStack() as stack:
         listening = (listening_socket("127.0.0.1:0", has_key=bool(key)) for _ in doors)
         urls = [

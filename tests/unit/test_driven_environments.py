@@ -40,10 +40,13 @@ def turn_of(number: int, token_ids: Sequence[int], reason: Any = "stop") -> Turn
 
 @dataclass(eq=False)
 class FakeSession:
-    """Answers with ``texts`` in turn. ``lost``: calls that find no service."""
+    """Answers with ``texts`` in turn. ``lost``: calls that find no service. ``room``: turns that the context
+    has room for.
+    """
 
     texts: Sequence[str] = ("one", "two", "three")
     lost: int = 0
+    room: int = 1 << 20
     session_id: str = "g0.0"
     prompt_id: str = "p"
     task_id: str = "t"
@@ -69,6 +72,8 @@ class FakeSession:
         if self.lost:
             self.lost -= 1
             raise ServiceUnavailable("gone")
+        if self.turn.number == self.room:
+            raise InvalidValue("given_token_ids", len(given_token_ids), "1 to 0")
         self.names.append(name)
         text = self.texts[self.turn.number]
         sampled = [*CHAT.encode(text, special_tokens=False), CHAT.ends()[0]]
@@ -98,13 +103,15 @@ class FakeSession:
         return ""
 
 
-def episodes(make: Any, timeout_s: float = 30.0) -> Episodes:
+def episodes(make: Any, timeout_s: float = 30.0, turns: int = 0) -> Episodes:
     ends = frozenset(CHAT.ends())
     model: Any = ServedModel(CHAT, ends, format_of(CHAT.style.template), ChatRenderer(CHAT, ends))  # type: ignore[arg-type]
-    return Episodes(make, model, timeout_s, asyncio.Semaphore(2))
+    return Episodes(make, model, timeout_s, asyncio.Semaphore(2), turns=turns)
 
 
-async def attended(make: Any, *sessions: FakeSession, timeout_s: float = 30.0, at_once: int = 2) -> None:
+async def attended(
+    make: Any, *sessions: FakeSession, timeout_s: float = 30.0, at_once: int = 2, turns: int = 0
+) -> None:
     """Runs the sessions, each of which is offered twice."""
 
     async def attend() -> AsyncGenerator[Failing]:
@@ -112,7 +119,7 @@ async def attended(make: Any, *sessions: FakeSession, timeout_s: float = 30.0, a
             yield session
             yield session
 
-    await Attending(episodes(make, timeout_s).run, at_once).run(attend)
+    await Attending(episodes(make, timeout_s, turns).run, at_once).run(attend)
 
 
 async def test_a_session_is_a_chat_whose_tokens_are_kept() -> None:
@@ -132,6 +139,18 @@ async def test_the_five_tuple_of_gymnasium_adds_up() -> None:
     session = FakeSession()
     await attended(Five, session)
     assert session.ended == (3.0, {}, {1: 1.0, 2: 1.0, 3: 1.0}, "turn 2")
+
+
+async def test_a_session_ends_after_its_turns_or_where_the_context_is_full() -> None:
+    limited, full, scored, whole = FakeSession(), FakeSession(room=2), FakeSession(room=1), FakeSession()
+    await attended(Five, limited, turns=2)
+    await attended(Five, full)
+    await attended(Echo, scored)
+    await attended(Five, whole, turns=3)
+    assert limited.ended == (2.0, {}, {1: 1.0, 2: 1.0}, "environment.turns = 2")
+    assert full.ended is not None and full.ended[:3] == (2.0, {}, {1: 1.0, 2: 1.0}) and "no room" in full.ended[3]
+    assert scored.ended is not None and scored.ended[:3] == (None, {}, {}), "the reward function scores it"
+    assert whole.ended is not None and whole.ended[3] == "turn 2"
 
 
 async def test_tool_calls_are_parsed_and_answered() -> None:
@@ -205,7 +224,6 @@ async def test_a_bounded_number_runs_and_starts_up_at_once() -> None:
         ("no.such:Thing", "can be imported"),
         (f"{HERE}:Nothing", "has no Nothing"),
         (f"{HERE}:NotAsync", "async def reset"),
-        ("gymnasium:CartPole-v1", "five-tuple"),
         ("reasoning-gym:chain_sum", "--prompts"),
     ],
 )

@@ -158,23 +158,41 @@ def test_a_process_continues_its_own_history_alone(tokens: int, runs: list[tuple
     shell.ask(0, 7, 8)
     entry = shell.buffer.at(0)
     theirs = [*entry.tokens.tolist(), 9, 9]
-    beginning = beginning_digest(PROMPT.token_ids, entry.sampling.seed)
-    assert entry.continues(tokens, given_digest(beginning, theirs, runs)) is goes_on
-    assert not entry.continues(tokens, given_digest(beginning, [1] * 9, runs)) or not runs
-    assert not entry.continues(tokens, given_digest(beginning_digest((2,), entry.sampling.seed), theirs, runs))
+    beginning, sampling = beginning_digest(PROMPT.token_ids), entry.turn_sampling(len(runs) and 1)
+    assert entry.continues(tokens, given_digest(beginning, sampling, theirs, runs)) is goes_on
+    assert not entry.continues(tokens, given_digest(beginning, sampling, [1] * 9, runs)) or not runs
+    assert not entry.continues(tokens, given_digest(beginning_digest((2,)), sampling, theirs, runs))
+
+
+def test_a_process_that_samples_the_turn_in_another_way_does_not_continue() -> None:
+    """The service has lost the turn in a crash, and was asked it again with another temperature."""
+    shell = Shell()
+    shell.turn(0)
+    entry, beginning = shell.buffer.at(0), beginning_digest(PROMPT.token_ids)
+    before = entry.turn_sampling()
+    shell.records.append(shell.buffer.give(entry, (7, 8), 9, "tool", 12.0, None, {"temperature": 0.5, "stop": ("a",)}))
+    mine = replace(before, max_tokens=9, temperature=0.5, stop=("a",))
+    for after in (entry, shell.restored()["g0.0"]):
+        assert after.spec().sampling == after.turn_sampling(1) == mine and after.turn_sampling(0) == before
+        assert after.continues(5, given_digest(beginning, mine, [3, 4, 7, 8, 9], [(2, 4)]))
+        assert not after.continues(
+            5, given_digest(beginning, replace(mine, temperature=1.0), [3, 4, 7, 8, 9], [(2, 4)])
+        )
+        assert after.continues(2, given_digest(beginning, before, [3, 4], [])), "it does not know of the turn yet"
 
 
 def test_a_process_of_another_branch_does_not_continue() -> None:
     shell = Shell()
     shell.turn(0)
     entry = shell.buffer.at(0)
-    left = beginning_digest(PROMPT.token_ids, entry.sampling.seed)
-    assert entry.continues(2, given_digest(left, entry.tokens, []))
+    beginning, left = beginning_digest(PROMPT.token_ids), entry.sampling
+    assert entry.continues(2, given_digest(beginning, left, entry.tokens, []))
     shell.records.append(shell.buffer.give(entry, (7, 8), 9, "tool", 12.0, (0, 1)))
     for tokens, runs in ((1, []), (2, []), (3, [(1, 3)]), (9, [(1, 3)])):
-        assert not entry.continues(tokens, given_digest(left, [3, 7, 8, *range(9)], runs)), "its seed is another"
-    own = beginning_digest(PROMPT.token_ids, entry.branch_sampling().seed)
-    assert entry.continues(3, given_digest(own, entry.tokens, [(1, 3)]))
+        assert not entry.continues(tokens, given_digest(beginning, left, [3, 7, 8, *range(9)], runs)), (
+            "its seed is another"
+        )
+    assert entry.continues(3, given_digest(beginning, entry.turn_sampling(), entry.tokens, [(1, 3)]))
 
 
 def test_the_log_has_turns_ends_and_attempts() -> None:

@@ -239,7 +239,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     assert orders[0].load_version.name == "v2-of-the-hosts" and orders[4].copy_in.locator == "there"
     assert [order.copy_out.request_id for order in orders[8:10]] == ["g0.0", "g0.0"]
     extend = orders[10].extend_request
-    assert (np.frombuffer(extend.given_token_ids, "<i4").tolist(), extend.max_tokens, extend.first_token) == (
+    assert (np.frombuffer(extend.given_token_ids, "<i4").tolist(), extend.sampling.max_tokens, extend.first_token) == (
         [5, 6],
         9,
         0,

@@ -1,6 +1,7 @@
 """The front with OpenAI's own client: what agents send, what they get, and what the service then has."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from dora.errors import InvalidValue
 from dora.front.door import Limits
+from dora.front.errors import openai_body
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import TOOLS, Chat
 from tests.unit.front_service import FakeService, front, fronts
@@ -83,7 +86,7 @@ async def test_streams_and_whole_replies_are_the_same() -> None:
     assert sum(len(each.content or ()) for each in logprobs if each) == len(ids)
 
 
-@pytest.mark.parametrize("way", ["header", "path", "key"])
+@pytest.mark.parametrize("way", ["header", "path", "both", "key"])
 async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> None:
     policy = iter([CALL, "Two.", "Three."])
     async with front(policy=lambda _: next(policy)) as (base, service, door):
@@ -95,6 +98,7 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
             named["default_headers"] = {"X-Session-ID": "s1"}
         else:
             base += "/sessions/s1"
+            named["default_headers"] = {"X-Session-ID": "another"} if way == "both" else {}
         async with client(base, **named) as api:
             messages = list(ASK)
             for _ in range(3):
@@ -108,6 +112,29 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
         (session,) = service.sessions
         assert session.turn == 3 and not door.prefix_breaks
         assert len(service.openings) == 1 and session.ended is None
+
+
+async def test_a_driven_session_has_the_sampling_of_its_prompt() -> None:
+    async with front() as (base, service, door):
+        handle = service.made(7, None)
+        agent = door.adopt(handle)
+        async with client(f"{base}/sessions/{handle.session_id}") as api:
+            with pytest.raises(openai.BadRequestError) as found:
+                await api.chat.completions.create(model="policy", messages=ASK, temperature=0.5)
+            assert found.value.param == "temperature" and not agent.begun.is_set()
+            ends: Any = {"stop_token_ids": service.chat.ends()}
+            await api.chat.completions.create(model="policy", messages=ASK, extra_body=ends)
+            assert agent.begun.is_set() and handle.turn == 1 and not service.openings
+            door.release(agent)
+            with pytest.raises(openai.ConflictError):
+                await api.chat.completions.create(model="policy", messages=ASK)
+    assert handle.ended is None, "its driver ends it"
+
+
+def test_a_session_without_room_is_named_as_harnesses_expect() -> None:
+    full = InvalidValue("given_token_ids", "9 tokens", "1 to 3 tokens: it has 5 of workers.max_model_len_tokens 9")
+    assert openai_body(full)["error"]["code"] == "context_length_exceeded"
+    assert openai_body(InvalidValue("given_token_ids", "(none)", "1 to 3"))["error"]["code"] == 400
 
 
 async def test_sessions_are_opened_rewarded_and_closed() -> None:
@@ -285,10 +312,9 @@ async def test_a_session_that_another_front_found_takes_the_sampling_of_its_next
         async with http.get(f"{urls[1]}/sessions/s") as shown:
             assert (await shown.json())["branches"][0]["turns"] == 1
         async with client(f"{urls[1]}/sessions/s") as api:
-            await api.chat.completions.create(**sampling)
-            with pytest.raises(openai.BadRequestError):
-                await api.chat.completions.create(**{**sampling, "temperature": 1.0})
-        assert len(service.sessions) == 1
+            await api.chat.completions.create(**{**sampling, "temperature": 1.0})
+        (session,) = service.sessions
+        assert [each["temperature"] for each in session.asked] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +336,8 @@ async def test_a_field_that_is_not_offered_is_refused_by_name(field: str, value:
     assert not service.sessions
 
 
-async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
+async def test_sampling_is_that_of_each_call() -> None:
+    """What a call leaves out is the service's again, and not that of the call before."""
     async with front() as (base, service, _), client(f"{base}/sessions/s") as api:
         asked: Any = {"model": "policy", "temperature": 0.5}
         reply = await api.chat.completions.create(messages=ASK, **asked, stop="i")
@@ -319,10 +346,24 @@ async def test_sampling_is_the_sessions_for_all_its_turns() -> None:
         await api.chat.completions.create(messages=more, **asked, stop="i")
         with pytest.raises(openai.NotFoundError):
             await api.chat.completions.create(**{"messages": more, **asked, "model": "gpt-9"})
-        for other in ({"temperature": 0.7}, {"seed": 3}, {"stop": "x"}):
-            with pytest.raises(openai.BadRequestError):
-                await api.chat.completions.create(**{"messages": more, **asked, **other})
+        reply = await api.chat.completions.create(messages=more, model="policy", seed=3, top_p=0.5, n=2)
+        assert all("i" in choice.message.content for choice in reply.choices if choice.message.content)
     assert service.openings[0].sampling == {"stop": ("i",), "temperature": 0.5}
+    first, again, plain, other = service.sessions[0].asked
+    assert first == again == {"stop": ("i",), "temperature": 0.5}
+    assert plain == {"stop": (), "temperature": 1.0, "top_p": 0.5, "seed": 3}
+    assert other == {**plain, "seed": other["seed"]} and other["seed"] != 3
+
+
+async def test_the_sampling_of_an_opened_session_holds_for_calls_that_say_nothing() -> None:
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        body = {"group": "g1", "sampling": {"stop": ["i"], "seed": 5, "max_tokens": 9}}
+        async with http.post(f"{base}/sessions", json=body) as reply:
+            (opened,) = (await reply.json())["sessions"]
+        async with client(f"{base}/sessions/{opened['id']}") as api:
+            for own in ({}, {"stop": "x"}):
+                await api.chat.completions.create(model="policy", messages=ASK, **own)
+    assert service.sessions[0].asked == [{"stop": (stop,), "temperature": 1.0} for stop in ("i", "x")]
 
 
 async def test_statuses_are_those_that_clients_expect() -> None:
@@ -446,3 +487,20 @@ async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> 
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     texts = [each["delta"]["text"] for each in events if each.get("delta", {}).get("type") == "text_delta"]
     assert "".join(texts) == "Third." and kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
+async def test_a_connection_without_a_whole_request_head_is_closed(begin: bytes) -> None:
+    """It says nothing, or its head trickles in, or nothing follows a reply."""
+    async with front(limits=Limits(connection_idle_s=0.2)) as (base, _, _):
+        host, _, port = base.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(begin)
+        async with asyncio.timeout(10):
+            reading = asyncio.create_task(reader.read())  # to the connection's end
+            while not (await asyncio.wait({reading}, timeout=0.02))[0]:
+                if begin.count(b"\n") == 1:
+                    writer.write(b"x")
+            with contextlib.suppress(ConnectionError):
+                assert (await reading).startswith(b"HTTP/1.1 200") == begin.endswith(b"\r\n\r\n")
+        writer.close()

@@ -278,8 +278,8 @@ async def test_what_is_not_offered_is_refused_by_name(place: tuple[str, ...], va
 @pytest.mark.parametrize(
     ("fields", "status", "names"),
     [
-        ({"model_path": "tinker://run/sampler_weights/policy-v3"}, 400, "6, 7"),
-        ({"model_path": "policy-v3"}, 400, "6, 7"),
+        ({"model_path": "tinker://run/sampler_weights/policy-v3"}, 400, "policy-v6, policy-v7"),
+        ({"model_path": "policy-v3"}, 400, "policy-v6, policy-v7"),
         ({"base_model": "gpt-9"}, 404, "gpt-9"),
         ({"model_path": "tinker://run/weights/policy"}, 400, "model_path"),
         ({"model_path": "tinker:///sampler_weights/policy"}, 400, "model_path"),

@@ -82,7 +82,7 @@ def test_an_unknown_device_is_refused(checkout: Path) -> None:
     assert done.returncode == 1 and "rocm" in done.stderr and "cpu, cuda" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "version"), [("tinker", "0.38.0")])
+@pytest.mark.parametrize(("name", "version"), [("openenv", "0.10.0"), ("tinker", "0.38.0"), ("verifiers", "0.4.0")])
 def test_a_client_of_another_project_is_pinned_with_all_that_it_needs(name: str, version: str) -> None:
     locked = pins(name)
     assert locked[name] == version and len(locked) > 1 and all(locked.values())

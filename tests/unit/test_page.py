@@ -131,7 +131,7 @@ async def test_viewers_are_counted() -> None:
 async def test_browsers_have_the_rights_of_their_tokens_while_these_are_valid() -> None:
     tokens, now_s = Tokens("first-owner"), 0.0
     async with simulated(World(2), tokens) as address:
-        browsers = Browsers(address, lambda: now_s)
+        browsers = Browsers(address, clock=lambda: now_s)
         owner = await browsers.sign_in(tokens.of[Role.OWNER])
         operator = await browsers.sign_in(tokens.of[Role.OPERATOR])
         reader = await browsers.sign_in(tokens.of[Role.METRICS])

@@ -17,7 +17,7 @@ from dora.core.groups.queues import QueuedPrompt, WaitingRequests
 from dora.core.rules import growth
 from dora.core.state import GroupStatus, RequestStatus, State, unfinished
 from dora.core.table import Column
-from dora.errors import InvalidValue, NotFound
+from dora.errors import Conflict, InvalidValue, NotFound
 
 BACKLOG_MIN_GROUPS = 16
 BACKLOG_STEPS = 2  # steps' worth of prompts that the backlog holds
@@ -35,14 +35,32 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     if state.exhausted:
         return
     for prompt in event.prompts:
-        estimate = state.predictor.predict(traits_of(prompt))
-        members = prompt.at_once + round(state.rates.growth * (prompt.group_size - prompt.at_once))
-        longest = longest_quantile(estimate, members, LONGEST_QUANTILE, prompt.max_tokens)
-        entry = state.backlog.add(prompt, longest, siblings(estimate, prompt, members))
-        if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
-            # before that, the predicted lengths are far too long
-            state.rates.mix.add(entry.lengths, prompt.prompt_tokens)
+        _enqueue(state, prompt)
     state.exhausted = event.exhausted
+
+
+def _enqueue(state: State, prompt: on.OfferedPrompt) -> QueuedPrompt:
+    """Adds a prompt to the backlog, with the predictions for its group."""
+    estimate = state.predictor.predict(traits_of(prompt))
+    members = prompt.at_once + round(state.rates.growth * (prompt.group_size - prompt.at_once))
+    longest = longest_quantile(estimate, members, LONGEST_QUANTILE, prompt.max_tokens)
+    entry = state.backlog.add(prompt, longest, siblings(estimate, prompt, members))
+    if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
+        # before that, the predicted lengths are far too long
+        state.rates.mix.add(entry.lengths, prompt.prompt_tokens)
+    return entry
+
+
+def asked(state: State, event: on.GroupAsked) -> None:
+    """Admits a prompt as a group of the version that its caller asks for. Raises Conflict if the window forbids it."""
+    if state.exhausted or state.window.admissible(event.version) < 1:
+        allowed = f"one of which the window admits a group now: {state.window.summary()}"
+        raise Conflict("version", event.version, allowed, why="admits no group now")
+    entry = _enqueue(state, event.prompt)
+    state.backlog.remove(entry)
+    state.window.admit(event.version)
+    admit(state, entry, event.version)
+    state.worklist.wake()
 
 
 def storage_changed(state: State, event: on.StorageChanged) -> None:

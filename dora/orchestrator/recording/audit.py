@@ -39,6 +39,7 @@ ACTS: Final = frozenset(
         "Trainer/RepublishVersion",
         "Prompts/End",
         "Prompts/Cancel",
+        "Sessions/Withdraw",
         "Operator/Migrate",
         "Operator/Drain",
         "Operator/Scale",

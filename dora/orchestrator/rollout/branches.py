@@ -4,17 +4,19 @@ A *branch* is the path of a turn that no later turn has continued whole. Each sa
 branch, the first that has it: those that branches share lie before ``shared_prefix_tokens`` of the later ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dora.data.token_spans import Column
 from dora.data.trajectory import Trajectory
-from dora.data.types import GIVEN, Arrival, EnvironmentEvent, Segment
+from dora.data.types import GIVEN, Arrival, EnvironmentEvent, SamplingParams, Segment
 from dora.orchestrator.rollout.response_state import ResponseState, readers
 from dora.orchestrator.rollout.session_paths import GivenRun, places, runs_on
+
+Value = TypeVar("Value")
 
 
 def trajectories(entry: ResponseState, step: int, reference_version: int, group_size: int) -> Iterator[Trajectory]:
@@ -34,7 +36,8 @@ def trajectories(entry: ResponseState, step: int, reference_version: int, group_
         own = _values(entry, turn, path, is_sampled[path]) | {
             "trajectory_id": f"{entry.request_id}/{index}" if index else entry.request_id,
             "loss_mask": mask.astype(np.uint8),
-            "turn_rewards": _turn_rewards(entry, path, mask),
+            "turn_rewards": _by_place(entry.verdict().turns, entry, path, mask),
+            "turn_sampling": _by_place(_samplings(entry), entry, path, mask),
             "branch_index": index,
             "shared_prefix_tokens": int(is_shared[path].sum()),  # branches share a prefix, and nothing else
         }
@@ -87,11 +90,16 @@ def _events(runs: Sequence[GivenRun]) -> Iterator[EnvironmentEvent]:
             yield EnvironmentEvent(run.end, GIVEN, run.name, "", run.at)
 
 
-def _turn_rewards(entry: ResponseState, path: Column, mask: Column) -> dict[str, float]:
-    """The rewards of those turns whose first sampled token counts in this branch. ``mask``: its loss mask; bool."""
+def _samplings(entry: ResponseState) -> dict[int, SamplingParams]:
+    """The sampling of the turns that were asked with parameters of their own."""
+    return {turn: entry.turn_sampling(turn) for turn, run in enumerate(entry.given, start=1) if run.sampling}
+
+
+def _by_place(by_turn: Mapping[int, Value], entry: ResponseState, path: Column, mask: Column) -> dict[str, Value]:
+    """The values of those turns whose first sampled token counts in this branch. ``mask``: its loss mask; bool."""
     return {
         str(position): value
-        for turn, value in entry.verdict().turns.items()
+        for turn, value in by_turn.items()
         for position in np.flatnonzero(mask & (path == entry.turn_begin(turn))).tolist()
     }
 

@@ -57,7 +57,8 @@ def worker_message(
         case do.ExtendRequest(request_id=request_id):
             entry = buffer[request_id]
             run = entry.given[-1]
-            extend = pb.ExtendRequest(request_id=request_id, max_tokens=run.max_tokens, row=entry.row)
+            extend = pb.ExtendRequest(request_id=request_id, row=entry.row)
+            extend.sampling.CopyFrom(convert.sampling_to_wire(entry.turn_sampling()))
             extend.given_token_ids = entry.held()["token_id"][run.held_at : run.held_end].tobytes()
             extend.first_token = run.first_token
             message.extend_request.CopyFrom(extend)

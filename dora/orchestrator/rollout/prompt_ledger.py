@@ -149,12 +149,23 @@ class PromptLedger:
                 drawn.append(held.prompt)
         return drawn
 
+    def draw_one(self, prompt_id: str) -> Prompt:
+        """Draws this queued prompt. Raises IllegalTransition for one that is not queued."""
+        prompt = self._dequeue(prompt_id, "draw").prompt
+        self._thin_out()
+        return prompt
+
     def cancel(self, prompt_id: str) -> bool:
         """Cancels a queued prompt; False if it is not in the queue."""
         if self.state(prompt_id) is not PromptState.QUEUED:
             return False
         self._withdraw([self._dequeue(prompt_id, "cancel")], [prompt_id])
         self.queued_cancelled += 1
+        self._thin_out()
+        return True
+
+    def _thin_out(self) -> None:
+        """Drops the stale cells of the heap once there are many."""
         if len(self._heap) > 2 * self.queued + 64:  # stale cells must not pile up
             self._heap = [
                 (-held.prompt.priority, held.arrival, name)
@@ -162,7 +173,6 @@ class PromptLedger:
                 if held.state is PromptState.QUEUED
             ]
             heapify(self._heap)
-        return True
 
     def end(self) -> int:
         """Closes the queue for submissions. Returns how many prompts are queued. May be repeated."""

@@ -17,7 +17,15 @@ from dora.core.rules.admission import attempt_id
 from dora.data.sampling import effective
 from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
-from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
+from dora.data.types import (
+    FINISH_REASONS,
+    Arrival,
+    Prompt,
+    Reward,
+    RoutingShape,
+    SamplingParams,
+    SamplingValue,
+)
 from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
@@ -68,6 +76,11 @@ class ResponseBuffer:
     def groups(self) -> Iterator[tuple[str, tuple[ResponseState, ...]]]:
         return iter(self._groups.items())
 
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """The sampling parameters of prompts without any of their own."""
+        return sampling_of(self._rollout, Prompt("", "", ()))
+
     def sampling(self, prompt: Prompt) -> SamplingParams:
         """The sampling parameters of this prompt's responses, without their seeds."""
         return sampling_of(self._rollout, prompt)
@@ -90,11 +103,12 @@ class ResponseBuffer:
         name: str,
         at: float,
         fork: tuple[int, int] | None = None,
+        sampling: Mapping[str, SamplingValue] | None = None,
     ) -> records.Tokens:
         """Begins the next turn of a session with given tokens. Returns the journal's record.
 
         ``fork``: the turn whose path they continue and their first position there (``GivenRun``); None: after all
-        tokens of the turn before.
+        tokens of the turn before. ``sampling``: the turn's parameters that differ from its branch's.
         """
         held_at, count = entry.held_tokens, len(token_ids)
         tokens = np.zeros(count, TOKEN)
@@ -104,11 +118,14 @@ class ResponseBuffer:
         before, stop = entry.finish_reason, entry.stop
         after_turn, first_token = fork or (len(entry.given), held_at - shift_of(entry.given))
         is_fork = fork is not None
-        run = GivenRun(held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork)
+        run = GivenRun(
+            held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork, dict(sampling or {})
+        )
         entry.given.append(run)
         entry.finish_reason, entry.stop = None, ""
         self._columns.give(entry.row, run, at)
-        return _record(entry, at, held_at, tokens, turns=[[0, max_tokens, name, before, stop, *(fork or ())]])
+        of_turn = [0, max_tokens, name, before, stop, *(fork or ()), *([run.sampling] if run.sampling else ())]
+        return _record(entry, at, held_at, tokens, turns=[of_turn])
 
     def close(self, entry: ResponseState, at: float) -> records.Tokens:
         """Ends a session with what it has. Returns the journal's record."""

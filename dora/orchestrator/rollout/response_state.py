@@ -149,16 +149,21 @@ class ResponseState:
         fork = fork_of(self.given, len(self.given) if turn < 0 else turn)
         return reseeded(self.sampling, f"/{fork}") if fork else self.sampling
 
+    def turn_sampling(self, turn: int = -1) -> SamplingParams:
+        """The sampling parameters of a turn (-1: of the present one): its branch's, and those of its own."""
+        turn = len(self.given) if turn < 0 else turn
+        if not turn:
+            return self.sampling
+        run = self.given[turn - 1]
+        return replace(self.branch_sampling(turn), max_tokens=run.max_tokens, **run.sampling)  # type: ignore[arg-type]
+
     def spec(self) -> RequestSpec:
         """The engine's input to begin the request, or to continue after the delivered tokens."""
-        sampling = self.branch_sampling()
-        if self.given:
-            sampling = replace(sampling, max_tokens=self.given[-1].max_tokens)
         return RequestSpec(
             self.request_id,
             self.version,
             self.prompt_ids(),
-            sampling,
+            self.turn_sampling(),
             tuple(self.tokens.tolist()),
             tuple(self.logprobs.tolist()),
             self.is_session,
@@ -173,11 +178,11 @@ class ResponseState:
         """Returns whether a process with so many tokens of this session, and this digest of the given ones, has all of
         the present branch, but for the given tokens of a turn that was just asked.
         """
-        runs, has = self.given_bounds(), len(self)
+        runs, has, turn = self.given_bounds(), len(self), len(self.given)
         if runs and tokens == runs[-1][0] and not self.given[-1].is_fork:  # it does not know of the next turn yet
-            has = runs.pop()[0]
-        beginning = beginning_digest(self.prompt_ids(), self.branch_sampling().seed)
-        return tokens >= has and digest == given_digest(beginning, self.tokens, runs)
+            has, turn = runs.pop()[0], turn - 1
+        beginning = beginning_digest(self.prompt_ids())
+        return tokens >= has and digest == given_digest(beginning, self.turn_sampling(turn), self.tokens, runs)
 
     def worker_history(self) -> tuple[Segment, ...]:
         """The segments among all tokens: which worker sampled which."""
@@ -201,10 +206,11 @@ class ResponseState:
         finish_reason, stop = self.end_of(turn)
         if finish_reason != "stop":
             return None
-        if stop or not self.sampling.stop_token_ids:
+        stop_token_ids = self.turn_sampling(turn).stop_token_ids
+        if stop or not stop_token_ids:
             return stop or None
         last = int(self.held()["token_id"][self.turn_end(turn) - 1])
-        return last if last in self.sampling.stop_token_ids else None
+        return last if last in stop_token_ids else None
 
     def routed_experts(self) -> ExpertArray | None:
         if self.routing is None:
@@ -238,6 +244,7 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
     "window_versions": lambda entry: entry.window_versions,
     "routed_experts": ResponseState.routed_experts,
     "turn_rewards": lambda entry: {},
+    "turn_sampling": lambda entry: {},
     "branch_index": lambda entry: 0,
     "shared_prefix_tokens": lambda entry: 0,
 }

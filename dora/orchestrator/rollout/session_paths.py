@@ -5,14 +5,14 @@ earlier turn, or none. A session without forks has one path, all its tokens. Pos
 response token, so those of a prompt that the environment gave are below 0.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dora.data.token_spans import Column
-from dora.data.types import FinishReason
+from dora.data.types import FinishReason, SamplingValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class GivenRun:
     after_turn: int  # the turn whose path they continue
     first_token: int  # position of the first on the path; minus ``tokens``: they are the prompt of a path of its own
     is_fork: bool  # it does not continue the turn asked before, or is a prompt
+    sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # of the turn, as far as not the session's
 
     @property
     def end(self) -> int:
@@ -49,12 +50,25 @@ def runs_of(turns: Iterable[Sequence[Any]]) -> list[GivenRun]:
     """Returns the given runs of one session from the log's: as in ``journal.content.Requests``, in order."""
     runs: list[GivenRun] = []
     for held_at, tokens, at, *named in turns:
+        sampling = named.pop() if isinstance(named[-1], dict) else {}
         is_fork = len(named) > 4
         place = named[4:] if is_fork else (len(runs), held_at - shift_of(runs))
         max_tokens, name, before, stop_before = named[:4]
         after_turn, first_token = place
         runs.append(
-            GivenRun(held_at, tokens, at, max_tokens, name, before, stop_before, after_turn, first_token, is_fork)
+            GivenRun(
+                held_at,
+                tokens,
+                at,
+                max_tokens,
+                name,
+                before,
+                stop_before,
+                after_turn,
+                first_token,
+                is_fork,
+                {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()},
+            )
         )
     return runs
 

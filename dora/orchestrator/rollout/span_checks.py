@@ -39,7 +39,7 @@ def check_spans(
         _check_repeated(entries[int(rows[index])], columns, index)
     for index, stop in columns.stops.items():
         entry = entries[int(rows[index])]
-        if stop and (columns.ends[index] != STOP or stop not in entry.sampling.stop):
+        if stop and (columns.ends[index] != STOP or stop not in entry.turn_sampling().stop):
             raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
     if routing is not None or len(columns.routed_experts):
         _check_routing(columns, responses.prompt_tokens[rows], entries, routing)

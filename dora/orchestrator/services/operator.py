@@ -131,6 +131,11 @@ class OperatorService(stubs.OperatorServicer):
             segments=size.segments,
         )
 
+    async def Examine(self, request: pb.ExamineRequest, context: ServicerContext) -> AsyncIterator[pb.ExaminedHost]:
+        async with contextlib.aclosing(self._runtime.examinations.run()) as found:
+            async for each in found:
+                yield each
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[pb.OperatorReply]:
         """Yields a reply that counts the moves and loads which begin meanwhile."""

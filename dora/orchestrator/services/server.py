@@ -50,7 +50,7 @@ async def serving(
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
-    stubs.add_SessionsServicer_to_server(SessionService(runtime), server)
+    stubs.add_SessionsServicer_to_server(SessionService(runtime, model), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
     stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens, kv_secret), server)
     stubs.add_HostServicer_to_server(HostService(runtime), server)

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy as np
 from dora.core import events as on
 from dora.data.types import Reward
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.orchestrator.rollout.prompt_ledger import PromptState
+from dora.orchestrator.hosts.fronts import Front, host_of_peer
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.orchestrator.rollout.session_paths import places, shift_of
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services import turn_request
+from dora.orchestrator.services import opening, turn_request
 from dora.orchestrator.services.turn_request import check_line
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
@@ -24,7 +25,6 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
 
-OPENED: Final = "open:"  # begins the environment of a group that a client has opened
 NAME_MAX: Final = 128  # characters, of what gave tokens
 REASON_MAX: Final = 200
 LOG_MAX: Final = 4096
@@ -34,8 +34,10 @@ COMPONENTS_MAX: Final = 64  # parts of a reward
 class SessionService(stubs.SessionsServicer):
     """Each call checks everything before it changes anything, so a refused one disturbs no session."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, model: Path) -> None:
+        """``model``: the model's folder on this host."""
         self._runtime = runtime
+        self._model = model
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")
@@ -43,42 +45,12 @@ class SessionService(stubs.SessionsServicer):
             yield turn
 
     async def Open(self, request: pb.OpenRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
-        environment = await self._open(request.prompt, again=request.again)
+        environment = await opening.open_group(self._runtime, request)
         await self._runtime.journal.settled()
         for turn in self._ended(request.prompt.prompt_id):
             yield turn
         async for turn in self._attend(environment):
             yield turn
-
-    async def _open(self, prompt: pb.Prompt, *, again: bool) -> str:
-        """Queues the prompt of a group whose sessions this caller drives, unless it was. Returns its environment.
-
-        ``again``: only finds one. Raises NotFound, Conflict, InvalidValue, LimitExceeded.
-        """
-        runtime = self._runtime
-        if prompt.environment:
-            raise InvalidValue("environment", prompt.environment, "none: the caller is the environment")
-        environment = f"{OPENED}{prompt.prompt_id}"
-        check_name(environment, "prompt_id")
-        ledger = runtime.feed.ledger
-        if ledger.state(prompt.prompt_id) is not PromptState.DONE:
-            known = ledger.prompt(prompt.prompt_id)
-            if known.environment != environment:
-                raise Conflict("prompt_id", prompt.prompt_id, "an id that is not in use", why="is in use")
-            if prompt.group_size not in (0, known.group_size):
-                raise Conflict("group_size", prompt.group_size, f"{known.group_size}, as in the first call", "differs")
-            return environment
-        if again:
-            raise NotFound("prompt_id", prompt.prompt_id, "a group that was opened, and that no step has trained on")
-        message = pb.Prompt()
-        message.CopyFrom(prompt)
-        message.environment = environment
-        checked = await asyncio.to_thread(runtime.feed.check.from_wire, message)
-        checked = replace(checked, group_size_min=checked.group_size)  # its caller drives all that it has opened
-        ledger.check_free(prompt.prompt_id)
-        runtime.environments.check_room(prompt.prompt_id, checked.group_size, ledger, runtime.config.sessions.open_max)
-        runtime.feed.queue([checked])
-        return environment
 
     async def _attend(self, environment: str) -> AsyncIterator[pb.SessionTurn]:
         environments, buffer = self._runtime.environments, self._runtime.buffer
@@ -97,13 +69,21 @@ class SessionService(stubs.SessionsServicer):
         groups = (entries for _, entries in self._runtime.buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
         return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
 
+    async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
+        opening.withdraw(self._runtime, request)
+        await self._runtime.journal.settled()
+        return pb.WithdrawReply()
+
+    async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeReply:
+        return opening.described(self._runtime, self._model)
+
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
         entry = self._session(request.session_id)
         turns = len(entry.given)
         if request.turn > turns:
             self._ask(entry, request)
         elif request.turn:
-            turn_request.check_repeated(entry, request)
+            turn_request.check_repeated(entry, request, self._runtime.buffer.sampling)
         sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
         is_large = request.ByteSize() > SMALL_BYTES
         del request
@@ -153,6 +133,12 @@ class SessionService(stubs.SessionsServicer):
         in_place = members[entry.sample_index] if members else entry
         return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
 
+    async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
+        front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
+        with self._runtime.fronts.serving(front):
+            yield pb.FrontNoted()
+            await asyncio.Event().wait()  # until the front leaves
+
     def _session(self, session_id: str) -> ResponseState:
         entry = self._runtime.buffer.get(session_id)
         if entry is None or not entry.is_session:
@@ -169,12 +155,14 @@ class SessionService(stubs.SessionsServicer):
         place = turn_request.place_of(entry, request, runtime.config.sessions.forks)
         vocab_size = runtime.store.reference.vocab_size
         given, max_tokens = turn_request.given_of(entry, request, place, runtime.config, vocab_size)
+        sampling = turn_request.sampling_of(entry, request, runtime.buffer.sampling)
+        turn_request.check_turn_sampling(entry, sampling, max_tokens, vocab_size)
         fork, event = None, on.TurnAsked(entry.request_id, len(given))
         if place is not None and place.is_prompt:
             fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
         elif place is not None:
             fork, event = (place.after_turn, place.first_token), replace(event, after_tokens=place.first_token)
-        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork)
+        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork, sampling)
         runtime.post(event, record_of=lambda: record)
 
 

@@ -1,8 +1,13 @@
 """Checks of the next turn that a caller asks of a session. Each raises before anything has changed."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 
 from dora.config import Config
+from dora.data.limits import SAMPLING_BYTES_MAX
+from dora.data.sampling import check_sampling, checked_overrides
+from dora.data.strict_json import read_json
+from dora.data.types import Prompt, SamplingParams, SamplingValue
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc import convert
@@ -49,6 +54,38 @@ def place_of(entry: ResponseState, request: pb.TurnRequest, forks_most: int) -> 
     return place
 
 
+def sampling_of(
+    entry: ResponseState, request: pb.TurnRequest, resolved: Callable[[Prompt], SamplingParams]
+) -> dict[str, SamplingValue]:
+    """Returns the turn's sampling parameters that differ from the session's, and a seed if the request has one.
+
+    ``resolved``: returns the sampling parameters of a prompt's responses. Raises InvalidValue.
+    """
+    if not request.sampling_json:
+        return {}
+    said = read_json(request.sampling_json, "sampling_json", SAMPLING_BYTES_MAX)
+    overrides = checked_overrides(said, "sampling")
+    if "max_tokens" in overrides:
+        allowed = "given as max_tokens, beside sampling_json"
+        raise InvalidValue("sampling.max_tokens", overrides["max_tokens"], allowed)
+    wanted = resolved(replace(entry.prompt, sampling={**entry.prompt.sampling, **overrides}))
+    found: dict[str, SamplingValue] = {
+        each.name: getattr(wanted, each.name)
+        for each in fields(SamplingParams)
+        if each.name not in ("seed", "max_tokens") and getattr(wanted, each.name) != getattr(entry.sampling, each.name)
+    }
+    return {**found, "seed": overrides["seed"]} if "seed" in overrides else found
+
+
+def check_turn_sampling(
+    entry: ResponseState, sampling: Mapping[str, SamplingValue], max_tokens: int, vocab_size: int
+) -> None:
+    """Raises InvalidValue for parameters that an engine would refuse."""
+    if sampling or entry.sampling.min_tokens:
+        whole = replace(entry.sampling, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        check_sampling(whole, vocab_size=vocab_size)
+
+
 def given_of(
     entry: ResponseState, request: pb.TurnRequest, place: Place | None, config: Config, vocab_size: int
 ) -> tuple[tuple[int, ...], int]:
@@ -81,8 +118,11 @@ def given_of(
     return given, max_tokens
 
 
-def check_repeated(entry: ResponseState, request: pb.TurnRequest) -> None:
-    """Raises Conflict if a turn is asked again with other tokens or at another place."""
+def check_repeated(entry: ResponseState, request: pb.TurnRequest, resolved: Callable[[Prompt], SamplingParams]) -> None:
+    """Raises Conflict if a turn is asked again with other tokens, at another place or with other sampling.
+
+    ``resolved``: as of ``sampling_of``. Raises InvalidValue.
+    """
     run = entry.given[request.turn - 1]
     is_same = entry.held()["token_id"][run.held_at : run.held_end].tobytes() == request.given_token_ids
     is_same &= run.is_prompt == (request.fork == pb.TurnRequest.PROMPT)
@@ -90,6 +130,18 @@ def check_repeated(entry: ResponseState, request: pb.TurnRequest) -> None:
         is_same &= not request.HasField(name) or getattr(request, name) == getattr(run, name)
     if not is_same:
         raise Conflict("given_token_ids", f"{run.tokens} tokens", "those of its first call", why="differ")
+    if request.max_tokens not in (0, run.max_tokens):
+        raise _other("max_tokens", request.max_tokens, run.max_tokens)
+    wanted, own = sampling_of(entry, request, resolved), run.sampling
+    for name in sorted({*wanted, *own}):
+        if wanted.get(name) != own.get(name):
+            usual = MISSING if name == "seed" else getattr(entry.sampling, name)
+            raise _other(f"sampling.{name}", wanted.get(name, usual), own.get(name, usual))
+
+
+def _other(field: str, value: object, first: object) -> Conflict:
+    """The refusal of a turn that is asked again in another way."""
+    return Conflict(field, value, f"{first!r}, as in the turn's first call", why="differs")
 
 
 def check_line(field: str, text: str, most: int, *, least: int = 0, lines: bool = False) -> None:

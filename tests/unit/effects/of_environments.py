@@ -13,7 +13,9 @@ LIMITED: Final = Shown(UNIT + "test_a_process_ends_itself_at_its_limits")
 
 ROWS: Final[dict[str, Row]] = {
     "environment.spec": Shown(E2E + "test_a_service_trains_while_its_environment_is_killed"),
+    "environment.python": Shown("tests/clients/test_verifiers.py::test_a_taskset_that_does_not_load_is_refused"),
     "environment.timeout_s": Shown(UNIT + "test_what_fails_gives_its_session_up_with_the_reason_in_one_line"),
+    "environment.turns": Shown(UNIT + "test_a_session_ends_after_its_turns_or_where_the_context_is_full"),
     "environment.at_once": BOUNDED,
     "environment.starting": BOUNDED,
     "environment.warm": Shown(
