@@ -20,7 +20,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo triton prometheus clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo triton prometheus chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +32,10 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 AGENT=1 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check triton prometheus clients-if-had ## lint, types, import rules, stubs, and the tests that CI runs
+test: check triton prometheus chromium clients-if-had ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check prometheus clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+test-all: check prometheus chromium clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
@@ -56,6 +56,10 @@ clients: setup ## the environments of other projects' clients, which their tests
 # Where they cannot be had, the tests with these clients are skipped with the reason.
 clients-if-had: setup
 	@$(MAKE) --no-print-directory clients || true
+
+# Where it cannot be had, the tests of the operator's page are skipped with the reason.
+chromium: setup
+	@$(BIN)/python -m tests.browser.fetch .chromium-build || true
 
 test-v2: setup ## the engine's contract suite on vLLM's runner for GPUs, on a CPU by Triton's interpreter (about 10 minutes)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton

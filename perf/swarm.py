@@ -14,6 +14,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from dora.data.engine_times import HISTOGRAMS
 from dora.data.types import EngineCapability
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -64,6 +65,11 @@ class Sent:
             self.kept_bytes += len(content)
 
 
+def _times(rng: np.random.Generator) -> pb.EngineTimes:
+    counted = [(each.name, rng.integers(0, 100_000, len(each.bounds) + 1)) for each in HISTOGRAMS]
+    return pb.EngineTimes(histograms=[pb.Histogram(name=name, buckets=counts.tolist()) for name, counts in counted])
+
+
 class SyntheticWorker:
     """One worker: obeys commands at once, samples tokens by the clock, reports as the service says."""
 
@@ -80,6 +86,7 @@ class SyntheticWorker:
         self._version = -1
         self._generated = 0
         self._begun = 0
+        self._times: pb.EngineTimes | None = _times(rng)  # of the first report
         self.period_s = 1.0
         self.ready = asyncio.Event()
         self.is_asked = asyncio.Event()  # set when a turn has begun
@@ -193,7 +200,9 @@ class SyntheticWorker:
             generated_tokens=self._generated,
             version=self._version,
             at=time.time(),
+            times=self._times,
         )
+        self._times = None
         return pb.WorkerMessage(report=report).SerializeToString(), tokens
 
 

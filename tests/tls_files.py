@@ -1,5 +1,6 @@
 """Certificates for tests: a cluster's folder, and one certificate of any kind."""
 
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def another(
     for name, content in ((CERT, cert), (KEY, key), (CA, authority.trusted)):
         write_private(into / name, content)
     return Tls.of_folder(into)
+
+
+def shows(own: Tls) -> ssl.SSLContext:
+    """A client's context with these files, whatever they are worth."""
+    context = ssl.create_default_context(cafile=own.ca)
+    context.check_hostname = False
+    if own.cert:
+        context.load_cert_chain(own.cert, own.key)
+    return context

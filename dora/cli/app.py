@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "profile": (profile.profile, profile.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),
     "report": (report.report, report.EXAMPLE),
-    "doctor": (doctor.doctor, doctor.EXAMPLE),
+    "doctor": (guarded(doctor.doctor), doctor.EXAMPLE),
     "prepare": (prepare.prepare, prepare.EXAMPLE),
     "version": (version.version, version.EXAMPLE),
 }

@@ -9,30 +9,47 @@ import typer
 from rich.text import Text
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, TokenOption, refuse_given
 from dora.cli.output import print_result
 from dora.view.tables import Facts
 
 if TYPE_CHECKING:
+    from dora.client import Operator
     from dora.doctor.verdict import Verdict
+    from dora.rpc.dora_pb2 import ExaminedHost
 
 EXAMPLE = "dora doctor --device cuda"
 STYLES: Final = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 
 def doctor(
+    context: typer.Context,
+    service: Annotated[
+        str,
+        typer.Option(
+            "--service", metavar="HOST:PORT", help="Check a running service and all its hosts instead of this machine."
+        ),
+    ] = "",
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="cpu or cuda; default: cuda if this process sees a GPU.")
     ] = "",
     model: Annotated[str, typer.Option(metavar="MODEL", help="A model's name or folder.")] = "tiny",
     stage: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this stage; may be repeated.")] = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine before a run: packages, GPUs, engine, reloads, moves of KV, and a short run.
 
     Each stage runs in a process of its own. The command exits with 1 if a stage failed, or all were skipped. Attach its
     output to a report.
+
+    With --service it checks a running service and its hosts: versions, clocks, memory, disks, certificates, links, and
+    what a load and a move take. It exits with 1 if something is to be done.
     """
+    if service:
+        refuse_given(context, ("--device", "--model", "--stage"), "with --service")
+        _examine(service, token, as_json)
+        return
     from dora.doctor.run import chosen, run_stages
     from dora.host.placement import placement_of
     from dora.models import resolve_model
@@ -47,6 +64,30 @@ def doctor(
     ok = "ok" in outcomes and "failed" not in outcomes
     document = {"ok": ok, "device": kind, "model": model, "stages": [asdict(verdict) for verdict in verdicts]}
     print_result(document, _table(kind, verdicts), as_json)
+    if not ok:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _examine(service: str, token: str | None, as_json: bool) -> None:
+    from dora.cli.service import ask
+    from dora.doctor.service import findings_of
+
+    async def examined(operator: "Operator") -> list["ExaminedHost"]:
+        return [each async for each in operator.examine()]
+
+    findings = findings_of(ask(service, token, examined))
+    ok = all(each.ok for each in findings)
+    table = Facts(f"hosts of {service}")
+    for number, each in enumerate(findings):
+        if number and each.host != findings[number - 1].host:
+            table.add_section()
+        text = Text("ok", STYLES["ok"]) if each.ok else Text("to do", STYLES["failed"])
+        text.append(f"  {each.found}", "dim" if each.ok else "default")
+        if each.action:
+            text.append(f": {each.action}", "bold")
+        table.add_row(f"{each.host} {each.check}", text)
+    document = {"ok": ok, "service": service, "findings": [asdict(each) for each in findings]}
+    print_result(document, table, as_json)
     if not ok:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,13 @@ import typer
 
 from dora.cli.exits import say
 from dora.cli.options import token_option
-from dora.cli.token import DEFAULT_ADDRESS, WHERE, find_token
-from dora.errors import MISSING
+from dora.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
+from dora.errors import MISSING, InvalidValue, one_of
+from dora.system.environment import PAGE_TOKEN
 from dora.system.secret_file import read_token
 from dora.system.signals import drain_on_signals
+from dora.tls import Tls
+from dora.tls.options import CLIENTS
 
 if TYPE_CHECKING:
     from dora.front.run import FrontOptions
@@ -39,6 +43,14 @@ def front(
     tool_format: Annotated[
         str, typer.Option(metavar="FORMAT", help="hermes, llama or mistral; default: as the chat template shows.")
     ] = "",
+    tls_clients: Annotated[
+        str,
+        typer.Option(
+            "--tls-clients",
+            metavar="certificate|token",
+            help="What agents must have under TLS: a certificate, or a key alone.",
+        ),
+    ] = CLIENTS[0],
     token: Annotated[
         str | None,
         token_option(
@@ -49,13 +61,17 @@ def front(
 ) -> None:
     """Serve agents over HTTP, in the protocols of OpenAI and vLLM, until Ctrl-C.
 
-    Several may serve one service. The sessions of an agent stay with the front that it began with.
+    Several may serve one service. The sessions of an agent stay with the front that it began with. With --tls agents
+    connect under TLS, and the front's certificate replaces the token.
     """
     from dora.front.run import FrontOptions
     from dora.rpc.errors import Unauthenticated
 
-    secret = token or find_token(service)
-    if not secret:
+    if tls_clients not in CLIENTS:
+        raise InvalidValue("--tls-clients", tls_clients, one_of(tls_clients, CLIENTS))
+    tls = Tls.from_environment()
+    secret = token or secret_for(service)
+    if not secret and tls is None:
         raise Unauthenticated("token", MISSING, f"the token of the role environment, or the owner's: {WHERE}")
     options = FrontOptions(
         service=service,
@@ -64,6 +80,8 @@ def front(
         model=model,
         key="" if key is None else read_token(key, "--key-file"),
         tool_format=tool_format,
+        tls=tls,
+        mutual=tls_clients == CLIENTS[0],
     )
     try:
         asyncio.run(_run(options))
@@ -73,6 +91,7 @@ def front(
 
 async def _run(options: "FrontOptions") -> None:
     from dora.front.run import run_front
+    from dora.page import mounted
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dora").setLevel(logging.INFO)
@@ -80,4 +99,9 @@ async def _run(options: "FrontOptions") -> None:
     running = asyncio.current_task()
     assert running is not None
     drain_on_signals(stop.set, running.cancel)
-    await run_front(options, stop, lambda url: say(f"dora: agents reach {options.service} at {url}/v1"))
+    mount = mounted(options.service, os.environ.get(PAGE_TOKEN) or options.token, options.tls)
+
+    def ready(url: str) -> None:
+        say(f"dora: agents reach {options.service} at {url}/v1; the operator's page is {url}/")
+
+    await run_front(options, stop, ready, mount)

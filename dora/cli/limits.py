@@ -17,6 +17,8 @@ from dora.front.replays import KEPT_MAX, KEPT_S
 from dora.front.sessions import BRANCHES_MAX
 from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
 from dora.journal.log import BEHIND_BYTES
+from dora.orchestrator.hosts.examinations import EXAMINED_S
+from dora.orchestrator.hosts.fronts import FRONTS_MAX
 from dora.orchestrator.hosts.hosts import HOSTS_MAX
 from dora.orchestrator.rollout.evaluations import PROMPT_BYTES_MAX, UNREAD_BYTES_MAX
 from dora.orchestrator.rollout.feed import REFUSED_MAX
@@ -26,6 +28,8 @@ from dora.orchestrator.services.cancel import IDS_MAX
 from dora.orchestrator.services.operator import WATCHES_MAX
 from dora.orchestrator.services.trainer import METRICS_MAX, UPLOAD_SILENCE_S
 from dora.orchestrator.services.worker import POOLS_MAX, WORKERS_MAX
+from dora.page.browsers import BROWSERS
+from dora.page.viewers import VIEWERS
 from dora.prompts.jsonl import LINE_BYTES_MAX
 from dora.prompts.store import PROMPTS_MAX
 from dora.prompts.tables import CELL_BYTES_MAX
@@ -62,6 +66,7 @@ def front_limits() -> Iterator[tuple[str, str, str]]:
     yield "front: choices of a request; prompts of one", f"{CHOICES_MAX}; {CHOICES_MAX}", "400"
     yield "front: time of a session without a call", f"{front.idle_s:g} s", "closed with the reward that it has"
     yield "front: requests that a retry finds; for how long", f"{KEPT_MAX:,}; {KEPT_S:g} s", "sampled anew"
+    yield "front: browsers that follow its page; that have signed in", f"{VIEWERS}; {BROWSERS:,}", "503; signed out"
     yield "front: ended sessions that late calls are refused for", f"{CLOSED_MAX:,}", "the oldest is forgotten"
 
 
@@ -90,6 +95,8 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "large messages processed at once, per service; uploads", f"{LARGE_AT_ONCE}; {UPLOADS_AT_ONCE}", WAITS
     yield "time to send a small message; a large message", f"{SMALL_S:g} s; {LARGE_S:g} s", "the call ends"
     yield "idle time of an upload", f"{UPLOAD_SILENCE_S:g} s", "the upload is removed"
+    yield "examinations (`dora doctor --service`); time of a host's", f"1; {EXAMINED_S:g} s", f"{REFUSED}; no result"
+    yield "fronts that Prometheus finds", f"{FRONTS_MAX:,}", REFUSED
     yield "hosts; workers per host", f"{HOSTS_MAX:,}; {HOST_WORKERS_MAX:,}", REFUSED
     yield "connected workers; pools", f"{WORKERS_MAX:,}; {POOLS_MAX:,}", REFUSED
     yield "queued commands of a worker", f"{COMMANDS_QUEUED_MAX:,}", "the worker is replaced"

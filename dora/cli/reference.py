@@ -23,16 +23,25 @@ from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
 from dora.data.conversation import BranchShown, Conversation, TurnShown
 from dora.data.counters import COUNTERS
+from dora.data.engine_times import HISTOGRAMS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
+from dora.doctor.service import Finding
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
+from dora.front.app import AGENTS, OWN, SESSION
+from dora.front.callers import TURNS
+from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.front.figures import FRONT
+from dora.front.http import TINKER
 from dora.orchestrator.metrics.declaration import Declared
-from dora.orchestrator.metrics.of_hosts import HOST
+from dora.orchestrator.metrics.of_hosts import HOST, LABELS
 from dora.orchestrator.metrics.of_service import SERVICE
+from dora.orchestrator.metrics.server import PLACES
 from dora.orchestrator.recovery.replay import Known, Summary
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
 from dora.rpc.access import ACCESS, may_call
+from dora.rpc.bearer import READS
 from dora.rpc.errors import (
     CallFailed,
     NoAnswer,
@@ -98,11 +107,13 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
     yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
     yield "Who may call what", ("method of `dora.proto`", *Role), _access()
+    yield "Who may use which route", ("route or page, under TLS", *Role), _routes()
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
     yield "Metrics of a service: `dora serve --metrics`, page `/metrics`", METRICS, _metrics(SERVICE, DISTRIBUTIONS)
-    yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, _metrics(HOST)
+    yield "Metrics of a front: its page `/metrics`", METRICS, _metrics(FRONT, FRONT_DISTRIBUTIONS)
+    yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, (*_metrics(HOST), *_engine_histograms())
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
@@ -120,6 +131,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
     yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)
     yield "Event logs: `dora replay`", FIELDS, log
+    yield "A service's hosts: `dora doctor --service`, each of `findings`", FIELDS, _fields(Finding)
 
 
 def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
@@ -168,6 +180,11 @@ def _metrics(declared: Iterable[Declared[Any]], histograms: Iterable[Distributio
         )
 
 
+def _engine_histograms() -> Rows:
+    for each in HISTOGRAMS:
+        yield f"`{each.name}`", "histogram", ", ".join(f"`{label}`" for label in LABELS), each.meaning
+
+
 def _commands() -> Rows:
     companions = {"simulate": run, "simulate sweep": sweep, "simulate presets": presets, "tls make": tls}
     own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
@@ -179,6 +196,16 @@ def _access() -> Rows:
     """A row for each method: which roles may call it."""
     for method in ACCESS:
         yield f"`{method}`", *("yes" if may_call(role, method) else "" for role in Role)
+
+
+def _routes() -> Rows:
+    """A row for each route of a front, and for the pages of the metrics: which roles of certificates may use them."""
+    within = {f"`{each.verb} {each.path}`, also within `{SESSION}`": each.does for each in AGENTS}
+    within |= {f"`{TINKER}...`, also within `{SESSION}`": TURNS}
+    own = {f"`{each.verb} {each.path}`": each.does for each in OWN}
+    pages = {f"`--metrics`: {PLACES}": READS}
+    for route, does in (within | own | pages).items():
+        yield route.replace("{session}", "ID"), *("yes" if may_call(role, does) else "" for role in Role)
 
 
 def _errors() -> Rows:

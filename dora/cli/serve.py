@@ -209,7 +209,7 @@ def serve(
     )
     check_no_secret(settings)
     config = load_config(config_file, [*(settings or ()), *short])
-    front = None if http is None else _front(http, http_key)
+    front = None if http is None else _front(http, http_key, config)
     if not dry_run:
         try:
             code = asyncio.run(_serve(config, as_json, front))
@@ -228,17 +228,21 @@ def serve(
         sys.stdout.write(toml_of(config))
 
 
-def _front(listen: str, key_file: Path | None) -> "FrontProcess":
+def _front(listen: str, key_file: Path | None, config: Config) -> "FrontProcess":
     from dora.front.child import FrontProcess
+    from dora.orchestrator.guard import tls_of_children
 
-    return FrontProcess(listen, key_file)
+    return FrontProcess(listen, key_file, tls_of_children(config), config.tls.clients)
 
 
 def _environment(config: Config) -> "EnvironmentProcess | None":
     """The process of the environment, if there is one. Raises InvalidValue for a class that cannot be loaded."""
     from dora.environment.child import EnvironmentProcess
+    from dora.orchestrator.guard import tls_of_children
 
-    return EnvironmentProcess(config.environment, config.reward.environment) if config.environment.spec else None
+    if not config.environment.spec:
+        return None
+    return EnvironmentProcess(config.environment, config.reward.environment, tls_of_children(config))
 
 
 def _run_preflight(config: Config) -> None:
@@ -278,8 +282,9 @@ async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = N
             leave(handle)
             _print_attach(handle, config, as_json)
             if front is not None:
-                front.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
-                _print_progress(f"agents reach it at {front.url}/v1")
+                tokens = handle.tokens
+                front.start(handle.address, tokens[Role.ENVIRONMENT], handle.model, tokens[Role.METRICS])
+                _print_progress(f"agents reach it at {front.url}/v1; the operator's page is {front.url}/")
             if environment is not None:
                 environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
 

@@ -24,21 +24,43 @@ class Operator(Client):
     async def status(self) -> pb.Status:
         return await self._connection.call(self._stub.GetStatus, pb.StatusRequest(), self._timeout_s)
 
-    async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
-        """Yields the status at most every ``period_ms``, until the service ends the stream or the caller stops."""
+    async def watch(self, period_ms: int = 500, *, only_new: bool = False) -> AsyncIterator[pb.Status]:
+        """Yields the status at most every ``period_ms``, until the service ends the stream or the caller stops.
+
+        ``only_new``: without steps that were yielded before, and with the moves since then.
+        """
         check_count("period_ms", period_ms)
-        stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms))
+        stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms, only_new=only_new))
         try:
             while (status := await self._connection.read(stream)) is not None:
                 yield status
         finally:
             stream.cancel()
 
-    async def trajectories(self, state: str = "", limit: int = 0) -> pb.TrajectoriesReply:
-        """Lists the trajectories in ``state`` (empty: all), at most ``limit`` (0: 100)."""
+    async def examine(self) -> AsyncIterator[pb.ExaminedHost]:
+        """Examines every host, and yields each result as it comes. Raises Conflict if another one is under way."""
+        stream = self._stub.Examine(pb.ExamineRequest())
+        try:
+            while (found := await self._connection.read(stream)) is not None:
+                yield found
+        finally:
+            stream.cancel()
+
+    async def trajectories(
+        self, state: str = "", limit: int = 0, *, offset: int = 0, worker: str = ""
+    ) -> pb.TrajectoriesReply:
+        """Lists the trajectories in ``state`` and of ``worker`` (empty: all), at most ``limit`` (0: 100)."""
         check_count("limit", limit)
-        request = pb.TrajectoriesRequest(state=state, limit=limit)
+        check_count("offset", offset)
+        request = pb.TrajectoriesRequest(state=state, limit=limit, offset=offset, worker=worker)
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
+
+    async def trajectory(self, trajectory_id: str, first_token: int = 0, tokens: int = 0) -> pb.ShownTrajectory:
+        """Returns a trajectory that is not committed, with at most ``tokens`` (0: 4,096) of its tokens."""
+        check_count("first_token", first_token)
+        check_count("tokens", tokens)
+        request = pb.ShowTrajectoryRequest(trajectory_id=trajectory_id, first_token=first_token, tokens=tokens)
+        return await self._connection.call(self._stub.ShowTrajectory, request, self._timeout_s)
 
     async def migrate(self, trajectory_id: str, target_worker: str) -> pb.OperatorReply:
         request = pb.MigrateRequest(trajectory_id=trajectory_id, target_worker=target_worker)

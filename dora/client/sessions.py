@@ -281,6 +281,18 @@ class Sessions(Client):
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
+    async def serve_front(self, address: str, noted: Callable[[], None], *, secure: bool = False) -> None:
+        """Tells the service of an HTTP front at ``address`` until the service ends the call. ``noted`` is called once
+        it knows. Raises InvalidValue, LimitExceeded, ServiceUnavailable.
+        """
+        with self._connections.for_a_call() as connection:
+            replies: Any = connection.stub(SessionsStub).ServeFront(pb.FrontHello(address=address, secure=secure))
+            try:
+                while await connection.read(replies) is not None:
+                    noted()
+            finally:
+                replies.cancel()
+
     async def withdraw(self, prompt_id: str, reason: str = "") -> None:
         """Cancels a group that was opened with this prompt id, or takes it back from the queue. May be repeated.
 

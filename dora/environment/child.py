@@ -7,15 +7,19 @@ from dora.config import EnvironmentConfig
 from dora.environment.loading import check_loads
 from dora.host.kept import KeptProcess
 from dora.system.environment import child_environment
+from dora.tls import Tls
 
 
 class EnvironmentProcess:
     """Runs an environment from ``start`` to ``stop``."""
 
-    def __init__(self, settings: EnvironmentConfig, passed: Sequence[str] = ()) -> None:
-        """``passed``: variables of the surroundings for it. Raises InvalidValue if the class does not load."""
+    def __init__(self, settings: EnvironmentConfig, passed: Sequence[str] = (), tls: Tls | None = None) -> None:
+        """``passed``: variables of the surroundings for it. ``tls``: the service's; None: it is in the clear.
+
+        Raises InvalidValue if the class does not load.
+        """
         self._settings = settings
-        self._environment = child_environment(("DORA_TLS*", *passed))
+        self._environment = child_environment(tuple(passed), {} if tls is None else tls.environment())
         check_loads(settings, self._environment)
         self._process: KeptProcess | None = None
 

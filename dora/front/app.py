@@ -2,48 +2,77 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from aiohttp import web
 
 from dora.errors import DoraError, InvalidValue, NotFound
 from dora.front import anthropic, chat, completions, control, responses, tokens
+from dora.front.callers import ENDS, OPENS, TURNS
 from dora.front.door import Door
 from dora.front.errors import TooLarge, anthropic_body, openai_body, status_of
-from dora.front.http import DOOR, refusing
+from dora.front.http import DOOR, ErrorBody, Handler, refusing
 from dora.front.listening import BACKLOG, url_of
 from dora.front.tinker.routes import add_routes
+from dora.rpc.bearer import READS
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
-_SESSION: Final = "/sessions/{session}"
+Mount = Callable[[web.Application], None]
+SESSION: Final = "/sessions/{session}"
 
 
-def application(door: Door) -> web.Application:
-    """Returns the application. It begins no connection and no task before it is run."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. ``does``: what its requests do, as a method of the service; roles of certificates follow from it."""
+
+    verb: str
+    path: str
+    handler: Handler
+    does: str = TURNS
+    body_of: ErrorBody = openai_body
+
+
+AGENTS: Final = (
+    Route("GET", "/v1/models", control.models),
+    Route("POST", "/v1/chat/completions", chat.chat_completions),
+    Route("POST", "/v1/responses", responses.responses),
+    Route("POST", "/v1/messages", anthropic.messages, body_of=anthropic_body),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, body_of=anthropic_body),
+    Route("POST", "/v1/completions", completions.completions),
+    Route("POST", "/inference/v1/generate", tokens.generate),
+)  # also within a session
+OWN: Final = (
+    Route("GET", "/health", control.health),
+    Route("GET", "/prefix_breaks", control.breaks),
+    Route("GET", "/metrics", control.metrics, READS),
+    Route("POST", "/sessions", control.open_sessions, OPENS),
+    Route("GET", SESSION, control.show_session),
+    Route("POST", f"{SESSION}/reward", control.reward, ENDS),
+    Route("POST", f"{SESSION}/close", control.close, ENDS),
+    Route("POST", "/inference/v1/abort_requests", tokens.abort_requests),
+)
+ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") for each in AGENTS))
+
+
+def application(door: Door, mount: Mount | None = None) -> web.Application:
+    """Returns the application. It begins no connection and no task before it is run. ``mount`` adds routes to it."""
     app = web.Application(
-        client_max_size=door.limits.body_bytes, middlewares=[_shaped], handler_args={"max_field_size": HEADER_BYTES_MAX}
+        client_max_size=door.limits.body_bytes,
+        middlewares=[_counted, _shaped],
+        handler_args={"max_field_size": HEADER_BYTES_MAX},
     )
     app[DOOR] = door
-    app.router.add_get("/health", refusing(control.health))
-    app.router.add_get("/prefix_breaks", refusing(control.breaks))
-    app.router.add_post("/sessions", refusing(control.open_sessions))
-    app.router.add_get(_SESSION, refusing(control.show_session))
-    app.router.add_post(f"{_SESSION}/reward", refusing(control.reward))
-    app.router.add_post(f"{_SESSION}/close", refusing(control.close))
-    for base in ("", _SESSION):
-        app.router.add_get(f"{base}/v1/models", refusing(control.models))
-        app.router.add_post(f"{base}/v1/chat/completions", refusing(chat.chat_completions))
-        app.router.add_post(f"{base}/v1/responses", refusing(responses.responses))
-        app.router.add_post(f"{base}/v1/messages", refusing(anthropic.messages, anthropic_body))
-        app.router.add_post(f"{base}/v1/messages/count_tokens", refusing(anthropic.count_tokens, anthropic_body))
-        app.router.add_post(f"{base}/v1/completions", refusing(completions.completions))
-        app.router.add_post(f"{base}/inference/v1/generate", refusing(tokens.generate))
-    app.router.add_post("/inference/v1/abort_requests", refusing(tokens.abort_requests))
+    for each in ROUTES:
+        add = app.router.add_get if each.verb == "GET" else app.router.add_post
+        add(each.path, refusing(each.handler, each.body_of, each.does))
     app.cleanup_ctx.append(_sweeping)
     add_routes(app, door)
+    if mount is not None:
+        mount(app)
     return app
 
 
@@ -59,6 +88,17 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
     with suppress(asyncio.CancelledError):
         await task
     await app[DOOR].stop()
+
+
+@web.middleware
+async def _counted(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Counts requests, and the bytes of whole replies."""
+    figures = request.app[DOOR].figures
+    with figures.request(request) as ended:
+        response: web.StreamResponse = await handler(request)
+        ended(response.status)
+        figures.sent_bytes += response.body_length if response.prepared else len(getattr(response, "body", b"") or b"")
+        return response
 
 
 @web.middleware
@@ -82,10 +122,10 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
+async def serving(door: Door, listening: socket.socket, mount: Mount | None = None) -> AsyncIterator[str]:
     """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
     runner = web.AppRunner(
-        application(door),
+        application(door, mount),
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,
@@ -100,10 +140,13 @@ async def serving(door: Door, listening: socket.socket) -> AsyncIterator[str]:
         return server() if len(server.connections) < door.limits.connections else _Refused()
 
     try:
-        url = url_of(listening)
-        async with await asyncio.get_running_loop().create_server(connected, sock=listening, backlog=BACKLOG):
+        connect = connected if door.tls is None else door.tls.connecting(connected)
+        url = url_of(listening, secure=door.tls is not None)
+        async with await asyncio.get_running_loop().create_server(connect, sock=listening, backlog=BACKLOG):
             yield url
     finally:
+        if door.tls is not None:
+            await door.tls.close()
         await runner.cleanup()
 
 

@@ -14,6 +14,7 @@ from dora.front.asked import MODEL
 from dora.front.http import DOOR, read_asked
 from dora.front.sessions import AgentSession, Verdict
 from dora.front.source import Opening
+from dora.orchestrator.metrics.text import TEXT
 from dora.prompts.check import check_name
 
 SIZE_MAX: Final = 4096
@@ -98,6 +99,11 @@ async def breaks(request: web.Request) -> web.Response:
     counted = request.app[DOOR].prefix_breaks
     found = {reason: {"count": counted[reason], "meaning": meaning} for reason, meaning in BREAKS.items()}
     return web.json_response({"prefix_breaks": counted.total(), "reasons": found})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """The front's figures, for Prometheus."""
+    return web.Response(body=await request.app[DOOR].page(), headers={"Content-Type": TEXT})
 
 
 async def _session(request: web.Request) -> AgentSession:

@@ -1,26 +1,28 @@
 """Whose call it is, what it may ask, and the turns that it gets."""
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.front.asked import MODEL, Wanted, version_of
+from dora.front.callers import TURNS, Call, Callers, Given
 from dora.front.errors import SessionClosed
+from dora.front.figures import Figures
 from dora.front.model import ServedModel
 from dora.front.replays import Replays
 from dora.front.sessions import AgentSession, Verdict, ended_turn
 from dora.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.front.turns import RunningTurn
-from dora.prompts.check import check_name
-from dora.rpc.errors import Unauthenticated
+from dora.rpc.roles import Tokens
+from dora.tls.certificate import Holder
+from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.front")
 
@@ -46,26 +48,30 @@ class Limits:
     tools: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Who calls. ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to."""
-
-    holder: str
-    session_id: str = ""
-
-
 class Door:
-    """One front's state. ``key``: of all clients; empty: any key is accepted."""
+    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
+    ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
+    """
 
     def __init__(
-        self, source: SessionSource, model: ServedModel, *, key: str = "", limits: Limits | None = None
+        self,
+        source: SessionSource,
+        model: ServedModel,
+        *,
+        key: str = "",
+        limits: Limits | None = None,
+        tls: HttpTls | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.model = model
+        self.tls = tls
         self.limits = limits or Limits()
         self.replays = Replays()
         self.prefix_breaks: Counter[str] = Counter()
+        self.figures = Figures()
+        self.tokens = tokens
         self._source = source
-        self._key = key
+        self._callers = Callers(key, mutual=tls is not None and tls.mutual)
         self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
         self._groups: dict[str, asyncio.Task[list[AgentSession]]] = {}  # opened, until all their sessions are closed
         self._by_key: dict[str, AgentSession] = {}
@@ -76,19 +82,13 @@ class Door:
 
     # ------------------------------------------------------------------------------------------------------- callers
 
-    def caller(self, key: str, session_id: str) -> Call:
-        """Returns who calls. ``session_id``: as header or path say. Raises Unauthenticated, NotFound, InvalidValue."""
-        own = self._by_key.get(key)
-        if own is not None:
-            if session_id and session_id != own.session_id:
-                raise Unauthenticated("key", "(of another session)", f"the key of session {session_id}")
-            return Call(own.session_id, own.session_id)
-        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
-            shown = "(another)" if key else MISSING
-            raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")
-        if session_id:
-            check_name(session_id, "session")
-        return Call(session_id or key or "anyone", session_id)
+    def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
+        """Returns who calls. ``session_id``: as header or path say. ``method``: what the request does.
+
+        Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
+        """
+        session = self._by_key.get(key)
+        return self._callers.call_of(Given(key, session_id, session.session_id if session else "", holder, method))
 
     @contextmanager
     def in_flight(self, call: Call) -> Iterator[None]:
@@ -102,6 +102,10 @@ class Door:
             self._in_flight[call.holder] -= 1
             if not self._in_flight[call.holder]:
                 del self._in_flight[call.holder]
+
+    async def page(self) -> bytes:
+        """The front's figures, for Prometheus."""
+        return await self.figures.page(self.prefix_breaks, self._in_flight.total(), len(self._sessions))
 
     # --------------------------------------------------------------------------------------------------------- turns
 
@@ -118,12 +122,14 @@ class Door:
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
+        came = self.figures.until_first_token()
         self._check(wanted)
         await self._check_model(wanted.model)
         if call.session_id:
-            session = await self._session(call.session_id, wanted)
+            session = await self._session(call, wanted)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted, name)
+            return await self._begun(session, wanted, came, name)
+        call.check_opens()
         group_id = group or f"one-{uuid.uuid4().hex}"
         opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
         defaults = await self._defaults()
@@ -132,13 +138,17 @@ class Door:
         for number, handle in enumerate(handles):
             one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
             session = self._made(handle.session_id, handle, defaults)
-            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one)
+            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self._spawn(self._end_after(session, turns[-1]))
         return turns
 
-    async def _begun(self, session: AgentSession, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+    async def _begun(
+        self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
+    ) -> list[RunningTurn]:
         before = session.tree.prefix_breaks.copy()
         turns = await session.begin(wanted, name)
+        for turn in turns:
+            turn.came = came
         for reason, count in (session.tree.prefix_breaks - before).items():
             self.prefix_breaks[reason] += count
             log.warning("%s: a history was given anew: %s", session.session_id, reason)
@@ -257,10 +267,12 @@ class Door:
                     log.warning("%s: %s", session.session_id, error)
                     self._forget(session)
 
-    async def _session(self, session_id: str, wanted: Wanted) -> AgentSession:
+    async def _session(self, call: Call, wanted: Wanted) -> AgentSession:
         """Returns the session of a call. One that nobody opened is opened by its first call."""
+        session_id = call.session_id
         self._check_open(session_id)
         if session_id not in self._sessions:
+            call.check_opens()
             self._check_room(1)
             self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
         return await self.session(session_id)

@@ -27,10 +27,12 @@ _STATUSES: Final[tuple[tuple[type[DoraError], HTTPStatus, str], ...]] = (
     (Conflict, HTTPStatus.CONFLICT, "conflict_error"),
     (NotFound, HTTPStatus.NOT_FOUND, "not_found_error"),
     (Unauthenticated, HTTPStatus.UNAUTHORIZED, "authentication_error"),
-    (PermissionDenied, HTTPStatus.UNAUTHORIZED, "authentication_error"),
+    (PermissionDenied, HTTPStatus.FORBIDDEN, "permission_error"),
     (InvalidValue, HTTPStatus.BAD_REQUEST, "invalid_request_error"),
     (ServiceUnavailable, HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable_error"),
 )
+_UNKNOWN: Final = "api_error"
+KINDS: Final = tuple(dict.fromkeys((*(name for _, _, name in _STATUSES), _UNKNOWN)))
 
 
 def status_of(error: DoraError) -> tuple[HTTPStatus, str]:
@@ -38,7 +40,7 @@ def status_of(error: DoraError) -> tuple[HTTPStatus, str]:
     for kind, status, name in _STATUSES:
         if isinstance(error, kind):
             return status, name
-    return HTTPStatus.INTERNAL_SERVER_ERROR, "api_error"
+    return HTTPStatus.INTERNAL_SERVER_ERROR, _UNKNOWN
 
 
 def headers_of(error: DoraError) -> Mapping[str, str]:

@@ -13,14 +13,17 @@ from aiohttp import web
 from dora.data.strict_json import read_json
 from dora.errors import DoraError, InvalidValue, described
 from dora.front.asked import Wanted
-from dora.front.door import Call, Door
+from dora.front.callers import TURNS, Call
+from dora.front.door import Door
 from dora.front.errors import TooLarge, headers_of, openai_body, status_of
 from dora.front.replays import name_of
 from dora.front.turns import Chunk, RunningTurn
+from dora.rpc.bearer import READS, bearer_of, check_bearer
 
 log = logging.getLogger("dora.front")
 
 DOOR: Final = web.AppKey("door", Door)
+CALL: Final = web.RequestKey("call", Call)  # who makes a request
 VERSION_HEADER: Final = "X-Policy-Version"
 TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
 TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
@@ -55,9 +58,8 @@ class Asked:
 
 
 async def read_asked(request: web.Request) -> Asked:
-    """Reads a request's caller and body. Raises Unauthenticated, InvalidValue, TooLarge."""
-    door = request.app[DOOR]
-    call = caller_of(request)
+    """Reads a request's body. Raises InvalidValue, TooLarge."""
+    door, call = request.app[DOOR], request[CALL]
     body = await read_body(request)
     said = request.headers.get("Idempotency-Key", "")
     retries = request.headers.get("x-stainless-retry-count", "0")
@@ -68,18 +70,19 @@ async def read_asked(request: web.Request) -> Asked:
     return Asked(door, call, value, name, bool(said) or retries not in ("", "0"))
 
 
-def caller_of(request: web.Request) -> Call:
-    """Returns who calls, by key, header and path. The path wins: clients such as verifiers send a header of their own.
+def caller_of(request: web.Request, method: str = TURNS) -> Call:
+    """Returns who calls, by certificate, key, header and path. The path wins: clients such as verifiers send a header
+    of their own. ``method``: what the request does.
 
-    Raises Unauthenticated, InvalidValue.
+    Raises Unauthenticated, PermissionDenied, InvalidValue.
     """
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else ""
-    key = key or request.headers.get("X-API-Key", "")
+    door = request.app[DOOR]
+    key = bearer_of(request.headers.get("Authorization", "")) or request.headers.get("X-API-Key", "")
     header, path = request.headers.get("X-Session-ID", ""), request.match_info.get("session", "")
     if TINKER in request.path:
         key = key.removeprefix(TINKER_KEY)
-    return request.app[DOOR].caller(key, path or header)
+    holder = None if door.tls is None else door.tls.holder(request.transport)
+    return door.caller(key, path or header, holder, method)
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -91,7 +94,9 @@ async def read_body(request: web.Request) -> bytes:
         raise TooLarge("body", request.content_length, f"at most {limits.body_bytes} bytes")
     try:
         async with asyncio.timeout(limits.body_s):
-            return await request.read()
+            body = await request.read()
+        request.app[DOOR].figures.received_bytes += len(body)
+        return body
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge("body", "(more)", f"at most {limits.body_bytes} bytes") from error
     except TimeoutError as error:
@@ -109,20 +114,39 @@ def _text(body: bytes) -> str:
         raise InvalidValue("body", body[:80], "JSON in UTF-8") from error
 
 
-def refusing(handler: Handler, body_of: ErrorBody = openai_body) -> Handler:
-    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight."""
+def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = TURNS) -> Handler:
+    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight. ``method``: what
+    the request does.
+    """
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            with request.app[DOOR].in_flight(caller_of(request)):
+            if method == READS:
+                check_reader(request)
+                return await handler(request)
+            call = request[CALL] = caller_of(request, method)
+            with request.app[DOOR].in_flight(call):
                 return await handler(request)
         except DoraError as error:
-            status, _ = status_of(error)
+            status, kind = status_of(error)
+            request.app[DOOR].figures.refused[kind] += 1
             if status >= 500:
                 log.warning("%s %s: %s", request.method, request.path, described(error))
             return web.json_response(body_of(error), status=status, headers=headers_of(error))
 
     return handle
+
+
+def check_reader(request: web.Request) -> None:
+    """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
+    certificate or token, otherwise the key of agents.
+    """
+    door = request.app[DOOR]
+    key = bearer_of(request.headers.get("Authorization", ""))
+    if door.tls is None:
+        door.caller(key, "")
+    else:
+        check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
 
 
 def encoded(value: Any) -> bytes:
@@ -155,14 +179,15 @@ async def streamed(
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", VERSION_HEADER: str(version)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        try:
-            await response.write(first)
-            async for each in events:
-                await response.write(each)
-            asked.delivered()
-        except DoraError as error:
-            await response.write(event(body_of(error)))
-        await response.write_eof()
+        with asked.door.figures.stream():
+            try:
+                await response.write(first)
+                async for each in events:
+                    await response.write(each)
+                asked.delivered()
+            except DoraError as error:
+                await response.write(event(body_of(error)))
+            await response.write_eof()
     return response
 
 

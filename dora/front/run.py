@@ -9,17 +9,24 @@ from pathlib import Path
 
 from dora.chat.tool_calls import FORMATS
 from dora.errors import InvalidValue, one_of
-from dora.front.app import serving
+from dora.front.app import Mount, serving
 from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import served_model
 from dora.front.service import Service
+from dora.rpc.channel import is_wildcard
+from dora.rpc.roles import Tokens
+from dora.tls import Tls
+from dora.tls.authority import LOOPBACK
+from dora.tls.files import check_names
+from dora.tls.http import HttpTls
 
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """``token``: of the role environment, or one that may do more. ``model`` None: the service's folder. ``key`` empty:
-    any key is accepted. ``tool_format`` empty: the template's.
+    """``token``: of the role environment, or one that may do more; empty: the certificate has the role. ``model`` None:
+    the service's folder. ``key`` empty: any key is accepted. ``tool_format`` empty: the template's. ``tls``: of the
+    connection to the service, and of agents; None: in the clear. ``mutual``: agents show certificates.
     """
 
     service: str
@@ -29,32 +36,47 @@ class FrontOptions:
     key: str = field(default="", repr=False)
     tool_format: str = ""
     limits: Limits = field(default_factory=Limits)
+    tls: Tls | None = None
+    mutual: bool = True
 
 
 @asynccontextmanager
-async def front(options: FrontOptions) -> AsyncIterator[str]:
-    """A front that serves, and its URL. Raises InvalidValue, Unauthenticated, ServiceUnavailable."""
+async def front(options: FrontOptions, mount: Mount | None = None) -> AsyncIterator[str]:
+    """A front that serves, and its URL. ``mount`` as in ``application``.
+
+    Raises InvalidValue, Unauthenticated, ServiceUnavailable.
+    """
     if options.tool_format and options.tool_format not in FORMATS:
         raise InvalidValue("--tool-format", options.tool_format, one_of(options.tool_format, FORMATS))
-    with closing(listening_socket(options.listen, has_key=bool(options.key))) as listening:
-        async with _served(options, listening) as url:
+    tls = None if options.tls is None else HttpTls(options.tls, mutual=options.mutual)
+    has_key = bool(options.key) or (tls is not None and tls.mutual)
+    with closing(listening_socket(options.listen, has_key=has_key)) as listening:
+        if options.tls is not None:
+            host = str(listening.getsockname()[0])
+            check_names(options.tls, options.tls.read(), LOOPBACK[0] if is_wildcard(host) else host)
+        async with _served(options, listening, tls, mount) as url:
             yield url
 
 
 @asynccontextmanager
-async def _served(options: FrontOptions, listening: socket.socket) -> AsyncIterator[str]:
-    async with Service(options.service, options.token) as service:
+async def _served(
+    options: FrontOptions, listening: socket.socket, tls: HttpTls | None, mount: Mount | None
+) -> AsyncIterator[str]:
+    async with Service(options.service, options.token, tls=options.tls) as service:
         folder = options.model or await service.model()
         if not folder.is_dir():
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
-        door = Door(service, model, key=options.key, limits=options.limits)
-        async with serving(door, listening) as url:
+        tokens = await asyncio.to_thread(Tokens, options.token) if options.token and tls is not None else None
+        door = Door(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
+        async with serving(door, listening, mount) as url, service.told_of(url):
             yield url
 
 
-async def run_front(options: FrontOptions, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+async def run_front(
+    options: FrontOptions, stop: asyncio.Event, ready: Callable[[str], None], mount: Mount | None = None
+) -> None:
     """Serves until ``stop``. Raises as :func:`front`."""
-    async with front(options) as url:
+    async with front(options, mount) as url:
         ready(url)
         await stop.wait()

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 from dora.client.connection import Patience
 from dora.client.sessions import Session, Sessions, Turn
@@ -16,6 +18,9 @@ from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, LimitExceeded, NotFound
 from dora.front.source import Live, Opening, Sampled
 from dora.rpc.errors import ServiceUnavailable
+from dora.tls import Tls
+
+log = logging.getLogger("dora.front")
 
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
@@ -115,9 +120,11 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 class Service:
     """Its client."""
 
-    def __init__(self, address: str, token: str) -> None:
-        """``token``: of the role environment, or one that may do more."""
-        self._sessions = Sessions(address, token)
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None) -> None:
+        """``token``: of the role environment, or one that may do more. Raises InvalidValue for files of TLS that a
+        client cannot use.
+        """
+        self._sessions = Sessions(address, token, tls=tls)
 
     async def live(self) -> Live:
         served = await self._sessions.describe()
@@ -138,6 +145,32 @@ class Service:
             allowed = "asked later: its turn is under way, or the window is full"
             raise LimitExceeded("group", group, allowed) from None
         return [ServiceSession(session, self._take_back) for session in sessions]
+
+    @asynccontextmanager
+    async def told_of(self, url: str) -> AsyncIterator[None]:
+        """Tells the service of this front during the block, for Prometheus, and again after the connection has
+        broken.
+        """
+        parts = urlsplit(url)
+        task = asyncio.create_task(self._tell(parts.netloc, secure=parts.scheme == "https"))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _tell(self, address: str, *, secure: bool) -> None:
+        patience = Patience(float("inf"))
+        while True:
+            try:
+                await self._sessions.serve_front(address, patience.progress, secure=secure)
+                error = ServiceUnavailable("the service has ended the call")
+            except ServiceUnavailable as broken:
+                error = broken
+            except DoraError as refused:  # Prometheus is not told of it: agents are served all the same
+                log.warning("the service does not list this front's metrics: %s", refused)
+                return
+            await patience.wait(error)
 
     async def open(self, opening: Opening) -> Sequence[ServiceSession]:
         """Opens a group, and waits for the window. A group that it does not admit in time is taken back."""

@@ -1,7 +1,7 @@
 """A turn under way. It is sampled to its end whoever reads it, so a client that comes back finds all of it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -71,6 +71,7 @@ class RunningTurn:
     stop: str = ""
     reply: Reply | None = None
     error: DoraError | None = None
+    came: Callable[[], None] | None = None  # is called with the first token
     _chunks: list[Chunk] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -126,6 +127,8 @@ class RunningTurn:
         """Notes more tokens for its readers."""
         piece, reply = (Piece(), None) if self.texts is None else self.texts.push(sampled)
         is_last = sampled.finish_reason is not None
+        if self.came is not None and sampled.token_ids and not self.token_ids:
+            self.came()
         self._chunks.append(Chunk(len(self.token_ids), sampled.token_ids, sampled.logprobs, piece, is_last))
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs

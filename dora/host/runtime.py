@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.host.capacity import capacity_to_wire
 from dora.host.command import LaunchContext, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.examination import Examiner
 from dora.host.files import bring, digest_of, keep_only
 from dora.host.folder import DIGEST, LOGS, MODEL, SNAPSHOTS, WEIGHTS
 from dora.host.launcher import number_of, prefix_of
@@ -93,6 +95,8 @@ class HostRuntime:
         self._opening: asyncio.Future[HostStore] | None = None
         self._is_closed = threading.Event()
         self._relay: Relay | None = None
+        self._examiner: Examiner | None = None
+        self._examining: asyncio.Task[None] | None = None
         self._is_alone = False
         self.model_digest = ""  # of the model in use
         self.epoch = 0  # the latest
@@ -137,6 +141,8 @@ class HostRuntime:
     async def close(self) -> None:
         """Ends all processes at once, since their epoch is over. Afterwards nothing uses the folder."""
         self._is_closed.set()
+        if self._examining is not None:
+            self._examining.cancel()
         if self._opening is not None:
             await asyncio.wait([self._opening])
         if self._processes is not None:
@@ -172,12 +178,27 @@ class HostRuntime:
                     relay.fetch(_order(order.fetch_version))
                 case "drop_version":
                     await asyncio.to_thread(relay.drop, order.drop_version.name)
+                case "examine":
+                    self._examine(order.examine)
                 case "leave":
                     await processes.close()
                     return order.leave.reason
                 case kind:
                     raise InvalidValue("order", kind, "one that this DORA knows")
         return None
+
+    def _examine(self, order: pb.ExamineHost) -> None:
+        """Examines the machine beside its work. The service orders the next one after this one's answer."""
+        if self._examiner is None or (self._examining is not None and not self._examining.done()):
+            return
+        examiner, received_at = self._examiner, time.time()
+
+        async def work() -> None:
+            found = await asyncio.to_thread(examiner.examine, order, received_at)
+            if not self._is_alone:
+                self._send(pb.HostMessage(examined=found))
+
+        self._examining = asyncio.create_task(work())
 
     def _launch(self, pool_token: str) -> Processes:
         """Returns a launcher with the present settings for later starts."""
@@ -255,6 +276,7 @@ class HostRuntime:
         listener = Listener(context.kv_host or local_host(context.address))
         tls = Contexts(context.tls) if context.tls is not None else None
         relay = Relay(store, listener, own, RelaySettings(welcome.relay_secret, tls=tls), tell)
+        self._examiner = Examiner(own, welcome.relay_secret, store, self._folder, context.tls)
         held = [store.name(version) for version in store.versions() if version]
         self._send(pb.HostMessage(ready=pb.HostReady(relay_address=relay.address, held=held)))
         return relay

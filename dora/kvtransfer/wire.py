@@ -79,6 +79,7 @@ class Kind(IntEnum):
     LACKED = 22  # F: what it still needs; the body lists it
     AWAITED = 23  # U: has no more of it yet
     COMPLETE = 24  # U: everything needed has been sent
+    PROBE = 25  # F, instead of FETCH: bytes that measure the link; COMPLETE answers each
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """The TLS files of a service: found by its settings, and checked before a start."""
 
+from dataclasses import replace
+
 from dora.config import Config
 from dora.kvtransfer.plane import IN_STREAM
 from dora.rpc.channel import is_wildcard
 from dora.tls import Tls
+from dora.tls.authority import LOOPBACK
 from dora.tls.certificate import holder_of
 from dora.tls.contexts import Contexts
 from dora.tls.files import check_names
+from dora.tls.http import HttpTls
 
 
 def tls_of(config: Config) -> Tls | None:
@@ -21,14 +25,29 @@ def contexts_of(config: Config) -> Contexts | None:
     return Contexts(tls) if tls is not None else None
 
 
+def http_tls_of(config: Config) -> HttpTls | None:
+    """Returns the TLS of the service's HTTP servers; None: they are in the clear. Raises as ``tls_of``."""
+    tls = tls_of(config)
+    return HttpTls(tls, mutual=config.tls.clients == "certificate") if tls is not None else None
+
+
+def tls_of_children(config: Config) -> Tls | None:
+    """Returns the TLS files of a process of this host that connects to the service. Raises as ``tls_of``."""
+    tls = tls_of(config)
+    if tls is None or not is_wildcard(config.service.listen.rpartition(":")[0]):
+        return tls
+    return replace(tls, name=LOOPBACK[0])
+
+
 def check_tls(config: Config) -> str:
     """Describes the service's TLS. Raises InvalidValue for files that a start cannot use."""
     tls = tls_of(config)
     if tls is None:
         return "none: connections are in the clear"
     found = tls.check(serves=True)
-    host = config.service.listen.rpartition(":")[0].strip("[]")
-    check_names(tls, found, "localhost" if is_wildcard(host) else host)
+    for listen in filter(None, (config.service.listen, config.service.metrics)):
+        host = listen.rpartition(":")[0].strip("[]")
+        check_names(tls, found, LOOPBACK[0] if is_wildcard(host) else host)
     ends = holder_of(found.cert).ends
     guarded = "certificates" if config.tls.clients == "certificate" else "a token"
     described = f"{tls.cert}, valid until {ends:%Y-%m-%d %H:%M:%S} UTC; clients show {guarded}"

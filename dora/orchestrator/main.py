@@ -26,7 +26,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.first_canary import first_canary
-from dora.orchestrator.guard import check_tls, contexts_of, tls_of
+from dora.orchestrator.guard import check_tls, contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.metrics.exporter import Exporter
 from dora.orchestrator.metrics.server import serving_metrics
@@ -349,14 +349,15 @@ class _Start:
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
         audit = None if state is None else Audit(state.folder)
-        served = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit)
-        self.address = await stack.enter_async_context(served)
+        called = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit)
+        self.address = await stack.enter_async_context(called)
         if state is not None:
             with writable(STATE_SETTING, state.folder):
                 state.remember(address=self.address, token=self.tokens.of[Role.OWNER], place=state.place)
         if config.service.metrics:
             exporter = Exporter(runtime, self.run_folder, config.model)
-            self.metrics = await stack.enter_async_context(serving_metrics(config.service.metrics, exporter))
+            served = serving_metrics(config.service.metrics, exporter, http_tls_of(config), self.tokens)
+            self.metrics = await stack.enter_async_context(served)
         self.position = lambda: position_of(runtime)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
         relay_host, oldest = config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0)

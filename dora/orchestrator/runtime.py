@@ -31,6 +31,9 @@ from dora.journal.finding import Found
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.segments import sweep
 from dora.orchestrator.executor import Executor, Verifier
+from dora.orchestrator.guard import tls_of
+from dora.orchestrator.hosts.examinations import Examinations
+from dora.orchestrator.hosts.fronts import Fronts
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
@@ -110,6 +113,8 @@ class Runtime:
         self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note, fetched)
         self.sessions.processes = self.hosts
         self.environments = Environments(self.buffer, self.machine.state)
+        self.fronts = Fronts()
+        self.examinations = Examinations(self.hosts, self.sessions, self.machine.state, tls_of(config))
         self.reports = WorkerReports(
             machine=self.machine,
             buffer=self.buffer,

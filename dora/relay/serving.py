@@ -30,6 +30,7 @@ from dora.relay.background import stand_back
 from dora.relay.holding import Holding, Reader
 from dora.relay.link import PIECE_BYTES_MAX
 from dora.relay.numbering import unpacked
+from dora.relay.probing import answer_probe
 
 log = logging.getLogger("dora.relay")
 
@@ -85,7 +86,12 @@ class Serving:
 
     def _serve(self, follower: "_Follower") -> None:
         stream = follower.stream
-        fetch = _expected(stream, Kind.FETCH)
+        fetch = stream.receive()
+        if fetch.kind is Kind.PROBE:
+            answer_probe(stream, fetch)
+            return
+        if fetch.kind is not Kind.FETCH:
+            raise TransferFailed(f"it sent {fetch.kind.name}, not {Kind.FETCH.name}")
         name, most_bytes = fetch.field("name", str), fetch.field("piece_bytes", int)
         try:
             holding = self._awaited(name, follower)

@@ -500,6 +500,18 @@ class SubmitRequest(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
+class FrontHello(_message.Message):
+    __slots__ = ("address", "secure")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    secure: bool
+    def __init__(self, address: _Optional[str] = ..., secure: _Optional[bool] = ...) -> None: ...
+
+class FrontNoted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttendRequest(_message.Message):
     __slots__ = ("environment",)
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -752,18 +764,50 @@ class EvaluationEnd(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class ExamineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExaminedHost(_message.Message):
+    __slots__ = ("host", "trouble", "found", "clock_ahead_s", "clock_error_s", "load_s", "move_s", "moved_bytes", "kv_token_bytes", "workers_ready", "workers")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MOVE_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    trouble: str
+    found: HostExamination
+    clock_ahead_s: float
+    clock_error_s: float
+    load_s: float
+    move_s: float
+    moved_bytes: int
+    kv_token_bytes: int
+    workers_ready: int
+    workers: int
+    def __init__(self, host: _Optional[str] = ..., trouble: _Optional[str] = ..., found: _Optional[_Union[HostExamination, _Mapping]] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., load_s: _Optional[float] = ..., move_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., workers_ready: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("period_ms",)
+    __slots__ = ("period_ms", "only_new")
     PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     period_ms: int
-    def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
+    only_new: bool
+    def __init__(self, period_ms: _Optional[int] = ..., only_new: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -798,6 +842,7 @@ class Status(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
     TRAINER_STALLED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -825,7 +870,28 @@ class Status(_message.Message):
     drain: Draining
     evaluated: _containers.RepeatedCompositeFieldContainer[EvaluatedVersion]
     trainer_stalled: str
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[Move]
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("number", "at", "trajectory_id", "source", "target", "kind", "reason", "result")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    at: float
+    trajectory_id: str
+    source: str
+    target: str
+    kind: str
+    reason: str
+    result: str
+    def __init__(self, number: _Optional[int] = ..., at: _Optional[float] = ..., trajectory_id: _Optional[str] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., result: _Optional[str] = ...) -> None: ...
 
 class EvaluatedVersion(_message.Message):
     __slots__ = ("version", "prompts", "missing", "refused", "reason", "begun_at", "ended_at", "responses", "reward_mean", "reward_error", "length_mean_tokens")
@@ -1089,12 +1155,16 @@ class StepMetrics(_message.Message):
     def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., staleness_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrajectoriesRequest(_message.Message):
-    __slots__ = ("state", "limit")
+    __slots__ = ("state", "limit", "offset", "worker")
     STATE_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     state: str
     limit: int
-    def __init__(self, state: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    offset: int
+    worker: str
+    def __init__(self, state: _Optional[str] = ..., limit: _Optional[int] = ..., offset: _Optional[int] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class TrajectoriesReply(_message.Message):
     __slots__ = ("trajectories", "total")
@@ -1133,6 +1203,92 @@ class TrajectoryStatus(_message.Message):
     handoff: str
     target: str
     def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., worker: _Optional[str] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., moves: _Optional[int] = ..., handoff: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
+
+class ShowTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory_id", "first_token", "tokens")
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    first_token: int
+    tokens: int
+    def __init__(self, trajectory_id: _Optional[str] = ..., first_token: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ShownTrajectory(_message.Message):
+    __slots__ = ("status", "task_id", "sample_index", "started_at", "finished_at", "finish_reason", "reward", "reward_components", "verifier_log", "turn_rewards", "worker_history", "turns", "prompt_tokens", "total_tokens", "first_token", "token_ids", "logprobs", "is_sampled")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TurnRewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_LOG_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    status: TrajectoryStatus
+    task_id: str
+    sample_index: int
+    started_at: float
+    finished_at: float
+    finish_reason: str
+    reward: float
+    reward_components: _containers.ScalarMap[str, float]
+    verifier_log: str
+    turn_rewards: _containers.ScalarMap[int, float]
+    worker_history: _containers.RepeatedCompositeFieldContainer[Segment]
+    turns: _containers.RepeatedCompositeFieldContainer[ShownTurn]
+    prompt_tokens: int
+    total_tokens: int
+    first_token: int
+    token_ids: bytes
+    logprobs: bytes
+    is_sampled: bytes
+    def __init__(self, status: _Optional[_Union[TrajectoryStatus, _Mapping]] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., finish_reason: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[ShownTurn, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., is_sampled: _Optional[bytes] = ...) -> None: ...
+
+class ShownTurn(_message.Message):
+    __slots__ = ("turn", "at", "given_tokens", "first_token", "sampled_tokens", "name", "after_turn", "is_fork", "ended_at")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
+    IS_FORK_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    at: float
+    given_tokens: int
+    first_token: int
+    sampled_tokens: int
+    name: str
+    after_turn: int
+    is_fork: bool
+    ended_at: float
+    def __init__(self, turn: _Optional[int] = ..., at: _Optional[float] = ..., given_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., is_fork: _Optional[bool] = ..., ended_at: _Optional[float] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("trajectory_id", "target_worker")
@@ -1333,7 +1489,7 @@ class HostedVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions")
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1344,6 +1500,7 @@ class WorkerReport(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     tokens: TokenColumns
     running: int
     waiting: int
@@ -1354,7 +1511,35 @@ class WorkerReport(_message.Message):
     at: float
     kv_tier: KvTierLoad
     preemptions: int
-    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    times: EngineTimes
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ...) -> None: ...
+
+class EngineTimes(_message.Message):
+    __slots__ = ("histograms", "ended", "prompt_tokens")
+    class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
+    ended: _containers.ScalarMap[str, int]
+    prompt_tokens: int
+    def __init__(self, histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., ended: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("name", "buckets", "sum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, name: _Optional[str] = ..., buckets: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class KvTierLoad(_message.Message):
     __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")
@@ -1643,20 +1828,22 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class HostMessage(_message.Message):
-    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed")
+    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed", "examined")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
     hello: HostHello
     report: HostReport
     arrived: VersionArrived
     leaving: HostLeaving
     ready: HostReady
     failed: VersionFailed
-    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ...) -> None: ...
+    examined: HostExamination
+    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ..., examined: _Optional[_Union[HostExamination, _Mapping]] = ...) -> None: ...
 
 class HostHello(_message.Message):
     __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "zone", "kept")
@@ -1758,20 +1945,97 @@ class HostLeaving(_message.Message):
     def __init__(self) -> None: ...
 
 class HostOrder(_message.Message):
-    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave")
+    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
     STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
     FETCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     DROP_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    EXAMINE_FIELD_NUMBER: _ClassVar[int]
     welcome: HostWelcome
     start_worker: StartWorker
     stop_worker: StopWorker
     fetch_version: FetchVersion
     drop_version: DropVersion
     leave: LeaveHost
-    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ...) -> None: ...
+    examine: ExamineHost
+    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ...) -> None: ...
+
+class ExamineHost(_message.Message):
+    __slots__ = ("examination", "peers")
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    peers: _containers.RepeatedCompositeFieldContainer[RelayPeer]
+    def __init__(self, examination: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ...) -> None: ...
+
+class HostExamination(_message.Message):
+    __slots__ = ("examination", "received_at", "sent_at", "dora_version", "python_version", "packages", "capacity", "folder_free_bytes", "disk_bytes_per_s", "version_bytes", "read_bytes_per_s", "certificate", "links")
+    class PackagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    DORA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PACKAGES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    examination: int
+    received_at: float
+    sent_at: float
+    dora_version: str
+    python_version: str
+    packages: _containers.ScalarMap[str, str]
+    capacity: HostCapacity
+    folder_free_bytes: int
+    disk_bytes_per_s: float
+    version_bytes: int
+    read_bytes_per_s: float
+    certificate: Certificate
+    links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
+    def __init__(self, examination: _Optional[int] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ..., dora_version: _Optional[str] = ..., python_version: _Optional[str] = ..., packages: _Optional[_Mapping[str, str]] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., folder_free_bytes: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., version_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("file", "roles", "begins_at", "ends_at", "trouble")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_AT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    begins_at: float
+    ends_at: float
+    trouble: str
+    def __init__(self, file: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., begins_at: _Optional[float] = ..., ends_at: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class MeasuredLink(_message.Message):
+    __slots__ = ("host", "address", "bytes_per_s", "round_trip_s", "loss", "trouble")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    address: str
+    bytes_per_s: float
+    round_trip_s: float
+    loss: float
+    trouble: str
+    def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
     __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")

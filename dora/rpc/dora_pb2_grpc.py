@@ -734,6 +734,11 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.FromString,
                 _registered_method=True)
+        self.ServeFront = channel.unary_stream(
+                '/dora.v1.Sessions/ServeFront',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
+                _registered_method=True)
 
 
 class SessionsServicer:
@@ -805,6 +810,13 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ServeFront(self, request, context):
+        """Stays open while an HTTP front serves agents: Prometheus finds the front's page meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -842,6 +854,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.FailSession,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.FailSessionRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.FailSessionReply.SerializeToString,
+            ),
+            'ServeFront': grpc.unary_stream_rpc_method_handler(
+                    servicer.ServeFront,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FrontHello.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.FrontNoted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1049,6 +1066,33 @@ class Sessions:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ServeFront(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Sessions/ServeFront',
+            dora_dot_rpc_dot_dora__pb2.FrontHello.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.FrontNoted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperatorStub:
     """--------------------------------------------------------------------------------------------------------- operator
@@ -1076,6 +1120,11 @@ class OperatorStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.FromString,
                 _registered_method=True)
+        self.ShowTrajectory = channel.unary_unary(
+                '/dora.v1.Operator/ShowTrajectory',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ShownTrajectory.FromString,
+                _registered_method=True)
         self.Migrate = channel.unary_unary(
                 '/dora.v1.Operator/Migrate',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.MigrateRequest.SerializeToString,
@@ -1101,6 +1150,11 @@ class OperatorStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_stream(
+                '/dora.v1.Operator/Examine',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -1123,6 +1177,13 @@ class OperatorServicer:
 
     def ListTrajectories(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowTrajectory(self, request, context):
+        """One trajectory that is not committed, with a range of its tokens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -1161,6 +1222,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """Examines every host while the run goes on, and streams each host's result as it comes: some seconds each. One at a
+        time: FAILED_PRECONDITION while another is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1178,6 +1247,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListTrajectories,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.SerializeToString,
+            ),
+            'ShowTrajectory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowTrajectory,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ShownTrajectory.SerializeToString,
             ),
             'Migrate': grpc.unary_unary_rpc_method_handler(
                     servicer.Migrate,
@@ -1203,6 +1277,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Checkpoint,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_stream_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ExamineRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ExaminedHost.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1288,6 +1367,33 @@ class Operator:
             '/dora.v1.Operator/ListTrajectories',
             dora_dot_rpc_dot_dora__pb2.TrajectoriesRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.TrajectoriesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowTrajectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Operator/ShowTrajectory',
+            dora_dot_rpc_dot_dora__pb2.ShowTrajectoryRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ShownTrajectory.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1423,6 +1529,33 @@ class Operator:
             '/dora.v1.Operator/Checkpoint',
             dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Operator/Examine',
+            dora_dot_rpc_dot_dora__pb2.ExamineRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ExaminedHost.FromString,
             options,
             channel_credentials,
             insecure,

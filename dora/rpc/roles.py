@@ -48,9 +48,11 @@ SERVICES: Final[Mapping[str, Role]] = {
 }  # services of dora.proto, with the role that may use all of each
 CERTIFIED: Final[Mapping[str, tuple[Role, ...]]] = {
     **{str(role): (role,) for role in Role},
-    "service": (Role.WORKER,),
+    "service": (Role.WORKER, Role.SUBMITTER, Role.METRICS),
     "host": (Role.HOST, Role.WORKER),
-}  # by the role in a certificate: those that its holder has. Workers use the certificate of their machine.
+    "front": (Role.SUBMITTER, Role.METRICS),
+}  # by the role in a certificate: those that its holder has. Workers use the certificate of their machine, and the
+# service's own front and environment use that of the service.
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,16 @@ class Tokens:
         if worker_id:
             return list(self._started.get(unquote(worker_id), ())) if role == Role.WORKER else []
         return [generation.keys[Role(role)] for generation in self._valid()] if role in list(Role) else []
+
+    def role_of(self, token: str) -> Role | None:
+        """Returns the role of a token in the clear; None: it is no role's, or not valid."""
+        given = token.encode(errors="replace")
+        found = None
+        for generation in self._valid():
+            for role, known in generation.of.items():
+                if hmac.compare_digest(given, known.encode()):
+                    found = role
+        return found
 
     def started(self, worker_id: str) -> str:
         """Returns a new token for a worker that is being started; its previous one becomes invalid."""

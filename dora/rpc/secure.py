@@ -2,15 +2,13 @@
 connection that it opens.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import grpc
 
 from dora.tls import Tls
 from dora.tls.files import Material
 from dora.tls.watched import Watched
-
-CLIENTS: Final = ("certificate", "token")  # how clients of a service identify themselves, at least
 
 
 def server_credentials(tls: Tls, *, mutual: bool) -> grpc.ServerCredentials:

@@ -11,7 +11,8 @@ from typing import Final
 
 # Whether vLLM runs batch-invariant: 0 or 1. Its kernels read it when they are imported.
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
-SECRETS: Final = ("DORA_TOKEN",)  # never passed on, whatever is named
+PAGE_TOKEN: Final = "DORA_PAGE_TOKEN"  # with which a front's page follows the service's status
+SECRETS: Final = ("DORA_TOKEN", PAGE_TOKEN)  # never passed on, whatever is named
 # Where things are, who runs it, which words it uses, and where Python finds modules.
 INHERITED: Final = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR", "TEMP", "TMP"),

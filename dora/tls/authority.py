@@ -3,6 +3,7 @@
 DIR/authority/   ca.pem, ca.key   keep the key off the cluster
 DIR/service/     cert.pem, key.pem, ca.pem: a folder for ``--tls``
 DIR/host-NAME/   the same for each machine
+DIR/front-NAME/  the same for a front there
 DIR/trainer/     and so on for each role
 """
 
@@ -32,7 +33,7 @@ from dora.tls.files import CA, CERT, KEY
 
 AUTHORITY: Final = "authority"
 AUTHORITY_KEY: Final = "ca.key"
-SERVES: Final = frozenset({"service", "host", "worker"})  # roles whose processes listen
+SERVES: Final = frozenset({"service", "host", "worker", "front"})  # roles whose processes listen
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 SKEW: Final = timedelta(minutes=5)  # that a machine's clock may be behind
 NAME_MAX: Final = 64
@@ -132,7 +133,8 @@ def make_cluster(
     if not has_one or new_authority:
         authority.write(place)
     wanted = [(folder / "service", "service", "", (*hosts, *LOOPBACK))]
-    wanted += [(folder / f"host-{each.replace(':', '_')}", "host", each, (each, *LOOPBACK)) for each in hosts]
+    for role in ("host", "front"):
+        wanted += [(folder / f"{role}-{each.replace(':', '_')}", role, each, (each, *LOOPBACK)) for each in hosts]
     wanted += [(folder / each, each, "", ()) for each in roles]
     if new_authority:  # all must accept the new authority before the first certificate of it is shown
         for place, *_ in wanted:

@@ -1,8 +1,11 @@
 """The TLS options of programs that argparse reads: workers, pools and trainers."""
 
 import argparse
+from typing import Final
 
 from dora.tls.files import Tls
+
+CLIENTS: Final = ("certificate", "token")  # how clients of a server identify themselves, at least
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

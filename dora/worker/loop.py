@@ -129,7 +129,8 @@ class EngineLoop(CommandLoop[Reporting]):
     def _start_request(self, order: pb.StartRequest, outcome: pb.WorkerOutcome) -> None:
         request = convert.request_from_wire(order)
         self._engine.add(request)
-        self._holds(request, order.row, arrives=request.keeps)
+        computes = len(request.prompt_token_ids) + len(request.output_token_ids)
+        self._holds(request, order.row, arrives=request.keeps, computes=computes)
 
     def _extend_request(self, order: pb.ExtendRequest, outcome: pb.WorkerOutcome) -> None:
         """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
@@ -140,13 +141,13 @@ class EngineLoop(CommandLoop[Reporting]):
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
         sampling = convert.sampling_from_wire(order.sampling)
         self._engine.extend(order.request_id, given, sampling)
-        self._voice.begin(order.request_id, order.row, arrives=True)
+        self._voice.begin(order.request_id, order.row, arrives=True, computes=len(given))
         if self._responses is not None:
             self._responses.extend(order.request_id, given, sampling)
 
-    def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
-        """Enters a request that the engine has taken."""
-        self._voice.begin(request.request_id, row, arrives=arrives)
+    def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False, computes: int = 0) -> None:
+        """Enters a request that the engine has taken. ``computes``: as in ``Reporting.begin``."""
+        self._voice.begin(request.request_id, row, arrives=arrives, computes=computes)
         if self._responses is not None:
             self._responses.begin(request)
 

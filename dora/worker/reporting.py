@@ -13,6 +13,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.commands import Orders, Voice
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
+from dora.worker.times import EngineTimes
 
 IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
 ENDS_APART_S: Final = 0.05  # between two reports of responses that have ended: those that end meanwhile wait
@@ -32,17 +33,20 @@ class Reporting(Voice):
         self._ends_reported_s = -ENDS_APART_S
         self._reported_s = clock()
         self._arrived: set[str] = set()  # whose first token is reported at once, and that have none yet
+        self._times = EngineTimes(clock)
+        self._has_work = True
 
     @property
     def has_tokens(self) -> bool:
         """Returns whether tokens wait to be reported."""
         return bool(self._sampled)
 
-    def begin(self, request_id: str, row: int, *, arrives: bool = False) -> None:
+    def begin(self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0) -> None:
         """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV, or whose reader
-        may wait for it, is reported at once.
+        may wait for it, is reported at once. ``computes``: tokens whose KV it needs first; 0: it came with its KV.
         """
         self._sampled.name(request_id, row)
+        self._times.began(request_id, computes)
         if arrives:
             self._arrived.add(request_id)
 
@@ -52,15 +56,18 @@ class Reporting(Voice):
             self.report()
         self._arrived.discard(request_id)
         self._sampled.forget(request_id)
+        self._times.forget(request_id)
 
     def add(self, deltas: Sequence[TokenDelta]) -> None:
         """Adds a step's tokens. Tokens of another version are reported first."""
         if not self._sampled.takes(deltas):
             self.report()
+        self._times.sampled(deltas)
         self._sampled.add(deltas)
 
     def report_due(self, has_work: bool) -> None:
         """Reports if due. ``has_work``: more tokens will come soon."""
+        self._has_work = has_work
         if self._is_due(has_work):
             self.report()
         elif self._sampled.has_ends and self._clock() - self._ends_reported_s >= ENDS_APART_S:
@@ -99,6 +106,7 @@ class Reporting(Voice):
             version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
+            times=self._times.message(has_work=self._has_work),
         )
         self._orders.send(pb.WorkerMessage(report=report))
 

@@ -1,4 +1,6 @@
-"""Generated attempts to get in without credentials, or with wrong ones, at every port and method of a guarded run."""
+"""Generated attempts to get in without credentials, or with wrong ones, at every port, method and route of a guarded
+run.
+"""
 
 import asyncio
 import random
@@ -12,28 +14,35 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+import aiohttp
 import grpc
 import psutil
 import pytest
 
 from dora.client import Operator
 from dora.errors import TransferFailed
+from dora.front.app import ROUTES
+from dora.front.callers import TURNS
+from dora.front.http import TINKER
+from dora.front.run import FrontOptions, front
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer, greet
 from dora.kvtransfer.wire import Stream
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc.access import ACCESS, PACKAGE, certified, may_call
+from dora.rpc.bearer import READS
 from dora.rpc.channel import open_channel
 from dora.rpc.roles import Role
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
 from tests.proofs import credentials
 from tests.service import configured, running
-from tests.tls_files import another, cluster, tls
+from tests.tls_files import another, cluster, shows, tls
 
 SHORT: Final = 240
 AT_ONCE: Final = 16
 CALL_S: Final = 20.0
 REFUSED: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+PAGES: Final = ("/metrics", "/hosts/local/metrics", "/hosts/h9/metrics", "/sd", "/")
 TOKENS: Final = ("none", "wrong", "another role's", "owner's")
 
 
@@ -53,6 +62,7 @@ class Run:
     folder: Path
     shown: tuple[Shown, ...]
     ports: tuple[int, ...]  # for KV and weights
+    routes: tuple[tuple[str, str, str], ...]  # of HTTP: verb, URL, and what it does as a method
 
 
 @pytest.fixture
@@ -60,9 +70,16 @@ async def guarded(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Run]:
     folder, now = cluster(tmp_path / "tls"), datetime.now(UTC)
     stranger = cluster(tmp_path / "stranger")
     before = _listening()
-    config = configured(tiny_dense, workers__engine="fake", workers__count=2, tls__folder=str(folder / "service"))
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        workers__count=2,
+        tls__folder=str(folder / "service"),
+        service__metrics="127.0.0.1:0",
+    )
     async with running(config) as handle:
-        ports = _listening() - before - {int(handle.address.rpartition(":")[2])}
+        known = {int(address.rpartition(":")[2]) for address in (handle.address, handle.metrics)}
+        ports = _listening() - before - known
         assert len(ports) == 3  # of two workers and the relay
         shown = [Shown("in the clear", None), Shown("no certificate", Tls(tls(folder, "operator").ca))]
         for role in ("operator", "trainer", "service", "worker", "host", "owner"):
@@ -76,7 +93,13 @@ async def guarded(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Run]:
         ]
         nothing = another(folder, "nobody", tmp_path / "nobody", serves=True)
         shown.append(Shown("of no known role", nothing, frozenset({"nobody"}), True))
-        yield Run(handle, folder, tuple(shown), tuple(sorted(ports)))
+        own = another(folder, "front", tmp_path / "front")
+        options = FrontOptions(handle.address, "", "127.0.0.1:0", model=tiny_dense, key=secrets.token_hex(), tls=own)
+        async with front(options) as url:
+            routes = [(each.verb, url + each.path.format(session="s1"), each.does) for each in ROUTES]
+            routes += [("POST", f"{url}{base}{TINKER}asample", TURNS) for base in ("", "/sessions/s1")]
+            routes += [("GET", f"https://{handle.metrics}{page}", READS) for page in PAGES]
+            yield Run(handle, folder, tuple(shown), tuple(sorted(ports)), tuple(routes))
 
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
@@ -87,14 +110,16 @@ async def test_no_attempt_gets_in(guarded: Run, count: int) -> None:
     async def one(number: int) -> None:
         async with room:
             shown, method = chance.choice(guarded.shown), chance.choice(sorted(ACCESS))
-            at_service = chance.random() < 0.7
-            token, port = chance.choice(TOKENS), chance.choice(guarded.ports)
-            if at_service:
-                said = await called(guarded, shown, method, token)
-            else:
-                said = await asyncio.to_thread(greeted, port, shown)
+            token, port, route = chance.choice(TOKENS), chance.choice(guarded.ports), chance.choice(guarded.routes)
+            match chance.choices(("gRPC", "HTTP", "KV and weights"), (4, 4, 2))[0]:
+                case "gRPC":
+                    said = await called(guarded, shown, method, token)
+                case "HTTP":
+                    said = await requested(guarded, shown, route, token)
+                case _:
+                    said = await asyncio.to_thread(greeted, port, shown)
             found["refused" if said else "let in"] += 1
-            assert said, (number, shown, method, token, port)
+            assert said, (number, shown, method, route, token, port)
 
     await asyncio.gather(*(one(number) for number in range(count)))
     assert found == {"refused": count}
@@ -110,12 +135,7 @@ async def called(run: Run, shown: Shown, method: str, token: str) -> str:
     """Calls a method in a way that must be refused. Returns how it was; empty: it was not."""
     if shown.opens and any(may_call(role, method) for role in certified(shown.roles)):
         token = "wrong"  # the certificate alone would do
-    handle, name = run.handle, f"{PACKAGE}{method}"
-    secret = {
-        "wrong": secrets.token_urlsafe(24),
-        "owner's": handle.token,
-        "another role's": next(handle.tokens[role] for role in Role if not may_call(role, method)),
-    }.get(token)
+    handle, name, secret = run.handle, f"{PACKAGE}{method}", secret_of(run, method, token)
     async with open_channel(handle.address, credentials=_credentials(shown.tls)) as channel:
         try:
             metadata = await credentials(channel, name, secret) if secret is not None else ()
@@ -125,6 +145,34 @@ async def called(run: Run, shown: Shown, method: str, token: str) -> str:
             code = error.code()
             return code.name if code in REFUSED and (shown.opens or code is grpc.StatusCode.UNAVAILABLE) else ""
     return ""
+
+
+async def requested(run: Run, shown: Shown, route: tuple[str, str, str], token: str) -> str:
+    """Sends an HTTP request that must be refused. Returns how it was; empty: it was not."""
+    verb, url, does = route
+    is_certified = shown.opens and any(may_call(role, does) for role in certified(shown.roles))
+    if is_certified or (token == "owner's" and does == READS):
+        token = "wrong"  # the certificate alone would do, or the token; to a front the owner's is none of its keys
+    secret = secret_of(run, does, token)
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    if shown.tls is None:
+        url = url.replace("https://", "http://")
+    connector = aiohttp.TCPConnector(ssl=False if shown.tls is None else shows(shown.tls))
+    async with aiohttp.ClientSession(connector=connector) as http:
+        try:
+            async with http.request(verb, url, headers=headers, json={}) as reply:
+                return f"{reply.status}" if reply.status in (401, 403) and shown.opens else ""
+        except aiohttp.ClientConnectionError as error:
+            return "" if shown.opens else str(error)
+
+
+def secret_of(run: Run, method: str, token: str) -> str | None:
+    """The token of an attempt; None: it has none."""
+    return {
+        "wrong": secrets.token_urlsafe(24),
+        "owner's": run.handle.token,
+        "another role's": next(run.handle.tokens[role] for role in Role if not may_call(role, method)),
+    }.get(token)
 
 
 def greeted(port: int, shown: Shown) -> str:
@@ -149,11 +197,7 @@ class _Reckless(Contexts):
         self._own = own
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self._own.ca)
-        context.check_hostname = False
-        if self._own.cert:
-            context.load_cert_chain(self._own.cert, self._own.key)
-        return context
+        return shows(self._own)
 
     def check_peer(self, der: bytes | None) -> None:
         pass

@@ -107,7 +107,7 @@ async def test_tools_of_a_server_are_called() -> None:
     async with openenv.server([openenv.SERVERS, "tools"], openenv.ROOT) as url:
         session = await episode(url, CALL, "It is 3.")
     assert session.ended is not None, session.failed
-    assert session.ended[3] == "the reply calls no tool" and session.names == ["reset", "tool"]
+    assert session.ended[3] == "the reply calls no tool" and session.names == ["reset", "add"]
     assert "Adds numbers." in asked(session) and "the sum is 3" in asked(session)
 
 

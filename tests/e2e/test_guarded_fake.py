@@ -4,10 +4,12 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 import dora
 from dora.client import Operator, Prompts
+from dora.front.child import FrontProcess
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import proven
 from dora.rpc.errors import PermissionDenied, ServiceUnavailable, Unauthenticated
@@ -17,7 +19,7 @@ from dora.tls.authority import AUTHORITY, make_cluster
 from tests.e2e.agents import are_ready, ended, joining
 from tests.refusals import refused
 from tests.service import ask_move, check_promises, configured, during, running, train, until
-from tests.tls_files import another, cluster, tls
+from tests.tls_files import another, cluster, shows, tls
 
 GROUPS = 4
 LONG = {
@@ -166,6 +168,67 @@ async def test_a_client_outlives_the_certificate_with_which_it_connected(
         another(folder, "operator", tmp_path / "operator")
         await operator.status()
         await anext(watching)
+
+
+async def read(handle: ServiceHandle, own: Tls, page: str, token: str = "") -> tuple[int, str]:
+    """A page of the metrics, over a connection of its own."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=shows(own))) as http,
+        http.get(f"https://{handle.metrics}{page}", headers=headers) as reply,
+    ):
+        return reply.status, await reply.text()
+
+
+async def test_metrics_are_for_readers_by_certificate_or_token(folder: Path, tiny_dense: Path) -> None:
+    guarded = {**IDLE, "tls__folder": str(folder / "service"), "service__metrics": "127.0.0.1:0"}
+    async with running(configured(tiny_dense, **guarded)) as handle:
+        for role in ("metrics", "operator", "owner"):
+            assert "dora_step " in (await read(handle, tls(folder, role), "/metrics"))[1]
+        assert (await read(handle, tls(folder, "session"), "/metrics", handle.tokens[Role.METRICS]))[0] == 403
+        assert (await read(handle, tls(folder, "metrics"), "/metrics", "x"))[0] == 401
+        code, pages = await read(handle, tls(folder, "metrics"), "/sd")
+        assert code == 200 and '"__scheme__": "https"' in pages
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await read(handle, Tls(tls(folder, "metrics").ca), "/metrics", handle.tokens[Role.METRICS])
+    async with running(configured(tiny_dense, **guarded, tls__clients="token")) as handle:
+        plain = Tls(tls(folder, "metrics").ca)
+        for token, status in (("", 401), ("x", 401), (handle.tokens[Role.SESSION], 403)):
+            code, text = await read(handle, plain, "/metrics", token)
+            assert code == status and text.count("\n") == 1
+        for role in (Role.METRICS, Role.OPERATOR, Role.OWNER):
+            assert (await read(handle, plain, "/metrics", handle.tokens[role]))[0] == 200
+
+
+async def test_the_front_of_a_service_under_tls(folder: Path, tiny_dense: Path) -> None:
+    """It has the service's certificate, and the rewarded answer reaches the trainer."""
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        workers__count=1,
+        prompts="none",
+        reward__function="tests.unit.reward_functions:process_id",
+        tls__folder=str(folder / "service"),
+    )
+    agent = tls(folder, "environment")
+    asked = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+    async with (
+        running(config) as handle,
+        dora.Trainer(handle.address, tls=tls(folder, "trainer")) as trainer,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=shows(agent))) as http,
+    ):
+        process = FrontProcess("127.0.0.1:0", None, tls(folder, "service"), "certificate")
+        process.start(handle.address, handle.token, handle.model)
+        try:
+            training = asyncio.create_task(train(handle, trainer, steps=1, groups=1))
+            async with http.post(f"{process.url}/sessions/s/v1/chat/completions", json=asked) as reply:
+                assert reply.status == 200, await reply.text()
+            async with http.post(f"{process.url}/sessions/s/close", json={"reward": 0.5}) as reply:
+                assert reply.status == 200, await reply.text()
+            ((group,),) = await training
+        finally:
+            await process.stop()
+    assert [each.reward for each in group.trajectories] == [0.5]
 
 
 async def test_a_service_without_tls_says_so_to_a_client_with_it(folder: Path, tiny_dense: Path) -> None:

@@ -11,7 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dora.client import Operator, Prompts, Sessions, Trainer
 from dora.client.sessions import Session
+from dora.data.engine_times import HISTOGRAMS
 from dora.errors import InvalidValue
+from dora.front.run import FrontOptions, front
+from dora.orchestrator.hosts.fronts import Front, host_of_peer
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.metrics import server
 from dora.orchestrator.metrics.of_hosts import HOST
@@ -87,6 +90,8 @@ async def test_a_host_has_a_page_with_its_engines_and_both_are_discovered(tiny_d
         found = await scraped(handle, "/hosts/local/metrics")
         pools = ("dora_host_pool_memory_bytes", "dora_host_pool_spill_bytes", "dora_host_pool_parked_requests")
         assert {each.name for each in HOST} - {name for name, _ in found} == set(pools), "it has no pool"
+        assert all(total(found, f"{each.name}_count") for each in HISTOGRAMS)
+        assert total(found, "vllm:request_success_total", finished_reason="stop") > 0
         engines = {dict(labels)["engine"] for name, labels in found if name == "vllm:generation_tokens_total"}
         assert engines == {"0", "1"} and total(found, "vllm:generation_tokens_total") > 0
 
@@ -114,6 +119,38 @@ async def test_a_host_that_joins_has_a_page_until_it_leaves(tiny_dense: Path, tm
         await until(operator, lambda status: host(status, "h1").state == "lost")
         assert await pages(handle) == ["/metrics", "/hosts/local/metrics"]
         assert total(await scraped(handle), "dora_hosts", state="lost") == 1
+
+
+async def targets(handle: ServiceHandle, host: str = "") -> list[str]:
+    """The addresses that Prometheus discovers. ``host``: under which it reaches the service."""
+    headers = {"Host": host} if host else {}
+    async with aiohttp.ClientSession() as http, http.get(f"http://{handle.metrics}/sd", headers=headers) as reply:
+        return [address for each in await reply.json() for address in each["targets"]]
+
+
+async def test_a_front_is_discovered_while_it_serves(tiny_dense: Path) -> None:
+    async with running(fake(tiny_dense, workers__count=0)) as handle:
+        port = int(handle.metrics.rpartition(":")[2])
+        async with front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url:
+            own = url.removeprefix("http://")
+            while own not in await targets(handle):
+                pass
+            assert own not in await targets(handle, f"10.0.0.1:{port}"), "it is on loopback"
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as reply:
+                assert "dora_front_sessions_open 0" in await reply.text()
+        while own in await targets(handle):
+            pass
+
+
+def test_a_front_at_every_address_is_found_where_its_host_is() -> None:
+    assert Front.of("0.0.0.0:80", "127.0.0.1", secure=False).reached_from("gpu-1") == "gpu-1:80"
+    assert Front.of("[::]:80", "10.0.0.7", secure=True).reached_from("gpu-1") == "10.0.0.7:80"
+    assert Front.of("10.0.0.9:80", "10.0.0.7", secure=True).reached_from("gpu-1") == "10.0.0.9:80"
+    assert Front.of("127.0.0.1:80", "127.0.0.1", secure=False).reached_from("gpu-1") is None
+    assert host_of_peer("ipv4:10.0.0.7:5001") == "10.0.0.7" and host_of_peer("ipv6:%5B::1%5D:5001") == "::1"
+    for address in ("", "a", "a:0", "a:65536", "a b:1", "http://a:1", "a:1/x", f"{'a' * 254}:1"):
+        with refused(InvalidValue, field="address"):
+            Front.of(address, "", secure=False)
 
 
 async def ask_once(session: Session) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from dora.tls import Tls
 from tests.snippets import ROOT
 
 DEPLOYED: Final = ROOT / "deploy" / "prometheus"
@@ -51,13 +52,19 @@ class Prometheus:
 
 
 @contextlib.asynccontextmanager
-async def scraping(binary: Path, service: str, folder: Path, rules: Path = DEPLOYED) -> AsyncIterator[Prometheus]:
+async def scraping(
+    binary: Path, service: str, folder: Path, rules: Path = DEPLOYED, tls: Tls | None = None
+) -> AsyncIterator[Prometheus]:
     """Runs Prometheus with the deployed configuration, every second, on the metrics at ``service``. ``rules``: the
-    folder of its rules.
+    folder of its rules. ``tls``: its certificate, for a service under TLS.
     """
     text = PERIODS.sub(r"\1: 1s", (DEPLOYED / "prometheus.yml").read_text())
-    text, changed = re.subn(r"http://[^/]+/sd", f"http://{service}/sd", text)
+    text, changed = re.subn(r"url: http://[^/]+/sd", f"url: {'https' if tls else 'http'}://{service}/sd", text)
     assert changed == 1
+    if tls is not None:
+        files = f"{{ca_file: {tls.ca}, cert_file: {tls.cert}, key_file: {tls.key}}}"
+        text = text.replace("    http_sd_configs:", f"    tls_config: {files}\n    http_sd_configs:")
+        text = text.replace("      - url:", f"      - tls_config: {files}\n        url:")
     for name in ("recording.yml", "alerts.yml"):
         text = text.replace(f"- {name}", f"- {rules / name}")
     file = folder / "prometheus.yml"

@@ -1,15 +1,22 @@
 """The dashboards of deploy/grafana: made from their panels, and every query answered by a real Prometheus."""
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import yaml
 
 from dora.client import Trainer
+from dora.data.engine_times import HISTOGRAMS
+from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.front.figures import FRONT
+from dora.front.run import FrontOptions, front
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
@@ -66,15 +73,36 @@ def test_the_dashboards_are_provisioned_and_take_any_data_source() -> None:
 
 
 def test_the_queries_name_metrics_that_exist() -> None:
-    known = {each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS)} | UNSEEN
+    known = {
+        each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS, *FRONT, *FRONT_DISTRIBUTIONS, *HISTOGRAMS)
+    } | UNSEEN
     for place, expression in queries().items():
         assert metrics_of(expression) <= known, place
+
+
+@asynccontextmanager
+async def asking(url: str) -> AsyncIterator[None]:
+    """An agent that asks again and again."""
+
+    async def ask() -> None:
+        chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "stream": True}
+        async with aiohttp.ClientSession() as http:
+            while True:
+                async with http.post(f"{url}/v1/chat/completions", json=chat) as reply:
+                    await reply.read()
+
+    task = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_no_panel_is_empty_on_a_service_under_load(
     tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
 ) -> None:
-    """The trainer goes on until Prometheus has an answer to every query."""
+    """The trainer, and an agent of a front, go on until Prometheus has an answer to every query."""
     config = configured(
         tiny_dense,
         workers__engine="fake",
@@ -91,6 +119,8 @@ async def test_no_panel_is_empty_on_a_service_under_load(
         running(config) as handle,
         scraping(binary("prometheus"), handle.metrics, tmp_path) as prometheus,
         Trainer(handle.address, token=handle.token) as trainer,
+        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=tiny_dense)) as url,
+        asking(url),
     ):
         async for step in trainer.steps(groups=4):
             async for _group in step:

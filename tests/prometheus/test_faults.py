@@ -1,9 +1,11 @@
 """Faults of a real service under a real Prometheus: each fires its alert and no other, and the alert clears."""
 
 import asyncio
+import os
 import re
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -11,21 +13,31 @@ from typing import Final
 import pytest
 
 import dora
+from dora.client import Operator
 from dora.client.sessions import Session
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.setup import WEIGHTS_FOLDER
+from dora.rpc.roles import Role
+from dora.tls.authority import make_cluster
+from tests.e2e.agents import ended, joining
 from tests.prometheus.server import DEPLOYED, scraping
-from tests.service import configured, running
+from tests.service import configured, running, until
+from tests.tls_files import cluster, tls
 
 AT_ONCE: Final = ("DoraTrainerAbsent", "DoraNoEnvironment", "DoraStorageFault", "DoraDown")
 GROUPS: Final = 2
 
 
-def hasty_rules(folder: Path) -> Path:
-    """The rules, in a folder of their own; alerts of ``AT_ONCE`` fire after a second of their fault."""
+def hasty_rules(folder: Path, names: Sequence[str] = AT_ONCE) -> Path:
+    """The rules, in a folder of their own; the named alerts fire after a second of their fault, and a session that has
+    waited for 3 seconds is stuck.
+    """
     folder.mkdir()
-    text = (DEPLOYED / "alerts.yml").read_text()
-    for name in AT_ONCE:
+    text, changed = re.subn(
+        r"(dora_session_idle_longest_seconds >) 300", r"\1 3", (DEPLOYED / "alerts.yml").read_text()
+    )
+    assert changed == 1
+    for name in names:
         text, changed = re.subn(rf"(- alert: {name}\n *expr: [^\n]*\n *for: )\w+", r"\g<1>1s", text)
         assert changed == 1, name
     (folder / "alerts.yml").write_text(text)
@@ -33,15 +45,21 @@ def hasty_rules(folder: Path) -> Path:
     return folder
 
 
+async def end_at_once(session: Session) -> None:
+    await session.end(reward=1.0)
+
+
 @asynccontextmanager
-async def training(handle: ServiceHandle) -> AsyncIterator[None]:
-    """A trainer that takes and commits steps."""
+async def training(handle: ServiceHandle, goes_on: asyncio.Event | None = None) -> AsyncIterator[None]:
+    """A trainer that takes steps, and commits them while ``goes_on`` is set."""
 
     async def train() -> None:
         async with dora.Trainer(handle.address, token=handle.token) as trainer:
             async for step in trainer.steps(groups=GROUPS):
                 async for _group in step:
                     pass
+                if goes_on is not None:
+                    await goes_on.wait()
                 await step.commit(weights=handle.model, wait=True)
 
     task = asyncio.create_task(train())
@@ -52,17 +70,15 @@ async def training(handle: ServiceHandle) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def end_at_once(session: Session) -> None:
-    await session.end(reward=1.0)
-
-
 @asynccontextmanager
-async def driving(handle: ServiceHandle) -> AsyncIterator[None]:
+async def driving(
+    handle: ServiceHandle, driver: Callable[[Session], Awaitable[None]] = end_at_once
+) -> AsyncIterator[None]:
     """A driver of the environment ``tool``."""
 
     async def drive() -> None:
         async with dora.Sessions(handle.address, handle.token) as sessions:
-            await sessions.drive("tool", end_at_once)
+            await sessions.drive("tool", driver)
 
     task = asyncio.create_task(drive())
     try:
@@ -107,3 +123,74 @@ async def test_each_fault_fires_its_alert_and_no_other_and_it_clears(
         await prometheus.firing({"DoraDown"})
         async with running(configured(tiny_dense, workers__count=0, **settings)) as handle, training(handle):
             await prometheus.firing({"DoraRestarted"})
+
+
+@pytest.mark.full
+async def test_faults_of_a_worker_a_trainer_an_environment_and_a_host_fire_their_alerts(
+    tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
+) -> None:
+    """The run goes on meanwhile: each fault fires its alert and no other, and the alert clears."""
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        workers__count=2,
+        workers__orphan_timeout_s=0.5,
+        window__size=2,
+        service__metrics="127.0.0.1:0",
+        service__trainer_stall_timeout_s=1.0,
+        reward__function="dora.rewards.tiny:score",
+    )
+    rules = hasty_rules(tmp_path / "rules", ("DoraWorkersLost", "DoraSandboxStuck", "DoraHostLost"))
+    goes_on, released = asyncio.Event(), asyncio.Event()
+    goes_on.set()
+
+    async def hang(session: Session) -> None:
+        await released.wait()
+        await session.end(reward=1.0)
+
+    async with (
+        running(config, processes=True) as handle,
+        scraping(binary("prometheus"), handle.metrics, tmp_path, rules) as prometheus,
+        Operator(handle.address, handle.token) as operator,
+        training(handle, goes_on),
+    ):
+        await until(operator, lambda status: status.counters["groups_trained"] >= 4 * GROUPS)
+        await prometheus.firing(set())
+        (worker, *_) = (await operator.status()).workers
+        os.kill(worker.pid, signal.SIGKILL)
+        await prometheus.firing({"DoraWorkersLost"})
+        await prometheus.firing(set())
+        goes_on.clear()
+        await prometheus.firing({"DoraTrainerStalled"})
+        goes_on.set()
+        await prometheus.firing(set())
+        async with dora.Prompts(handle.address, handle.token) as prompts, driving(handle, hang):
+            await prompts.submit([{"text": "ab", "prompt_id": "p", "group_size": 2, "environment": "tool"}])
+            await prometheus.firing({"DoraSandboxStuck"})
+            released.set()
+            await prometheus.firing(set())
+        for _ in range(2):  # the second one comes back in the place of the first
+            h1 = await joining(handle.address, handle.token, "h1", tmp_path / "h1.log", "--workers", "0")
+            await until(operator, lambda status: ("h1", "ready") in {(each.name, each.state) for each in status.hosts})
+            await prometheus.firing(set())
+            await ended(h1)
+            await prometheus.firing({"DoraHostLost"})
+
+
+@pytest.mark.full
+async def test_prometheus_scrapes_a_service_under_mutual_tls_whose_certificates_are_replaced(
+    tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
+) -> None:
+    folder = cluster(tmp_path / "tls")
+    guarded = {"workers__engine": "fake", "workers__count": 0, "tls__folder": str(folder / "service")}
+    config = configured(tiny_dense, **guarded, service__metrics="127.0.0.1:0")
+    own = tls(folder, "metrics")
+    async with running(config) as handle, scraping(binary("prometheus"), handle.metrics, tmp_path, tls=own) as found:
+        while {each["value"][1] for each in await found.query("up")} != {"1"}:
+            pass
+        make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
+        scrapes = 'min(count_over_time(up{job="dora"}[1h]))'
+        before = float((await found.query(scrapes))[0]["value"][1])
+        while float((await found.query(scrapes))[0]["value"][1]) < before + 4:
+            pass
+        assert (await found.query("min_over_time(up[1h])"))[0]["value"][1] == "1"

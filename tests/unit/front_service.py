@@ -9,11 +9,13 @@ from typing import Any
 from dora.chat.rendering import ChatRenderer
 from dora.chat.tool_calls import format_of
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
-from dora.front.app import serving
+from dora.front.app import Mount, serving
 from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import ServedModel
 from dora.front.source import Live, Opening, Sampled
+from dora.rpc.roles import Tokens
+from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 
@@ -175,35 +177,56 @@ def _batched(values: Sequence[int], size: int) -> list[Sequence[int]]:
 
 @asynccontextmanager
 async def front(
-    style: str = "qwen2.5", *, key: str = "", limits: Limits | None = None, **service: Any
+    style: str = "qwen2.5",
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
+    **service: Any,
 ) -> AsyncIterator[tuple[str, FakeService, Door]]:
     """A front's base URL, its service and its door."""
     fake = FakeService(Chat(STYLES[style]), **service)
-    async with front_of(fake, key=key, limits=limits) as (url, door):
+    async with front_of(fake, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as (url, door):
         yield url, fake, door
 
 
 @asynccontextmanager
 async def front_of(
-    fake: FakeService, *, key: str = "", limits: Limits | None = None
+    fake: FakeService,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[str, Door]]:
     """The base URL and the door of a front over this service."""
-    async with fronts(fake, 1, key=key, limits=limits) as ((url,), (door,)):
+    async with fronts(fake, 1, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as ((url,), (door,)):
         yield url, door
 
 
 @asynccontextmanager
 async def fronts(
-    fake: FakeService, count: int, *, key: str = "", limits: Limits | None = None
+    fake: FakeService,
+    count: int,
+    *,
+    key: str = "",
+    limits: Limits | None = None,
+    mount: Mount | None = None,
+    tls: HttpTls | None = None,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[tuple[list[str], list[Door]]]:
     """The base URLs and the doors of so many fronts over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    doors = [Door(fake, model, key=key, limits=limits) for _ in range(count)]
+    doors = [Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens) for _ in range(count)]
     async with AsyncExitStack() as stack:
         listening = (listening_socket("127.0.0.1:0", has_key=bool(key)) for _ in doors)
         urls = [
-            await stack.enter_async_context(serving(door, each)) for door, each in zip(doors, listening, strict=True)
+            await stack.enter_async_context(serving(door, each, mount))
+            for door, each in zip(doors, listening, strict=True)
         ]
         yield urls, doors

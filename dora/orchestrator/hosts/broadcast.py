@@ -124,6 +124,10 @@ class Broadcast:
     def hosts(self) -> tuple[str, ...]:
         return tuple(sorted(self._hosts))
 
+    def relays(self) -> list[Upstream]:
+        """The relays of all hosts, by name."""
+        return [Upstream(name, known.epoch, known.address) for name, known in sorted(self._hosts.items())]
+
     def versions(self) -> Mapping[int, str]:
         """The names of the live versions."""
         return {version: live.name for version, live in sorted(self._versions.items())}

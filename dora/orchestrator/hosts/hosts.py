@@ -25,6 +25,7 @@ from dora.data.types import Canary
 from dora.errors import Conflict
 from dora.host.capacity import capacity_to_wire
 from dora.host.command import pool_id_of
+from dora.host.examination import Examiner
 from dora.host.launcher import LOCAL, Launcher, check_host_name, check_zone
 from dora.journal import records
 from dora.orchestrator.hosts.expected_hosts import ExpectedHosts
@@ -32,10 +33,12 @@ from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
 from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
+from dora.relay.orders import Upstream
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.roles import Tokens
+from dora.tls import Tls
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 
@@ -477,6 +480,19 @@ class Hosts:
         """One host of ``connected``; None: there is none of this name."""
         host = self._hosts.get(name)
         return None if host is None else self._status(host)
+
+    def session(self, name: str) -> HostSession | None:
+        """The connection of a host's agent; None: of no connected one, or of the service's own."""
+        host = self._hosts.get(name)
+        return None if host is None else host.session
+
+    def relays(self) -> list[Upstream]:
+        """The relays of all hosts."""
+        return self._distributor.relays()
+
+    def examiner(self, tls: Tls | None) -> Examiner:
+        """Returns the examiner of the service's own host. ``tls``: its files."""
+        return self._distributor.examiner(self.folder, tls)
 
     def states(self) -> list[str]:
         """The state of each host: connected, expected and lost ones."""

@@ -5,12 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from dora.errors import Conflict
 from dora.host.command import pool_id_of
 from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens
 
 log = logging.getLogger("dora.service")
+
+Answer = tuple[pb.HostExamination, float]  # a host's result, and when it came by the service's clock
 
 ORDERS_QUEUED_MAX = 4096  # an agent this far behind counts as lost
 
@@ -33,6 +36,7 @@ class HostSession:
         self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
         self._ordered_again: set[str] = set()  # of these
         self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)
+        self._examined: tuple[int, asyncio.Future[Answer]] | None = None  # the examination that is awaited
 
     def heard(self) -> None:
         """Notes a message of the agent."""
@@ -64,6 +68,19 @@ class HostSession:
         else:
             self._outbox.put_nowait(order)
 
+    async def examine(self, order: pb.ExamineHost) -> Answer:
+        """Orders an examination, and waits for its result."""
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._examined = order.examination, answered
+        self.send(pb.HostOrder(examine=order))
+        return await answered
+
+    def examined(self, found: pb.HostExamination) -> None:
+        """Takes a result; one that is not awaited is dropped."""
+        if self._examined is None or self._examined[0] != found.examination or self._examined[1].done():
+            return
+        self._examined[1].set_result((found, time.time()))
+
     def leave(self, reason: str) -> None:
         """Tells the agent to end. No order follows."""
         self.send(pb.HostOrder(leave=pb.LeaveHost(reason=reason)))
@@ -72,6 +89,8 @@ class HostSession:
         """Ends the stream at once and drops queued commands."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
+        if self._examined is not None and not self._examined[1].done():
+            self._examined[1].set_exception(Conflict("host", self.name, "a connected host", why="is lost"))
         self._outbox.put_nowait(None)
 
     async def next_order(self) -> pb.HostOrder | None:

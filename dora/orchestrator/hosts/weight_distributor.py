@@ -10,18 +10,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from dora.data.types import Canary
 from dora.errors import InvalidValue, NotFound
+from dora.host.examination import Examiner
 from dora.host.launcher import LOCAL
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, this_host
 from dora.orchestrator.hosts import broadcast
 from dora.relay.link import Link
-from dora.relay.orders import Arrived, Failed, Order, Outcome
+from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
+from dora.tls import Tls
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import parsed_name
@@ -51,6 +54,7 @@ class WeightDistributor:
         self._order = order
         self._broadcast = broadcast.Broadcast()
         self._relay: Relay | None = None
+        self._identity: Identity | None = None  # of the relay
         self._reminded_s = time.monotonic()
         self._suspect: set[int] = set()  # versions not found in the service's own store
         self._damaged: set[str] = set()  # names of versions whose files here differ from the publication
@@ -64,7 +68,7 @@ class WeightDistributor:
         Raises InvalidValue for an address that this host lacks.
         """
         loop = asyncio.get_running_loop()
-        own = Identity(LOCAL, OWN_EPOCH, self._store.name(0), this_host())
+        self._identity = own = Identity(LOCAL, OWN_EPOCH, self._store.name(0), this_host())
 
         def tell(outcome: Outcome) -> None:
             loop.call_soon_threadsafe(self._told, LOCAL, OWN_EPOCH, outcome)
@@ -76,6 +80,15 @@ class WeightDistributor:
             self._carry_out(self._broadcast.restored(manifest.version, manifest.name, manifest.total_bytes))
         held = [manifest.name for manifest in live]
         self._carry_out(self._broadcast.joined(LOCAL, OWN_EPOCH, self._relay.address, held=held))
+
+    def relays(self) -> list[Upstream]:
+        """The relays of all hosts."""
+        return self._broadcast.relays()
+
+    def examiner(self, folder: Path, tls: Tls | None) -> Examiner:
+        """Returns the one of the service's own host. ``folder``: of the run."""
+        assert self._identity is not None
+        return Examiner(self._identity, self.secret, self._store, folder, tls)
 
     def close(self) -> None:
         """May be called without ``begin``."""

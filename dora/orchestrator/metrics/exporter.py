@@ -4,19 +4,18 @@ A page is read in the event loop, where nothing changes meanwhile, and written i
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import ProcessCollector
 
 from dora.orchestrator.metrics.declaration import families
-from dora.orchestrator.metrics.of_hosts import HOST, HostReadings
+from dora.orchestrator.metrics.of_hosts import HOST, HostReadings, histograms_text
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.metrics.readings import ServiceReadings, free_bytes, storage_folders
+from dora.orchestrator.metrics.text import text_of
 from dora.orchestrator.runtime import Runtime
 
 SERVICE_PATH: Final = "/metrics"
@@ -41,41 +40,37 @@ class Exporter:
         loop = asyncio.get_running_loop()
         free = await loop.run_in_executor(self._thread, free_bytes, self._folders)
         found = [*families(SERVICE, ServiceReadings(self._runtime, free))]
-        return await loop.run_in_executor(self._thread, _text, found, (self._runtime.telemetry.registry, self._process))
+        return await loop.run_in_executor(
+            self._thread, text_of, found, (self._runtime.telemetry.registry, self._process)
+        )
 
     async def host(self, name: str) -> bytes | None:
         """The metrics of a connected host, by name; None: there is none."""
         status = self._runtime.hosts.status(name)
         if status is None:
             return None
-        found = [*families(HOST, HostReadings(self._runtime, status, self._model))]
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _text, found, ())
+        readings = HostReadings(self._runtime, status, self._model)
+        found, histograms = [*families(HOST, readings)], readings.histograms()
 
-    def targets(self, address: str) -> list[Mapping[str, Any]]:
-        """The pages as Prometheus discovers them over HTTP. ``address``: at which it has reached this service."""
+        def text() -> bytes:
+            return text_of(found, ()) + histograms_text(histograms)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, text)
+
+    def targets(self, address: str, scheme: str = "http") -> list[Mapping[str, Any]]:
+        """The pages as Prometheus discovers them over HTTP, those of fronts included. ``address``: at which it has
+        reached this service.
+        """
         pages = [(SERVICE_PATH, address)]
         pages += [(HOST_PATH.format(name=name), name) for name in self._runtime.hosts.connected()]
-        return [
-            {"targets": [address], "labels": {"__metrics_path__": path, "instance": instance}}
-            for path, instance in pages
-        ]
+        found = [_target(address, scheme, path, instance) for path, instance in pages]
+        for front in self._runtime.fronts:
+            reached = front.reached_from(address.rpartition(":")[0] or address)
+            if reached is not None:
+                found.append(_target(reached, "https" if front.secure else "http", SERVICE_PATH, reached))
+        return found
 
 
-class _Families(Collector):
-    def __init__(self, found: Iterable[Metric]) -> None:
-        self._found = found
-
-    def collect(self) -> Iterable[Metric]:
-        return self._found
-
-
-def _text(found: Sequence[Metric], collectors: Sequence[Collector]) -> bytes:
-    return generate_latest(_Families([*found, *_collected(collectors)]))
-
-
-def _collected(collectors: Sequence[Collector]) -> Iterator[Metric]:
-    """The metrics of other collectors, without the times at which their series were made."""
-    for collector in collectors:
-        for metric in collector.collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
+def _target(address: str, scheme: str, path: str, instance: str) -> Mapping[str, Any]:
+    labels = {"__scheme__": scheme, "__metrics_path__": path, "instance": instance}
+    return {"targets": [address], "labels": labels}

@@ -1,19 +1,32 @@
 """The metrics of one host: its machine, its pool, and its workers' engines under vLLM's own names."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from dora.core.fleet.worker import Worker
+from dora.data.engine_times import BY_NAME, ENDS, HISTOGRAMS
 from dora.host.command import pool_id_of
 from dora.host.launcher import LOCAL
 from dora.orchestrator.metrics.declaration import Declared, Labelled
 from dora.orchestrator.metrics.readings import WORKER_STATES, all_of
+from dora.orchestrator.metrics.text import HistogramText
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.rpc import dora_pb2 as pb
+
+Series: TypeAlias = tuple[tuple[str, ...], Sequence[int], float]
+ENGINES_APART: Final = 64
+ALL: Final = "all"  # in place of an engine's number
+
+
+def _summed(model: str, series: Sequence[Series]) -> Series:
+    counts = np.array([counts for _, counts, _ in series], np.int64).sum(axis=0)
+    return (model, ALL), counts.tolist(), sum(total for *_, total in series)
 
 
 class HostReadings:
@@ -53,6 +66,29 @@ class HostReadings:
         """A field of every engine's load, labelled as vLLM does."""
         return {self._engine(worker): float(getattr(session.load, name)) for worker, session in self._sessions}
 
+    def ended(self) -> Labelled:
+        """Ended requests of every engine, by their end."""
+        return {
+            (*self._engine(worker), end): float(session.times.ended.get(end, 0))
+            for worker, session in self._sessions
+            for end in ENDS
+        }
+
+    def prompt_tokens(self) -> Labelled:
+        return {self._engine(worker): float(session.times.prompt_tokens) for worker, session in self._sessions}
+
+    def histograms(self) -> Mapping[str, list[Series]]:
+        """The series of each histogram: labels, counts and sum of every engine that has reported it. Of more than
+        ``ENGINES_APART`` engines, those of all together, so that the page stays small.
+        """
+        found: dict[str, list[Series]] = {name: [] for name in BY_NAME}
+        for worker, session in self._sessions:
+            for each in session.times.histograms:
+                found[each.name].append((self._engine(worker), tuple(each.buckets), each.sum))
+        if len(self._sessions) <= ENGINES_APART:
+            return found
+        return {name: [_summed(self._model, series)] if series else [] for name, series in found.items()}
+
     def kv_use(self) -> Labelled:
         return {self._engine(each): session.load.kv_used_tokens / each.kv_tokens for each, session in self._sessions}
 
@@ -85,6 +121,19 @@ ENGINES: Final = (
     Metric("vllm:num_requests_waiting", "Requests queued.", lambda seen: seen.engines("waiting"), LABELS),
     Metric("vllm:kv_cache_usage_perc", "Share of KV in use, 0 to 1.", lambda seen: seen.kv_use(), LABELS),
     Metric("vllm:generation_tokens_total", "Sampled tokens.", lambda seen: seen.engines("generated_tokens"), LABELS),
+    Metric("vllm:prompt_tokens_total", "Tokens before a first token.", lambda seen: seen.prompt_tokens(), LABELS),
+    Metric(
+        "vllm:request_success_total",
+        "Ended requests.",
+        lambda seen: seen.ended(),
+        (*LABELS, "finished_reason"),
+    ),
     Metric("vllm:num_preemptions_total", "Requests that lost KV.", lambda seen: seen.engines("preemptions"), LABELS),
 )
 HOST: Final = (*MACHINE, *ENGINES)
+HISTOGRAM_TEXTS: Final = tuple(HistogramText(each.name, each.meaning, each.bounds, LABELS) for each in HISTOGRAMS)
+
+
+def histograms_text(found: Mapping[str, list[Series]]) -> bytes:
+    """Writes the engines' histograms."""
+    return b"".join(text.of(found[each.name]) for each, text in zip(HISTOGRAMS, HISTOGRAM_TEXTS, strict=True))

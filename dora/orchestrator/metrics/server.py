@@ -1,5 +1,7 @@
 """Serves the metrics over HTTP: ``/metrics``, ``/hosts/NAME/metrics`` and ``/sd``, the discovery of these pages.
 
+Under TLS, a caller needs a certificate or a token of a role that may read the service's state.
+
 A scraper that hangs costs its own connection alone: a connection serves one request and is closed after ``LIFETIME_S``,
 at most ``CONNECTIONS_MAX`` are open, and at most ``PAGES_MAX`` pages are made at once.
 """
@@ -13,9 +15,14 @@ from typing import Final
 
 from aiohttp import web
 
-from dora.errors import InvalidValue
+from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
+from dora.orchestrator.metrics.text import TEXT
+from dora.rpc.bearer import READS, bearer_of, check_bearer
+from dora.rpc.errors import PermissionDenied
+from dora.rpc.roles import Tokens
 from dora.system.process_tree import listener_of
+from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.service")
 
@@ -23,16 +30,18 @@ LIFETIME_S: Final = 10.0
 CONNECTIONS_MAX: Final = 64
 PAGES_MAX: Final = 4
 DISCOVERY_PATH: Final = "/sd"
-TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
 _HOST_PAGE: Final = re.compile(HOST_PATH.format(name="([^/]+)"))
 PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY_PATH}"
 
 
 class MetricsServer:
-    """Answers scrapers. ``connect`` makes the protocol of each connection."""
+    """Answers scrapers. ``connect`` makes the protocol of each connection. ``guard`` None: everyone may read."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, guard: HttpTls | None = None, tokens: Tokens | None = None) -> None:
         self._exporter = exporter
+        self._guard = guard
+        self._tokens = tokens
         self._server = web.Server(self._answer, access_log=None)
         self._pages = 0
 
@@ -54,10 +63,15 @@ class MetricsServer:
         return reply
 
     async def _reply(self, request: web.BaseRequest) -> web.Response:
+        try:
+            self._check(request)
+        except DoraError as error:
+            status = 403 if isinstance(error, PermissionDenied) else 401
+            return web.Response(status=status, text=f"{error}\n", headers={"WWW-Authenticate": "Bearer"})
         if request.method not in ("GET", "HEAD"):
             return web.Response(status=405, text="GET is allowed\n")
         if request.path == DISCOVERY_PATH:
-            return web.json_response(self._exporter.targets(request.host))
+            return web.json_response(self._exporter.targets(request.host, request.scheme))
         if self._pages >= PAGES_MAX:
             return web.Response(status=503, text=f"{PAGES_MAX} pages are being made; repeat it later\n")
         self._pages += 1
@@ -68,6 +82,12 @@ class MetricsServer:
         if page is None:
             return web.Response(status=404, text=f"{request.path[:80]} is no page or no connected host: {PLACES}\n")
         return web.Response(body=page, headers={"Content-Type": TEXT})
+
+    def _check(self, request: web.BaseRequest) -> None:
+        """Raises Unauthenticated and PermissionDenied for a caller that may not read."""
+        if self._guard is not None:
+            token = bearer_of(request.headers.get("Authorization", ""))
+            check_bearer(READS, self._guard.holder(request.transport), token, self._tokens)
 
     async def _page(self, path: str) -> bytes | None:
         if path == SERVICE_PATH:
@@ -88,17 +108,22 @@ class _Closed(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def serving_metrics(listen: str, exporter: Exporter) -> AsyncIterator[str]:
+async def serving_metrics(
+    listen: str, exporter: Exporter, guard: HttpTls | None = None, tokens: Tokens | None = None
+) -> AsyncIterator[str]:
     """Serves at ``listen``, a host:port; yields the actual address (port 0 takes a free one)."""
-    server = MetricsServer(exporter)
-    listener = await _listening(listen, server.connect)
+    server = MetricsServer(exporter, guard, tokens)
+    listener = await _listening(listen, server.connect if guard is None else guard.connecting(server.connect))
     port = listener.sockets[0].getsockname()[1]
     address = f"{listen.rpartition(':')[0]}:{port}"
-    log.info("metrics for Prometheus are at http://%s%s", address, SERVICE_PATH)
+    scheme = "http" if guard is None else "https"
+    log.info("metrics for Prometheus are at %s://%s%s", scheme, address, SERVICE_PATH)
     try:
         yield address
     finally:
         listener.close()
+        if guard is not None:
+            await guard.close()
         await server.close()
         exporter.close()
 

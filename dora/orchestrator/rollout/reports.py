@@ -110,6 +110,8 @@ class WorkerReports:
             report.running, report.waiting, report.kv_used_tokens,
             report.reprefilled_tokens, report.generated_tokens, preemptions=report.preemptions,
         )  # fmt: skip
+        if report.HasField("times"):
+            session.times.CopyFrom(report.times)
         if report.HasField("kv_tier"):
             tier = convert.tier_from_wire(report.kv_tier)
             self._telemetry.tier(session.tier, tier)
@@ -146,7 +148,7 @@ class WorkerReports:
         if isinstance(command, do.CopyOut):
             self._note_copy(session, outcome)
         if pending is not None and command is not None:
-            self._note_time(pending, outcome)
+            self._note_time(session, pending, outcome)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
             self._keep_canary(session.worker_id, command.version, canary)
         done = on.CommandDone(
@@ -219,18 +221,22 @@ class WorkerReports:
         if outcome.ok:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
 
-    def _note_time(self, pending: Pending, outcome: pb.WorkerOutcome) -> None:
+    def _note_time(self, session: WorkerSession | PoolSession, pending: Pending, outcome: pb.WorkerOutcome) -> None:
         """Enters the times of loads and copies, and the results of live handoffs."""
         command, handoff = pending.command, pending.handoff
         took_s = time.monotonic() - pending.sent_s
         if isinstance(command, do.LoadVersion) and outcome.ok:
             self._telemetry.observe(of.LOAD, took_s)
+            if isinstance(session, WorkerSession):
+                session.load_s = took_s
         if handoff is None or handoff.phase not in LIVE:
             return
         if isinstance(command, do.CopyOut) and outcome.ok:
             kind = handoff.kind.name.lower()
             self._telemetry.observe(of.COPY, took_s, kind)
             self._telemetry.observe(of.COPY_BYTES, outcome.snapshot_bytes, kind)
+            if isinstance(session, WorkerSession):
+                session.copy_s, session.copy_bytes = took_s, outcome.snapshot_bytes
         elif isinstance(command, do.CopyIn) and outcome.ok:
             self._telemetry.moved(handoff, "done")
         elif isinstance(command, do.ReserveSlot) and not outcome.ok:

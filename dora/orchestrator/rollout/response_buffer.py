@@ -300,6 +300,9 @@ class ResponseBuffer:
         entry = self._by_row[int(columns.rows[index])]
         entry.finish_reason, entry.finished_at = FINISH_REASONS[int(columns.ends[index])], at
         entry.stop = columns.stops.get(index, "")
+        if entry.is_session:
+            entry.turn_ends = entry.turn_ends or {}
+            entry.turn_ends[len(entry.given)] = at
         return entry.request_id
 
     def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[BegunSegment, ...]:

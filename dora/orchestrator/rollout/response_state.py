@@ -78,6 +78,7 @@ class ResponseState:
     number: int = -1  # in the journal; -1: of an evaluation
     attempt: int = 0  # sessions: replacements before it
     given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but number 0
+    turn_ends: dict[int, float] | None = field(default=None, compare=False)  # sessions: when turns ended, this process
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
 
     def begin_idle(self) -> None:

@@ -105,6 +105,10 @@ class WorkerSession(Session):
         self.reported_s = self.heard_s
         self.clock_ahead_s = 0.0  # of its host's clock, with the report's time on the way
         self.tier = TierLoad()
+        self.times = pb.EngineTimes()  # as last reported
+        self.load_s = 0.0  # of the last version; 0: none
+        self.copy_s = 0.0  # of the last request's KV that left it; 0: none
+        self.copy_bytes = 0
         self.rate = Rate()
 
 

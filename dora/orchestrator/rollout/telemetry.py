@@ -1,5 +1,6 @@
 """Figures for operators: rates, latencies, steps. Bounded memory."""
 
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
 
 STEPS_KEPT = 512
 EVALUATED_KEPT = 64  # evaluations, the latest
+MOVES_KEPT = 4096  # the latest
 METRICS_KEPT = 8192  # of all steps together, the latest
 RATE_WINDOW_S = 5.0
 ADVICE_STEPS = 8  # steps whose times the advice on workers rests on
@@ -83,6 +85,20 @@ class Moved(NamedTuple):
     result: str  # one of RESULTS
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One such handoff. ``number``: from 0; ``at``: wall-clock time."""
+
+    number: int
+    at: float
+    trajectory_id: str
+    source: str
+    target: str
+    kind: str
+    reason: str
+    result: str
+
+
 class Telemetry:
     """The figures of one service. ``registry`` has its histograms, for a Prometheus exporter."""
 
@@ -90,6 +106,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._histograms = {each.name: each.histogram(self.registry) for each in DISTRIBUTIONS}
         self.moves: Counter[Moved] = Counter()
+        self.latest_moves: deque[Move] = deque(maxlen=MOVES_KEPT)
         self.tokens_by_age: Counter[str] = Counter()
         self.tokens_delivered = 0
         self.tokens_reprefilled = 0
@@ -159,7 +176,10 @@ class Telemetry:
 
     def moved(self, handoff: Handoff, result: str) -> None:
         """Counts a handoff that a worker or pool has carried out or refused. ``result``: as in ``Moved``."""
-        self.moves[Moved(handoff.kind.name.lower(), handoff.reason, result)] += 1
+        moved = Moved(handoff.kind.name.lower(), handoff.reason, result)
+        number = self.latest_moves[-1].number + 1 if self.latest_moves else 0
+        self.moves[moved] += 1
+        self.latest_moves.append(Move(number, time.time(), handoff.request_id, handoff.source, handoff.target, *moved))
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
         """Counts a worker's use of the shared tier between two reports."""

@@ -3,6 +3,7 @@
 Every check raises InvalidValue; that ends the worker's stream, the worker is replaced, and its requests run elsewhere.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from dora.config import Config
+from dora.data.engine_times import BY_NAME, ENDS
 from dora.data.given_digest import DIGEST_BYTES
 from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
 from dora.data.token_spans import TokenColumns
@@ -106,6 +108,24 @@ def _check_transports(names: Sequence[str]) -> None:
         raise InvalidValue("kv_transports", list(names)[:9], f"of {', '.join(TRANSPORTS)}")
 
 
+def _check_times(times: pb.EngineTimes) -> None:
+    """Checks the histograms of an engine, whose names and sizes bound what is kept of them."""
+    names = [each.name for each in times.histograms]
+    if len(set(names)) != len(names) or not set(names) <= set(BY_NAME):
+        raise InvalidValue("times.histograms", names[:9], f"{', '.join(BY_NAME)}, each once")
+    for each in times.histograms:
+        buckets = len(BY_NAME[each.name].bounds) + 1
+        if len(each.buckets) != buckets or max(each.buckets) > _TOTAL_MAX:
+            raise InvalidValue(each.name, f"{len(each.buckets)} counts", f"{buckets}, of at most {_TOTAL_MAX}")
+        if not 0 <= each.sum < math.inf:
+            raise InvalidValue(f"{each.name}: sum", each.sum, "finite, and at least 0")
+    if not set(times.ended) <= set(ENDS):
+        raise InvalidValue("times.ended", list(times.ended)[:9], ", ".join(ENDS))
+    for count in (*times.ended.values(), times.prompt_tokens):
+        if count > _TOTAL_MAX:
+            raise InvalidValue("times", count, f"at most {_TOTAL_MAX}")
+
+
 def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
     """Checks the tokens of a report by themselves. ``ResponseBuffer.accept`` checks that they continue their responses.
 
@@ -121,6 +141,7 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
     for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses") if report.HasField("kv_tier") else ():
         if getattr(report.kv_tier, name) > _TOTAL_MAX:
             raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MAX}")
+    _check_times(report.times)
     columns = columns_from_wire(report.tokens)
     token_ids, logprobs = columns.token_ids, columns.logprobs
     if not len(columns):

@@ -7,6 +7,7 @@ from typing import Final
 
 from dora.errors import MISSING, InvalidValue, NotFound
 from dora.host.files import FILE_CHUNK_BYTES, digest_of, model_files
+from dora.orchestrator.hosts.examinations import checked_examination
 from dora.orchestrator.hosts.remote import HostSession
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
@@ -83,10 +84,12 @@ class HostService(stubs.HostServicer):
                 hosts.arrived(session, message.arrived)
             elif message.HasField("failed"):
                 hosts.failed(session, message.failed)
+            elif message.HasField("examined"):
+                session.examined(checked_examination(message.examined))
             elif message.HasField("leaving"):
                 hosts.leaves(session)
             else:
-                raise InvalidValue("kind", message.WhichOneof("kind"), "report, ready, arrived, failed or leaving")
+                raise InvalidValue("kind", message.WhichOneof("kind"), "a message of dora.proto")
 
     async def ListFiles(self, request: pb.ListFilesRequest, context: ServicerContext) -> pb.ListFilesReply:
         files = await self._files()

@@ -10,7 +10,7 @@ from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.orchestrator.recovery import named
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services import status
+from dora.orchestrator.services import shown, status
 from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.evaluation import evaluating
 from dora.rpc import dora_pb2 as pb
@@ -73,14 +73,18 @@ class OperatorService(stubs.OperatorServicer):
         if request.period_ms < WATCH_PERIOD_MIN_MS:
             raise InvalidValue("period_ms", request.period_ms, f"at least {WATCH_PERIOD_MIN_MS}")
         with self._watches.one():
+            news = status.News(self._runtime.telemetry) if request.only_new else None
             while True:
-                yield status.of_service(self._runtime, self._model)
+                yield status.of_service(self._runtime, self._model, news)
                 await asyncio.sleep(request.period_ms / 1000)
 
     async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: ServicerContext) -> pb.TrajectoriesReply:
-        if request.state and request.state not in status.STATES:
-            raise InvalidValue("state", request.state, one_of(request.state, status.STATES))
-        return status.trajectories(self._runtime, request.state, request.limit)
+        if request.state and request.state not in shown.STATES:
+            raise InvalidValue("state", request.state, one_of(request.state, shown.STATES))
+        return shown.trajectories(self._runtime, request)
+
+    async def ShowTrajectory(self, request: pb.ShowTrajectoryRequest, context: ServicerContext) -> pb.ShownTrajectory:
+        return shown.trajectory(self._runtime, request)
 
     async def Migrate(self, request: pb.MigrateRequest, context: ServicerContext) -> pb.OperatorReply:
         self._runtime.post(on.MigrateAsked(request.trajectory_id, request.target_worker))
@@ -146,6 +150,11 @@ class OperatorService(stubs.OperatorServicer):
             return str(await asyncio.to_thread(named.keep, folder, name, source, facts)), newest
         except OSError as error:
             raise ServiceUnavailable(f"the checkpoint cannot be written ({error.strerror}); repeat it") from error
+
+    async def Examine(self, request: pb.ExamineRequest, context: ServicerContext) -> AsyncIterator[pb.ExaminedHost]:
+        async with contextlib.aclosing(self._runtime.examinations.run()) as found:
+            async for each in found:
+                yield each
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[pb.OperatorReply]:

@@ -1,5 +1,6 @@
 """The gRPC service for environments: ended turns out, next turns, ends and failures in."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import numpy as np
 from dora.core import events as on
 from dora.data.types import Reward
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.orchestrator.hosts.fronts import Front, host_of_peer
 from dora.orchestrator.rollout.response_state import ResponseState
 from dora.orchestrator.rollout.session_paths import places, shift_of
 from dora.orchestrator.runtime import Runtime
@@ -130,6 +132,12 @@ class SessionService(stubs.SessionsServicer):
         members = runtime.buffer.members(entry.group_id)
         in_place = members[entry.sample_index] if members else entry
         return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
+
+    async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
+        front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
+        with self._runtime.fronts.serving(front):
+            yield pb.FrontNoted()
+            await asyncio.Event().wait()  # until the front leaves
 
     def _session(self, session_id: str) -> ResponseState:
         entry = self._runtime.buffer.get(session_id)

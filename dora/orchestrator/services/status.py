@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from itertools import islice, takewhile
 from typing import Final
 
 import numpy as np
@@ -12,17 +13,37 @@ from dora.core.state import GroupStatus, RequestStatus, State
 from dora.data.score import Evaluated
 from dora.host.command import pool_id_of
 from dora.orchestrator.rollout.streams import DRAINED
-from dora.orchestrator.rollout.telemetry import StepRecord
+from dora.orchestrator.rollout.telemetry import Move, StepRecord, Telemetry
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.draining import draining_of
 from dora.orchestrator.services.evaluation import evaluations_of
 from dora.rpc import dora_pb2 as pb
 
-TRAJECTORIES_DEFAULT = 100
+MOVES_TOLD: Final = 1024  # in one status, the latest
 _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
 
 
-def of_service(runtime: Runtime, model: str) -> pb.Status:
+class News:
+    """The steps and moves that a stream of statuses has told: each is told once."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._step = self._move = -1  # the last ones that were told
+
+    def steps(self) -> list[StepRecord]:
+        found = [each for each in self._telemetry.steps if each.step > self._step]
+        self._step = found[-1].step if found else self._step
+        return found
+
+    def moves(self) -> list[Move]:
+        newest_first = takewhile(lambda each: each.number > self._move, reversed(self._telemetry.latest_moves))
+        found = list(islice(newest_first, MOVES_TOLD))[::-1]
+        self._move = found[-1].number if found else self._move
+        return found
+
+
+def of_service(runtime: Runtime, model: str, news: News | None = None) -> pb.Status:
+    """``news`` None: with all steps that are kept, and without moves."""
     state, position = runtime.machine.state, runtime.feed.position
     window, hosts = state.window, runtime.hosts.statuses()
     return pb.Status(
@@ -42,7 +63,8 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
             for name, gone, reason in gone_workers(runtime)
         ],
         counters=counters(runtime),
-        steps=[_step(step) for step in runtime.telemetry.steps],
+        steps=[_step(step) for step in (runtime.telemetry.steps if news is None else news.steps())],
+        moves=[] if news is None else [pb.Move(**asdict(move)) for move in news.moves()],
         draining=runtime.feed.closed,
         drain=draining_of(runtime),
         evaluated=[_evaluated(each) for each in runtime.telemetry.evaluated],
@@ -227,56 +249,3 @@ def worker_state(worker: Worker) -> str:
     if worker.loaded < 0:
         return "joining"
     return "vacating" if worker.vacating else "ready"
-
-
-def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesReply:
-    """Admitted responses that are not committed, the oldest first."""
-    state = runtime.machine.state
-    found: list[pb.TrajectoryStatus] = []
-    total = 0
-    now = time.time()
-    for _, entries in runtime.buffer.groups():
-        for entry in entries:
-            row = state.request_row[entry.request_id]
-            word = _request_state(state, row)
-            if wanted and word != wanted:
-                continue
-            total += 1
-            if len(found) >= (limit or TRAJECTORIES_DEFAULT):
-                continue
-            owner, handoff = state.owner(row) or state.pool_of(row), state.handoffs.get(row)
-            found.append(
-                pb.TrajectoryStatus(
-                    trajectory_id=entry.request_id,
-                    group_id=entry.group_id,
-                    prompt_id=entry.prompt.prompt_id,
-                    state=word,
-                    version=entry.version,
-                    deadline_step=int(state.groups["deadline"][state.requests["group"][row]]),
-                    worker=owner.worker_id if owner else "",
-                    tokens=len(entry),
-                    max_tokens=entry.sampling.max_tokens,
-                    age_s=now - entry.started_at,
-                    moves=int(state.requests["moves"][row]),
-                    handoff=handoff.phase.name if handoff else "",
-                    target=handoff.target if handoff else "",
-                )
-            )
-    return pb.TrajectoriesReply(trajectories=found, total=total)
-
-
-STATES = ("waiting", "running", "moving", "parked", "idle", "dormant", "skipped", "finished", "leased")
-
-
-def _request_state(state: State, row: int) -> str:
-    status = RequestStatus(int(state.requests["status"][row]))
-    if status in (RequestStatus.WAITING, RequestStatus.RUNNING) and state.requests["moving"][row]:
-        return "moving"
-    if status is RequestStatus.WAITING:
-        return "parked" if state.requests["pool"][row] else "waiting"
-    if status is RequestStatus.RUNNING:
-        return "running"
-    if status in (RequestStatus.IDLE, RequestStatus.DORMANT, RequestStatus.SKIPPED):
-        return status.name.lower()
-    leased = state.groups["status"][state.requests["group"][row]] == GroupStatus.LEASED
-    return "leased" if leased else "finished"

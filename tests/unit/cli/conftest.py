@@ -13,10 +13,11 @@ from dora.rpc.dora_pb2_grpc import (
     add_HostServicer_to_server,
     add_OperatorServicer_to_server,
     add_PromptsServicer_to_server,
+    add_SessionsServicer_to_server,
 )
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
-from tests.unit.cli.service import TOKEN, CannedHosts, CannedOperator, CannedPrompts
+from tests.unit.cli.service import TOKEN, CannedHosts, CannedOperator, CannedPrompts, CannedSessions
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def address() -> Iterator[str]:
         add_OperatorServicer_to_server(CannedOperator(), server)
         add_PromptsServicer_to_server(CannedPrompts(), server)
         add_HostServicer_to_server(CannedHosts(), server)
+        add_SessionsServicer_to_server(CannedSessions(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from dora.cli.app import app
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.dora_pb2_grpc import HostServicer, OperatorServicer, PromptsServicer
+from dora.rpc.dora_pb2_grpc import HostServicer, OperatorServicer, PromptsServicer, SessionsServicer
 from tests.private_token import with_token
 
 TOKEN = "correct-horse"
@@ -99,6 +99,13 @@ class CannedHosts(HostServicer):
         hello = (await anext(aiter(request_iterator))).hello
         raise InvalidValue("hello", f"{hello.name} with {hello.workers} workers in {hello.zone}", "another")
         yield pb.HostOrder()
+
+
+class CannedSessions(SessionsServicer):
+    """It describes a model that is on no host."""
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeReply:
+        return pb.DescribeReply(model="tiny", newest_version=3, versions=(2, 3))
 
 
 class CannedPrompts(PromptsServicer):

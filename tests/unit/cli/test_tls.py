@@ -24,6 +24,7 @@ COMMANDS = {
     "host": ("--join", "127.0.0.1:9", "--rejoin-s", "0"),
     "environment": ("tests.unit.environment_classes:Echo", "--service", "127.0.0.1:9"),
     "front": ("--service", "127.0.0.1:9", "--http", "127.0.0.1:0"),
+    "doctor": ("--service", "127.0.0.1:9"),
 }
 
 
@@ -37,8 +38,8 @@ def test_a_clusters_certificates_are_made_and_renewed(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     code, shown = said("tls", "make", str(folder), "--hosts", "gpu-1,10.0.0.5", "--days", "30", "--json")
     assert code == 0 and str(folder / "host-10.0.0.5") in json.loads(shown)["folders"]
-    for role in ("service", "host-gpu-1", *(each for each in Role if each is not Role.HOST)):
-        found = Tls.of_folder(folder / role).check(serves=role in ("service", "host-gpu-1", "worker"))
+    for role in ("service", "host-gpu-1", "front-gpu-1", *(each for each in Role if each is not Role.HOST)):
+        found = Tls.of_folder(folder / role).check(serves=role in ("service", "host-gpu-1", "front-gpu-1", "worker"))
         holder = holder_of(found.cert)
         assert holder.roles == {role.partition("-")[0]}
         assert holder.ends - datetime.now(UTC) < timedelta(days=30)
@@ -63,7 +64,7 @@ def test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line(
     own, trainer, prompts = folder / "operator", folder / "trainer", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     base = (command, *COMMANDS[command])
-    if command not in ("host", "front", "environment"):
+    if command not in ("host", "front", "environment", "doctor"):
         base += ("--address", "127.0.0.1:9")
     if command == "eval":
         base = ("eval", str(prompts), "--address", "127.0.0.1:9")
@@ -104,6 +105,7 @@ def test_a_service_refuses_bad_files_in_one_line_at_its_start(dry_run: bool, tmp
         (("--tls", str(service), "--tls-ca", str(cluster(tmp_path / "other") / "service/ca.pem")), "is not accepted"),
         (("--tls", str(service), "--tls-clients", "all"), "tls.clients"),
         (("--tls", str(service), "--listen", "127.0.0.2:0"), "not 127.0.0.2"),
+        (("--tls", str(service), "--metrics", "127.0.0.2:0"), "not 127.0.0.2"),
     )
     for given, words in refusals if dry_run else refusals[4:6]:
         code, shown = said(*base, *(("--dry-run",) if dry_run else ()), *given)

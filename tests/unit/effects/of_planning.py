@@ -107,6 +107,8 @@ def profiled(given: Sequence[str], shown: str) -> Ran:
 
 # ---------------------------------------------------------------------------------------------------- verify and doctor
 
+EXAMINED: Final = "tests/e2e/test_examination.py::test_two_hosts_are_examined_and_nothing_is_to_be_done"
+
 
 def examined(bench: Bench) -> None:
     """Each stage that would run in a process succeeds, and says on what."""
@@ -224,6 +226,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ),
     ("doctor", "model"): Ran(["doctor", "--json"], ["--model", "{moe}"], prints('"model": "tiny-moe"'), examined),
     ("doctor", "stage"): Ran(["doctor", "--model", "{dense}", "--json"], ["--stage", "blocks"], fewer_stages, examined),
+    **{("doctor", option): Shown(EXAMINED) for option in ("service", "token")},
     ("doctor", "as_json"): Ran(["doctor", "--model", "{dense}"], ["--json"], is_json, examined),
     ("replay", "file"): SHOWN_REPLAY,
     ("replay", "first"): SHOWN_REPLAY,

@@ -111,6 +111,7 @@ FRONTS: Final[dict[tuple[str, str], OptionRow]] = {
         [*FRONT, "--http", "0.0.0.0:0"], ["--key-file", "{token}"], lambda done: "--key-file" not in done.said
     ),
     ("front", "tool_format"): Ran(FRONT, ["--tool-format", "none"], lambda done: "--tool-format" in done.said),
+    ("front", "tls_clients"): Ran(FRONT, ["--tls-clients", "none"], lambda done: "--tls-clients" in done.said),
     ("front", "token"): Ran(FRONT[:3], TOKEN, lambda done: "--model" in done.said),
 }
 
@@ -131,7 +132,7 @@ def version(done: Done) -> bool:
 GUARD: Final = "tests/unit/cli/test_tls.py::"
 TAKEN: Final = Shown(GUARD + "test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line")
 MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
-GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token")
+GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token", "doctor")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **SERVE,

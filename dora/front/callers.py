@@ -1,0 +1,79 @@
+"""Whose call a request is: by its key, its client's certificate, or both, which must then both permit it."""
+
+import hmac
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from dora.errors import MISSING
+from dora.prompts.check import check_name
+from dora.rpc.access import certified, check_certificate, may_call, roles_of
+from dora.rpc.errors import PermissionDenied, Unauthenticated
+from dora.tls.certificate import Holder
+
+TURNS: Final = "Sessions/Turn"  # what requests do, as methods of a service: a certificate needs a role for them
+OPENS: Final = "Sessions/Open"
+ENDS: Final = "Sessions/EndSession"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who calls. ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
+    ``roles``: of the certificate, if that says which sessions it may open.
+    """
+
+    holder: str
+    session_id: str = ""
+    roles: frozenset[str] = frozenset()
+
+    def check_opens(self) -> None:
+        """Raises PermissionDenied if the caller may open no session."""
+        if self.roles and not any(may_call(role, OPENS) for role in certified(self.roles)):
+            allowed = f"for {', '.join(roles_of(OPENS))}, or a call of a session that is open"
+            raise PermissionDenied("certificate", f"for {', '.join(sorted(self.roles))}", allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a request shows. ``own``: the session whose key it has. ``method``: what the request does."""
+
+    key: str = ""
+    session_id: str = ""
+    own: str = ""
+    holder: Holder | None = None
+    method: str = TURNS
+
+
+class Callers:
+    """The callers of a front. ``key``: of all clients; empty: any key is accepted. ``mutual``: all clients show
+    certificates, and one with a role needs no key.
+    """
+
+    def __init__(self, key: str = "", *, mutual: bool = False) -> None:
+        self._key = key.encode()
+        self._mutual = mutual
+
+    def call_of(self, given: Given) -> Call:
+        """Raises Unauthenticated, PermissionDenied, and InvalidValue for the name of a session."""
+        holder, roles = given.holder, frozenset[str]()
+        if holder is not None:
+            check_certificate(holder, given.method, datetime.now(UTC))
+            roles = holder.roles
+        if given.own:
+            if given.session_id not in ("", given.own):
+                raise Unauthenticated("key", "(of another session)", f"the key of session {given.session_id}")
+            return Call(given.own, given.own, roles)
+        self._check_key(given.key, has_role=bool(certified(roles)))
+        if given.session_id:
+            check_name(given.session_id, "session")
+        named = holder.name if holder is not None else ""
+        return Call(given.session_id or given.key or named or "anyone", given.session_id, roles)
+
+    def _check_key(self, key: str, *, has_role: bool) -> None:
+        if not self._key:
+            if self._mutual and not has_role:
+                allowed = f"one for {', '.join(roles_of(TURNS))}, or a session's key"
+                raise Unauthenticated("certificate", "(without a role)", allowed)
+        elif not (has_role and not key) and not hmac.compare_digest(key.encode(errors="replace"), self._key):
+            shown = "(another)" if key else MISSING
+            raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")

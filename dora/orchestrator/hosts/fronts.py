@@ -1,0 +1,74 @@
+"""The HTTP fronts that serve now, for Prometheus."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.rpc.channel import is_loopback, is_wildcard
+from dora.rpc.errors import LimitExceeded
+
+FRONTS_MAX: Final = 256
+_ADDRESS: Final = re.compile(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A front. ``host`` empty: it listens at every address of the service's own machine. ``secure``: under TLS."""
+
+    host: str
+    port: int
+    secure: bool
+
+    @classmethod
+    def of(cls, address: str, caller: str, *, secure: bool) -> "Front":
+        """Returns the front that listens at ``address``. ``caller``: the address from which it calls, for one that
+        listens at every address. Raises InvalidValue.
+        """
+        found = _ADDRESS.fullmatch(address)
+        if found is None or int(found[2]) >= 1 << 16:
+            raise InvalidValue("address", address[:80], "HOST:PORT at which the front listens")
+        host = found[1]
+        if is_wildcard(host):
+            host = "" if not caller or is_loopback(caller) else f"[{caller}]" if ":" in caller else caller
+        return cls(host, int(found[2]), secure)
+
+    def reached_from(self, reached: str) -> str | None:
+        """Returns the address for one who reaches the service's machine as ``reached``; None: it reaches no front that
+        listens on loopback.
+        """
+        if self.host and is_loopback(self.host) and not is_loopback(reached):
+            return None
+        return f"{self.host or reached}:{self.port}"
+
+
+class Fronts:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[object, Front] = {}
+
+    @contextmanager
+    def serving(self, front: Front) -> Iterator[None]:
+        """Raises LimitExceeded."""
+        if len(self._open) >= FRONTS_MAX:
+            raise LimitExceeded("fronts", len(self._open) + 1, f"at most {FRONTS_MAX}")
+        key = object()
+        self._open[key] = front
+        try:
+            yield
+        finally:
+            del self._open[key]
+
+    def __iter__(self) -> Iterator[Front]:
+        """Each once, though two incarnations of one may be connected."""
+        return iter(dict.fromkeys(self._open.values()))
+
+
+def host_of_peer(peer: str) -> str:
+    """Returns the address in gRPC's name of a peer; empty: it has none."""
+    kind, _, rest = peer.partition(":")
+    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    return host if kind in ("ipv4", "ipv6") else ""

@@ -1,0 +1,60 @@
+"""Metrics as the text of a page for Prometheus."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Families(Collector):
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
+
+
+def text_of(found: Sequence[Metric], collectors: Sequence[Collector]) -> bytes:
+    """Returns these metrics, and those of other collectors."""
+    return generate_latest(_Families([*found, *_collected(collectors)]))
+
+
+class HistogramText:
+    """Writes the series of one histogram. prometheus-client takes eight times as long, which counts with 1,024 engines.
+
+    ``labels``: names of all but ``le``.
+    """
+
+    def __init__(self, name: str, meaning: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
+        self._head = f"# HELP {name} {meaning}\n# TYPE {name} histogram\n"
+        ends = [str(bound) for bound in bounds] + ["+Inf"]
+        self._form = "".join(f'{name}_bucket{{LABELS,le="{end}"}} %d\n' for end in ends)
+        self._form += f"{name}_count{{LABELS}} %d\n{name}_sum{{LABELS}} %r\n"
+        self._labels = tuple(labels)
+
+    def of(self, series: Iterable[tuple[Sequence[str], Sequence[int], float]]) -> bytes:
+        """``series``: values of the labels, the count of each bucket, and the sum."""
+        parts = [self._head]
+        for values, counts, total in series:
+            pairs = zip(self._labels, values, strict=True)
+            shown = ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs)
+            counted = tuple(accumulate(counts))
+            parts.append(self._form.replace("LABELS", shown.replace("%", "%%")) % (*counted, counted[-1], total))
+        return "".join(parts).encode()
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _collected(collectors: Sequence[Collector]) -> Iterator[Metric]:
+    """The metrics of other collectors, without the times at which their series were made."""
+    for collector in collectors:
+        for metric in collector.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
