@@ -5,27 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from experiments.convergence.plots import COLOURS, GRID, SOFT, STYLE
-from experiments.staleness.report import COST_MAX, Point, Rule
+from experiments.staleness.report import COST_MAX, Point, Rule, weight
 
 
 def markdown(points: Sequence[Point], rule: Rule, best: Mapping[tuple[str, str, int], float]) -> str:
-    """The results section of docs/staleness.md."""
-    parts = [_rule(rule), _table(points)]
+    """The section of docs/convergence.md."""
+    parts = [_rule(rule, points), _table(points)]
     if best:
         parts += ["**With the learning rate chosen for each lag**, on two seeds of their own.", _best(points, best)]
     return "\n\n".join(parts) + "\n"
 
 
-def _rule(rule: Rule) -> str:
+def _rule(rule: Rule, points: Sequence[Point]) -> str:
     cost = f"{COST_MAX - 1:.0%}"
-    held = f"Every mode with lag x movement up to {rule.holds_to:.2g} nats costs at most {cost} of the samples."
+    held = f"Every mode with lag x √movement up to {rule.holds_to:.2g} costs at most {cost} of the samples."
     if rule.fails_from is None:
         return held + " No measured mode costs more."
-    return held + f" The first mode that costs more is at {rule.fails_from:.2g} nats."
+    fit = f"Over all modes, samples are 1 + {weight(points):.2g} x lag x √movement by least squares."
+    return f"{held} The first mode that costs more is at {rule.fails_from:.2g}. {fit}"
 
 
 def _table(points: Sequence[Point]) -> str:
-    head = "| task | objective | learning rate | movement, nats a step | lag | lag x movement | steps to the level | "
+    head = "| task | objective | learning rate | movement, nats a step | lag | lag x √movement | steps to the level | "
     lines = [head + "samples / lag 0 | reached |", "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
     for each in points:
         half = "" if each.samples.half is None else f" ± {each.samples.half:.2f}"
@@ -47,7 +48,7 @@ def _best(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -
 
 
 def draw(points: Sequence[Point], rule: Rule, path: Path) -> None:
-    """Samples to the level over lag times movement, both relative; one colour an objective."""
+    """Samples to the level over lag times the square root of movement; one colour an objective."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +58,7 @@ def draw(points: Sequence[Point], rule: Rule, path: Path) -> None:
         figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
         axes: Any = figure.subplots()
         axes.set_xscale("log")
-        axes.set_xlabel("lag x movement of the policy in a step, nats")
+        axes.set_xlabel("lag x √movement of the policy in a step")
         axes.set_ylabel("samples to the level / those at lag 0")
         axes.grid(color=GRID, linewidth=0.8)
         axes.axhline(COST_MAX, color=SOFT, linestyle=":", linewidth=1)

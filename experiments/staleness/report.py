@@ -1,5 +1,6 @@
 """What the map says: samples to the level by lag, and the rule that bounds their cost. All pure."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class Point:
 
     @property
     def far(self) -> float:
-        """Lag times movement."""
-        return self.lag * self.movement
+        """Lag times the square root of movement: the distance of the policy that samples, in its natural unit."""
+        return self.lag * math.sqrt(self.movement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,13 @@ def rule(of: Sequence[Point]) -> Rule:
             return Rule(holds_to, point.far)
         holds_to = point.far
     return Rule(holds_to, None)
+
+
+def weight(of: Sequence[Point]) -> float:
+    """The ``window.staleness_cost`` that fits best: the least squares of samples - 1 over ``far``, through 0."""
+    lagged = [point for point in of if point.lag]
+    squares = sum(point.far**2 for point in lagged)
+    return sum(point.far * (point.samples.mean - 1.0) for point in lagged) / squares if squares else 0.0
 
 
 def best_rates(results: Iterable[Result]) -> dict[tuple[str, str, int], float]:

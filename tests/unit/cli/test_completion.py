@@ -40,7 +40,7 @@ def completed_in_bash(*words: str) -> list[str]:
         ("dora prepare tiny-", ["tiny-moe"]),
         ("dora profile --model ti", ["tiny", "tiny-moe"]),
         ("dora profile --clock c", ["cpu"]),
-        ("dora serve --set window.s", ["window.size=", "window.size=2", "window.size=auto"]),
+        ("dora serve --set window.si", ["window.size=", "window.size=2", "window.size=auto"]),
         ("dora serve --set window.m", ["window.min=", "window.max="]),
         ("dora serve --set balance.dora.l", ["balance.dora.level_gap=", "balance.dora.level_gap=2"]),
         ("dora serve --set workers.engine=", ["workers.engine=vllm", "workers.engine=fake"]),
@@ -73,7 +73,7 @@ def test_values_are_completed(line: str, values: list[str], tmp_path: Path, monk
 
 GIVEN_TOGETHER = (
     *("prompts.", "reward.function=", "model=", "balance.cost."),
-    *("workers.batch_invariant=true", "workers.weights_from=trainer"),
+    *("workers.batch_invariant=true", "workers.weights_from=trainer", "evaluation.keep_best=true"),
 )
 
 
