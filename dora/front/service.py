@@ -23,6 +23,7 @@ from dora.tls import Tls
 log = logging.getLogger("dora.front")
 
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
+PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
 VERSION_S: Final = 0.5  # between two openings of a version for which the window has no room
 
@@ -188,7 +189,8 @@ class Service:
 
     async def _opened(self, opening: Opening) -> list[Session]:
         about = json.dumps({**(opening.verifier or {}), "group": opening.group, "tags": dict(opening.tags or {})})
-        prompt = Prompt(opening.group, opening.task, (), sampling=opening.sampling or {}, verifier_json=about)
+        given: dict[str, Any] = {"sampling": opening.sampling or {}, "verifier_json": about, "priority": PRIORITY}
+        prompt = Prompt(opening.group, opening.task, (), **given)
         while True:
             try:
                 return await self._sessions.open(prompt, opening.size, version=opening.version)

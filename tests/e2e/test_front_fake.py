@@ -90,6 +90,25 @@ async def test_what_agents_see_is_what_the_trainer_gets(tiny_dense: Path) -> Non
     assert all(each.reward == float(each.verifier_log[1:]) and each.reward_valid for each in found)
 
 
+async def test_an_agent_does_not_wait_behind_the_queue_of_prompts(tiny_dense: Path) -> None:
+    """60 prompts wait, and the trainer takes 12 groups."""
+
+    async def ask(url: str) -> None:
+        async with agents(url) as api:
+            await api.chat.completions.create(model="policy", messages=[{"role": "user", "content": "abc"}])
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Prompts(handle.address, handle.token) as prompts,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await prompts.submit([{"text": "ab", "prompt_id": f"p{number}", "group_size": 1} for number in range(60)])
+        steps, _ = await asyncio.gather(train(handle, trainer, steps=4, groups=GROUPS), ask(url))
+    found = [group.prompt_id for step in steps for group in step]
+    assert [each for each in found if not each.startswith("p")], found
+
+
 async def test_choices_branches_and_single_turns(tiny_dense: Path) -> None:
     async def work(url: str) -> list[int]:
         async with agents(url) as api:
