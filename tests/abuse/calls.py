@@ -113,6 +113,7 @@ class Service:
             "verifier_json": ("{}", '{"answer": "2"}', "nul"),
             "messages_json": ("", "", '[{"role": "user", "content": "a"}]', '[{"role": 1}]'),
             "group_size": (0, 2),
+            "address": ("127.0.0.1:1", "0.0.0.0:9"),  # of a front
             "share": (0.0, 0.25, 0.6),
             "period_ms": (50, 1000),
             "state": ("", "running"),

@@ -136,7 +136,7 @@ async def test_the_client_shows_what_is_refused() -> None:
     """The client ends at once with what to do: it repeats none of these for five minutes."""
     async with fake_front() as (url, service, _):
         for names, asked in (
-            ("6, 7", {"model_path": "tinker://run/sampler_weights/policy-v3"}),
+            ("policy-v6, policy-v7", {"model_path": "tinker://run/sampler_weights/policy-v3"}),
             ("prompt_logprobs", {"options": {"include_prompt_logprobs": True}}),
         ):
             found = await samples(url, prompts=[[5]], **asked)

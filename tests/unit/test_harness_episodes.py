@@ -41,6 +41,8 @@ class FakeSession:
     response: Sequence[int] = ()
     prompt_token_ids: Any = field(default_factory=lambda: np.zeros(0, np.int32))
     ended: tuple[Any, ...] | None = None
+    given_name: str = ""
+    has_ended: bool = False
 
     async def stream(self, token_ids: Sequence[int], **named: Any) -> AsyncGenerator[Turn]:
         yield turn_of(self.turn.number + 1, [*CHAT.encode("Yes.", special_tokens=False), CHAT.ends()[0]])
