@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import aiohttp
+import psutil
 import pytest
 
 from dora.front.door import Limits
@@ -88,8 +89,9 @@ def body_of(chance: random.Random, accepted: Mapping[str, Any]) -> bytes:
     return text
 
 
-async def storm(requests: int, seed: int) -> None:
-    chance = random.Random(seed)
+async def storm(requests: int, seed: int) -> list[int]:
+    """Returns the memory of this process, which has the front and its clients, after each tenth of the requests."""
+    chance, memory_bytes = random.Random(seed), []
     async with front(limits=Limits(sessions=200)) as (base, _, door), aiohttp.ClientSession() as http:
 
         async def one() -> int:
@@ -103,10 +105,14 @@ async def storm(requests: int, seed: int) -> None:
                 return reply.status
 
         statuses: set[int] = set()
-        for _ in range(requests // AT_ONCE):
+        rounds = requests // AT_ONCE
+        for number in range(1, rounds + 1):
             statuses |= set(await asyncio.gather(*(one() for _ in range(AT_ONCE))))
+            if number % (rounds // 10) == 0:
+                memory_bytes.append(psutil.Process().memory_info().rss)
         assert {200, 400, 404, 405, 409} <= statuses
         assert not door._in_flight
+    return memory_bytes
 
 
 async def test_no_request_is_a_failure_of_the_front() -> None:
@@ -116,7 +122,8 @@ async def test_no_request_is_a_failure_of_the_front() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 async def test_no_request_of_many_is_a_failure_of_the_front() -> None:
-    await storm(100_000, seed=1)
+    memory_bytes = await storm(100_000, seed=1)
+    assert memory_bytes[-1] < 1.1 * memory_bytes[4], memory_bytes
 
 
 async def test_half_a_request_disturbs_nobody() -> None:
