@@ -66,7 +66,11 @@ BUGS = [
     Bug("staleness passes its bound after recovery (AReaL 1388)", "C3", plants.recovery_forgets_what_was_taken),
     Bug("an undersized buffer: prompts are asked for once only", "not done", plants.draws_prompts_once),
     Bug("a version is read twice (AReaL 1569)", "C1", plants.version_read_twice),
-    Bug("the version is stamped at completion (rLLM 622)", "C3|may not take|no open group of version", plants.version_stamped_at_completion),
+    Bug(
+        "the version is stamped at completion (rLLM 622)",
+        "C3|may not take|no open group",
+        plants.version_stamped_at_completion,
+    ),
     Bug("weights change under live requests", "C1", plants.load_under_live_requests),
     Bug("a worker serves before its first weights are there", "C1", plants.failed_load_serves, "copy"),
     Bug("a failed load is never tried again", "not told to load", plants.failed_load_is_never_tried_again),
