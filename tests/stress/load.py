@@ -8,6 +8,7 @@ from typing import Any, Final
 from dora.models.tiny import TinyKind, make_tiny
 from dora.models.tiny_vocabulary import CLASSES
 from dora.rewards import tiny
+from tests.session_script import is_empty
 from tests.tools import as_sessions
 
 MODELS: Final[dict[str, tuple[TinyKind, tuple[int, int]]]] = {
@@ -35,6 +36,9 @@ def write_prompts(file: Path, groups: int, seed: int, sessions: float) -> set[st
     """
     rows = prompt_rows(groups, seed)
     as_sessions(rows, sessions, TURN_TOKENS, seed)
+    for row in rows:
+        while is_empty(row["prompt_id"]):  # a row of a file has its prompt
+            row["prompt_id"] += "f"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {row["prompt_id"] for row in rows}
 
