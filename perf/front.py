@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from dora.errors import NotFound
 from dora.front.app import serving
 from dora.front.door import Door, Limits
 from dora.front.listening import INHERITED, listening_socket, url_of
@@ -41,7 +42,9 @@ class MemorySession:
     token_ids: Sequence[int]  # that it samples, again and again
     version: int = 0
     turn: int = 0
-    turn_tokens: int = 0
+    last: Sampled = field(default_factory=lambda: Sampled((), ()))
+    given_name: str = ""
+    is_over: bool = False
 
     async def stream(
         self, token_ids: Sequence[int], *, after_turn: int | None, max_tokens: int = 0, **_: Any
@@ -66,6 +69,9 @@ class MemoryService:
 
     async def live(self) -> Live:
         return Live("tiny", 0, (0,))
+
+    async def find(self, group: str, size: int) -> list[MemorySession]:
+        raise NotFound("group", group, "one that was opened")
 
     async def open(self, opening: Opening) -> list[MemorySession]:
         return [self._session() for _ in range(opening.size)]
