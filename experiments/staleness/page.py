@@ -22,6 +22,10 @@ def _rule(rule: Rule, points: Sequence[Point]) -> str:
     if rule.fails_from is None:
         return held + " No measured mode costs more."
     fit = f"Over all modes, samples are 1 + {weight(points):.2g} x lag x √movement by least squares."
+    if not rule.holds_to:
+        return (
+            f"The mode nearest to 0, at lag x √movement = {rule.fails_from:.2g}, costs more than {cost} already. {fit}"
+        )
     return f"{held} The first mode that costs more is at {rule.fails_from:.2g}. {fit}"
 
 
