@@ -157,6 +157,17 @@ async def until(operator: Operator, condition: Any) -> Any:
     raise AssertionError("the service stopped being watched")
 
 
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Does work beside the block, and ends it with the block, whatever becomes of it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def during(work: asyncio.Future[Any], awaited: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of ``awaited``. Fails at once if ``work`` ends first, as it would then be awaited for ever."""
     waiting = asyncio.create_task(awaited)

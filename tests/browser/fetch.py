@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
+
+from tests.debian import fetch
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / ".chromium-build"
@@ -39,14 +40,7 @@ def missing_libraries(binary: Path) -> list[str]:
 def main(folder: Path) -> None:
     found, _ = chromium(folder)
     if found is None and not (folder / "usr").is_dir():
-        print(f"fetching Debian's packages {' and '.join(PACKAGES)} ...", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as temporary:
-            try:
-                subprocess.run(["apt-get", "download", "--quiet=2", *PACKAGES], cwd=temporary, check=True)
-                for package in Path(temporary).glob("*.deb"):
-                    subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                sys.exit(f"Chromium cannot be had: {error}")
+        fetch(PACKAGES, folder, "Chromium")
     found, reason = chromium(folder)
     if found is None or not os.access(found, os.X_OK):
         sys.exit(f"Chromium cannot be had: {reason}")

@@ -18,13 +18,21 @@ def python_of(name: str) -> Path:
     return folder / "bin" / "python"
 
 
-async def run_in(name: str, program: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
-    """Runs a program in a client's environment, without DORA. Returns what it wrote; fails if it does."""
-    python = python_of(name)
-    environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **(variables or {})}
+async def run_in(
+    name: str,
+    program: Path,
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    has_dora: bool = False,
+) -> str:
+    """Runs a program in a client's environment. Returns what it wrote; fails if it does. ``has_dora``: it imports DORA,
+    of this checkout.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {**(variables or {}), **({"PYTHONPATH": str(ROOT)} if has_dora else {})}
     process = await asyncio.create_subprocess_exec(
-        python,
-        "-I",
+        python_of(name),
+        *(() if has_dora else ("-I",)),
         program,
         *arguments,
         stdout=asyncio.subprocess.PIPE,

@@ -118,7 +118,7 @@ async def test_a_client_goes_on_when_its_front_dies(tiny_dense: Path) -> None:
 
     process = FrontProcess("127.0.0.1:0")
     async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
-        process.start(handle.address, handle.token, handle.model, 256)
+        process.start(handle.address, handle.token, handle.model)
         try:
             learning = asyncio.create_task(learn(trainer, process))
             work = samples(process.url, prompts=PROMPTS, num_samples=SAMPLES, params={"max_tokens": 6})

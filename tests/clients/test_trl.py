@@ -1,16 +1,13 @@
 """``examples/trl_grpo.py`` with TRL itself: its weights become versions, whole or merged with an adapter."""
 
-import asyncio
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from tests.clients.environments import python_of
+from tests.clients.environments import run_in
 from tests.contract.trainer_service import TOKEN, Running, start_service
 from tests.snippets import ROOT, snippet
 
@@ -18,19 +15,10 @@ CHANGED_LINES_MAX = 15  # of a program with TRL's trainer, as issue 56 limits th
 
 
 async def ran(program: Path, *arguments: str) -> dict[str, Any]:
-    """What the program writes as its last line, in ``.venv-trl``, with DORA of this checkout."""
-    environment = {**os.environ, "DORA_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(
-        python_of("trl"), program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    try:
-        out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode(errors="replace")[-4000:]
-    return json.loads(out.decode().splitlines()[-1])
+    """What the program writes as its last line."""
+    variables = {"DORA_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    written = await run_in("trl", program, *arguments, variables=variables, has_dora=True)
+    return json.loads(written.splitlines()[-1])
 
 
 def weights_of(service: Running, version: int) -> dict[str, torch.Tensor]:

@@ -66,6 +66,20 @@ def make_trajectory(step: int, group: int, sample: int, group_size: int = 2, **c
     return Trajectory(**{**values, **changes})
 
 
+def make_branch(index: int, prompt: list[int], tokens: list[int], mask: list[int], **changes: Any) -> Trajectory:
+    """A branch of the session ``g0.0``, whose given tokens have logprob 0."""
+    values: dict[str, Any] = {
+        "trajectory_id": f"g0.0/{index}" if index else "g0.0",
+        "prompt_token_ids": prompt,
+        "response_token_ids": tokens,
+        "logprobs": [-1.0 * each for each in mask],
+        "loss_mask": mask,
+        "length_tokens": len(mask),
+        "branch_index": index,
+    }
+    return make_trajectory(0, 0, 0, **{**values, **changes})
+
+
 def make_group(step: int, group: int, group_size: int = 2) -> TrajectoryGroup:
     members = tuple(make_trajectory(step, group, sample, group_size) for sample in range(group_size))
     return TrajectoryGroup(f"s{step}-g{group}", members)

@@ -4,11 +4,11 @@ Does nothing if both are on the PATH. Exits with 1 and apt's reason if they cann
 """
 
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
+
+from tests.debian import fetch
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / ".prometheus-build"
@@ -26,14 +26,7 @@ def tool(name: str, folder: Path = FOLDER) -> Path | None:
 def main(folder: Path) -> None:
     if all(tool(name, folder) for name in TOOLS):
         return
-    print(f"fetching Debian's package {PACKAGE} ...", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            subprocess.run(["apt-get", "download", "--quiet=2", PACKAGE], cwd=temporary, check=True)
-            (package,) = Path(temporary).glob("*.deb")
-            subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"Prometheus cannot be had: {error}")
+    fetch((PACKAGE,), folder, "Prometheus")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """The dashboards of deploy/grafana: made from their panels, and every query answered by a real Prometheus."""
 
-import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
 from tests.prometheus.metrics_of import metrics_of
 from tests.prometheus.server import scraping
-from tests.service import configured, running
+from tests.service import beside, configured, running
 from tests.snippets import ROOT
 
 GRAFANA: Final = ROOT / "deploy" / "grafana"
@@ -80,8 +79,7 @@ def test_the_queries_name_metrics_that_exist() -> None:
         assert metrics_of(expression) <= known, place
 
 
-@asynccontextmanager
-async def asking(url: str) -> AsyncIterator[None]:
+def asking(url: str) -> AbstractAsyncContextManager[None]:
     """An agent that asks again and again."""
 
     async def ask() -> None:
@@ -91,12 +89,7 @@ async def asking(url: str) -> AsyncIterator[None]:
                 async with http.post(f"{url}/v1/chat/completions", json=chat) as reply:
                     await reply.read()
 
-    task = asyncio.create_task(ask())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    return beside(ask())
 
 
 async def test_no_panel_is_empty_on_a_service_under_load(

@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ from dora.rpc.roles import Role
 from dora.tls.authority import make_cluster
 from tests.e2e.agents import ended, joining
 from tests.prometheus.server import DEPLOYED, scraping
-from tests.service import configured, running, until
+from tests.service import beside, configured, running, until
 from tests.tls_files import cluster, tls
 
 AT_ONCE: Final = ("DoraTrainerAbsent", "DoraNoEnvironment", "DoraStorageFault", "DoraDown")
@@ -49,8 +49,7 @@ async def end_at_once(session: Session) -> None:
     await session.end(reward=1.0)
 
 
-@asynccontextmanager
-async def training(handle: ServiceHandle, goes_on: asyncio.Event | None = None) -> AsyncIterator[None]:
+def training(handle: ServiceHandle, goes_on: asyncio.Event | None = None) -> AbstractAsyncContextManager[None]:
     """A trainer that takes steps, and commits them while ``goes_on`` is set."""
 
     async def train() -> None:
@@ -62,30 +61,19 @@ async def training(handle: ServiceHandle, goes_on: asyncio.Event | None = None) 
                     await goes_on.wait()
                 await step.commit(weights=handle.model, wait=True)
 
-    task = asyncio.create_task(train())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    return beside(train())
 
 
-@asynccontextmanager
-async def driving(
+def driving(
     handle: ServiceHandle, driver: Callable[[Session], Awaitable[None]] = end_at_once
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """A driver of the environment ``tool``."""
 
     async def drive() -> None:
         async with dora.Sessions(handle.address, handle.token) as sessions:
             await sessions.drive("tool", driver)
 
-    task = asyncio.create_task(drive())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    return beside(drive())
 
 
 @pytest.mark.full
@@ -135,6 +123,7 @@ async def test_faults_of_a_worker_a_trainer_an_environment_and_a_host_fire_their
         workers__engine="fake",
         workers__count=2,
         workers__orphan_timeout_s=0.5,
+        workers__restarts=0,
         window__size=2,
         service__metrics="127.0.0.1:0",
         service__trainer_stall_timeout_s=1.0,
@@ -159,6 +148,7 @@ async def test_faults_of_a_worker_a_trainer_an_environment_and_a_host_fire_their
         (worker, *_) = (await operator.status()).workers
         os.kill(worker.pid, signal.SIGKILL)
         await prometheus.firing({"DoraWorkersLost"})
+        await operator.scale(2)
         await prometheus.firing(set())
         goes_on.clear()
         await prometheus.firing({"DoraTrainerStalled"})

@@ -7,7 +7,7 @@ import pytest
 from dora.data.trajectory import Trajectory
 from dora.data.types import GIVEN, EnvironmentEvent
 from tests.chaos.chats import counted, digest, is_chat, wrong
-from tests.contract.trainer_service import make_trajectory
+from tests.contract.trainer_service import make_branch
 from tests.session_script import turns_of
 
 NAME = next(name for name in (f"chat{number}" for number in range(99)) if turns_of(name) == 3)
@@ -20,22 +20,8 @@ def branch(index: int, prompt: list[int], turns: int, log: str = "") -> Trajecto
     for _ in range(turns - 1):
         tokens += GIVEN_TOKENS + SAMPLED
         mask += [0] * len(GIVEN_TOKENS) + [1] * len(SAMPLED)
-    return make_trajectory(
-        0,
-        0,
-        0,
-        trajectory_id=f"g0.0/{index}" if index else "g0.0",
-        prompt_id=NAME,
-        prompt_token_ids=prompt,
-        response_token_ids=tokens,
-        logprobs=[-1.0 * each for each in mask],
-        loss_mask=mask,
-        length_tokens=len(mask),
-        events=(EnvironmentEvent(0, GIVEN, "agent", "", 1.0),),
-        reward=3.0,
-        branch_index=index,
-        verifier_log=log,
-    )
+    events = (EnvironmentEvent(0, GIVEN, "agent", "", 1.0),)
+    return make_branch(index, prompt, tokens, mask, prompt_id=NAME, events=events, reward=3.0, verifier_log=log)
 
 
 def seen(*turns: tuple[list[int], int]) -> str:

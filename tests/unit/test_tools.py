@@ -7,7 +7,7 @@ import pytest
 
 from dora.data.trajectory import Trajectory
 from dora.data.types import GIVEN, EnvironmentEvent
-from tests.contract.trainer_service import make_trajectory
+from tests.contract.trainer_service import make_branch
 from tests.session_audit import all_wrong, audited, digest, requests_of, sessions_of, spans, wrong
 from tests.session_script import asked_of, first_turn, is_empty, stretches, turns_of
 
@@ -43,35 +43,10 @@ def session(prompt_id: str) -> list[Trajectory]:
                 events.append(EnvironmentEvent(len(tokens), GIVEN, "tool", "", 1.0))
             tokens, mask = [*tokens, *[20 + turn] * SAMPLED], [*mask, *[1] * SAMPLED]
             paths[turn] = prompt, tokens
-        found.append(_branch(prompt_id, index, prompt, tokens, mask, shared, events))
+        about = {"prompt_id": prompt_id, "events": tuple(events), "shared_prefix_tokens": shared}
+        reward = float(turns_of(prompt_id))
+        found.append(make_branch(index, prompt, tokens, mask, reward=reward, **about))
     return [replace(each, verifier_log=digest(found[-1].response_token_ids)) for each in found]
-
-
-def _branch(
-    prompt_id: str,
-    index: int,
-    prompt: list[int],
-    tokens: list[int],
-    mask: list[int],
-    shared: int,
-    events: list[EnvironmentEvent],
-) -> Trajectory:
-    return make_trajectory(
-        0,
-        0,
-        0,
-        trajectory_id=f"g0.0/{index}" if index else "g0.0",
-        prompt_id=prompt_id,
-        prompt_token_ids=prompt,
-        response_token_ids=tokens,
-        logprobs=[-1.0 * each for each in mask],
-        loss_mask=mask,
-        length_tokens=len(mask),
-        events=tuple(events),
-        reward=float(turns_of(prompt_id)),
-        branch_index=index,
-        shared_prefix_tokens=shared,
-    )
 
 
 def changed(branch: Trajectory, place: int) -> Trajectory:
