@@ -1,4 +1,4 @@
-"""What rank 0 of a trainer shares with the other ranks of torch.distributed: micro-batches and texts, as tensors.
+"""Sends micro-batches and texts from rank 0 of a trainer to the other ranks of torch.distributed, as tensors.
 
 Called on every rank. Without torch.distributed there is one rank, which gets what it gives.
 """

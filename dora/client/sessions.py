@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a service serves."""
+    """The model, versions and limits that a service serves."""
 
     model: str  # its folder on the service's host
     newest_version: int

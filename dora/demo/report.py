@@ -65,7 +65,7 @@ class DemoReport(TypedDict):
     environment: Annotated[str, "the environment that drove sessions of several turns; empty: single answers"]
     turns_ended: Annotated[int, "turns of sessions that have ended"]
     turns_resumed: Annotated[int, "next turns of sessions that began with their KV"]
-    sessions_replaced: Annotated[int, "sessions whose environment failed or was silent, and that began anew"]
+    sessions_replaced: Annotated[int, "sessions that were replaced because their environment failed or was silent"]
     conversation: Annotated[str, "the session of median reward in the last step, for `dora trajectories --show`"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]

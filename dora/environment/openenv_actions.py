@@ -1,4 +1,4 @@
-"""How a reply becomes an action of OpenEnv, and an observation a text. Pure."""
+"""Converts replies to actions of OpenEnv, and observations to texts. Pure."""
 
 import json
 import re
@@ -50,7 +50,7 @@ class Actions:
 
     @property
     def wanted(self) -> str:
-        """What a policy is told whose reply has no action."""
+        """The message to a policy whose reply has no action."""
         return f"Answer with a JSON object with the fields {', '.join(self.fields)}."
 
 

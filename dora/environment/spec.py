@@ -1,4 +1,4 @@
-"""What all kinds of environments share: the option that names one, errors of its code, seeds."""
+"""Shared by all kinds of environments: the option that names one, errors of its code, seeds."""
 
 from hashlib import blake2b
 from typing import Final

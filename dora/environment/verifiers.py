@@ -112,7 +112,7 @@ async def bridge(settings: EnvironmentConfig, model: Path, key: str) -> AsyncIte
 
 
 class Attended:
-    """What the sessions' URLs know of the service: the sessions that it has given to this process, and no others."""
+    """The service as a session's URL sees it: the sessions given to this process, and no others."""
 
     def __init__(self, model: Path, context_tokens: int) -> None:
         self._model = model.name
@@ -137,7 +137,7 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class HarnessEpisodes:
-    """How sessions are run. ``url``: at which ``door`` is served."""
+    """Runs sessions with a harness of verifiers. ``url``: at which ``door`` is served."""
 
     bridge: Bridge
     door: Door

@@ -1,4 +1,4 @@
-"""What a front counts, and its page for Prometheus. Labels have bounded values: routes, statuses and reasons."""
+"""A front's counters, and its page for Prometheus. Labels have bounded values: routes, statuses and reasons."""
 
 import asyncio
 import time
@@ -106,7 +106,7 @@ FRONT: Final = (
     Metric("dora_front_sessions_open", "Sessions that agents have open.", lambda seen: seen.sessions),
     Metric(
         "dora_front_prefix_breaks_total",
-        "Histories that were given anew, by reason.",
+        "Histories that a session could not continue and prefilled again, by reason.",
         lambda seen: {(reason,): float(seen.prefix_breaks[reason]) for reason in BREAKS},
         ("reason",),
     ),

@@ -1,4 +1,4 @@
-"""What an operator does from the page. Each call goes to the service with the browser's own token."""
+"""An operator's actions from the page. Each call goes to the service with the browser's own token."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final

@@ -19,7 +19,7 @@ LEVEL_STEPS: Final = 5  # the level is reached by the mean reward of so many ver
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is learnt. ``level``: the reward to reach. ``layers``: that are trained, the last ones; 0: all."""
+    """A task to learn. ``level``: the reward to reach. ``layers``: that are trained, the last ones; 0: all."""
 
     model: str
     source: Callable[[ChatTokenizer, int], PromptSource]

@@ -1,4 +1,4 @@
-"""What the map says: samples to the level by lag, and the rule that bounds their cost. All pure."""
+"""The map's results: samples to the level by lag, and the rule that bounds their cost. All pure."""
 
 import math
 from collections import defaultdict

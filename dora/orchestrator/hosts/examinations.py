@@ -105,7 +105,7 @@ class Examinations:
         return found, time.time()
 
     def _shown(self, name: str) -> pb.ExaminedHost:
-        """What the service itself knows of a host."""
+        """The facts about a host that the service itself has."""
         status, workers = self._hosts.status(name), self._workers(name)
         sessions = [session for each in workers if (session := self._sessions.workers.get(each.worker_id)) is not None]
         moved = max(sessions, key=lambda session: session.copy_s, default=None)

@@ -64,9 +64,10 @@ def check_version(runtime: Runtime, version: int) -> None:
     for a group of it.
     """
     window = runtime.machine.state.window
-    admitting = [each for each in live(runtime) if each >= window.oldest_admitting and each not in window.quarantined]
+    alive = live(runtime)
+    admitting = [each for each in alive if each >= window.oldest_admitting and each not in window.quarantined]
     if version not in admitting:
-        why = "admits no new group" if version in live(runtime) else "is not live"
+        why = "admits no new group" if version in alive else "is not live"
         raise Conflict("version", version, f"one of {', '.join(map(str, admitting)) or 'none now'}", why=why)
     if runtime.feed.closed or not window.admissible(version):
         allowed = (
