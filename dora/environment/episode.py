@@ -61,7 +61,10 @@ class Driven(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Runs sessions with an environment class. ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any."""
+    """Runs sessions with an environment class.
+
+    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any.
+    """
 
     make: Callable[[], Environment]
     model: ServedModel

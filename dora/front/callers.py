@@ -18,7 +18,9 @@ ENDS: Final = "Sessions/EndSession"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The caller of a request. ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
+    """The caller of a request.
+
+    ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
     ``roles``: of the certificate, if that says which sessions it may open.
     """
 
@@ -35,7 +37,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The credentials and session of a request. ``own``: the session whose key it has. ``method``: what the request does."""
+    """The credentials and session of a request.
+
+    ``own``: the session whose key it has. ``method``: what the request does.
+    """
 
     key: str = ""
     session_id: str = ""

@@ -9,7 +9,10 @@ from dora.data.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The served model and versions. ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter."""
+    """The served model and versions.
+
+    ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter.
+    """
 
     model: str
     newest: int
