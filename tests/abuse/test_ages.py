@@ -21,10 +21,10 @@ from dora.data.types import Prompt
 from dora.errors import MISSING, InvalidValue
 from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
-from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.recovery.binding import NotOfOneTime, bind, check_binding, content_of
 from dora.orchestrator.recovery.state_folder import reading_state, state_folder_of
+from dora.orchestrator.starting import journal_of
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused
 

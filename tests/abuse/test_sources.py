@@ -15,7 +15,7 @@ from dora.client import Operator
 from dora.config import validated
 from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.orchestrator import main
+from dora.orchestrator import starting
 from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MAX, PromptFeed
 from dora.prompts import PromptSource, resolve_prompts
 from dora.system.log_limit import LogLimit
@@ -83,7 +83,7 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
 
         return PromptSource("odd", source.reward, at)
 
-    monkeypatch.setattr(main, "resolve_prompts", resolved)
+    monkeypatch.setattr(starting, "resolve_prompts", resolved)
     config = configured(tiny_dense, workers__engine="fake", workers__count=1)
     steps = []
     async with (

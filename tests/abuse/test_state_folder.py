@@ -13,9 +13,9 @@ from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
-from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.recovery.state_folder import LOCK_FILE, SERVICE_FILE, StateFolder, reading_state, state_folder_of
+from dora.orchestrator.starting import journal_of
 from tests.abuse.full import faults, files_up_to
 from tests.refusals import data_words, refused
 from tests.unit.test_runtime import Shell

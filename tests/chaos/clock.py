@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dora.orchestrator import main
+from dora.orchestrator import starting
 from tests.chaos.stalling import stalling_workers
 
 
@@ -35,7 +35,7 @@ def jump(file: Path, by_s: float) -> None:
 
 
 if __name__ == "__main__":
-    stalling_workers(main)
+    stalling_workers(starting)
     time.time = jumping(Path(sys.argv[1]), time.time)
     assert sys.argv[2] == "-m"
     sys.argv = [sys.argv[3], *sys.argv[4:]]

@@ -11,7 +11,7 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.errors import NotFound
-from dora.orchestrator import main
+from dora.orchestrator import starting
 from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
@@ -30,7 +30,7 @@ def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
             super().__init__(*arguments, **fields)
             started.append(self)
 
-    monkeypatch.setattr(main, "Runtime", Kept)
+    monkeypatch.setattr(starting, "Runtime", Kept)
     return started
 
 

@@ -16,7 +16,7 @@ from dora.core import Machine
 from dora.core import events as on
 from dora.core.rules.restoring import durable
 from dora.journal.finding import find
-from dora.orchestrator import main
+from dora.orchestrator import starting
 from dora.orchestrator.recovery import resume
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.runtime import Runtime
@@ -34,7 +34,7 @@ def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
             super().__init__(*arguments, **fields)
             started.append(self)
 
-    monkeypatch.setattr(main, "Runtime", Kept)
+    monkeypatch.setattr(starting, "Runtime", Kept)
     return started
 
 

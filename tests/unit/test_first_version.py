@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from dora.core.state import Refusal, SuspectVersion
 from dora.data.types import Canary
-from dora.orchestrator.main import _unreproduced
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.waiting import unreproduced
 from dora.weights import first_version
 from dora.weights.canary import check_canary, compute_canary
 
@@ -68,6 +68,6 @@ def test_a_start_ends_with_the_reason_once_no_worker_can_load_version_0(
         rejected={},
         workers=dict.fromkeys(f"w{number}" for number in range(workers)),
     )
-    reason = _unreproduced(cast(Runtime, SimpleNamespace(machine=SimpleNamespace(state=state))))
+    reason = unreproduced(cast(Runtime, SimpleNamespace(machine=SimpleNamespace(state=state))))
     assert (reason is not None) == ends
     assert not ends or "logprobs differ by 0.5" in str(reason)

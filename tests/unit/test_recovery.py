@@ -16,7 +16,6 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.peer import this_host
-from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import KEPT, RECORD, STATE, Storage
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rollout.feed import PromptFeed
@@ -24,6 +23,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.worker import WorkerService
+from dora.orchestrator.starting import journal_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import CALLER, SESSION, Caller, Role, Tokens

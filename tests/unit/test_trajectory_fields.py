@@ -14,7 +14,6 @@ from dora.data.trajectory_fields import JSON, Kept, Kind, Packing
 from dora.data.types import Prompt, Reward, RoutingShape
 from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
-from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.recovery.resume import restore_buffer
 from dora.orchestrator.recovery.state_folder import state_folder_of
@@ -22,6 +21,7 @@ from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import readers
+from dora.orchestrator.starting import journal_of
 from dora.rpc import convert, packed
 from dora.rpc import dora_pb2 as pb
 

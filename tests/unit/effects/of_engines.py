@@ -15,10 +15,10 @@ from dora.host.launcher import LOCAL
 from dora.host.placement import placement_of
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import local_host
-from dora.orchestrator.main import _Start
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.starting import Start
 from dora.rpc.roles import Tokens
 from dora.worker import __main__ as worker_process
 from dora.worker.engine import RolloutEngine
@@ -60,7 +60,7 @@ async def launched(config: Config, place: Place) -> Noted:
     place.monkeypatch.setattr(launchers, "entry_points", lambda group: [point])
     config = config.model_copy(update={"workers": config.workers.model_copy(update={"launcher": "noted"})})
     async with contextlib.AsyncExitStack() as stack:
-        start = _Start(config, Tokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0)
+        start = Start(config, Tokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0)
         start.address, start.model = "127.0.0.1:1", Path("model")
         launcher = await start.launch()
         assert isinstance(launcher, Noted)

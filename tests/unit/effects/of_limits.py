@@ -11,7 +11,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.data.types import RequestSpec, SamplingParams
 from dora.host.launcher import WorkerStartError
-from dora.orchestrator import main
+from dora.orchestrator import waiting
 from dora.orchestrator.recovery.reattachment import Reattachment
 from dora.orchestrator.rollout.streams import Sessions
 from dora.orchestrator.runtime import Runtime
@@ -61,7 +61,7 @@ def until_start_fails(config: Config, _: Place) -> float:
     async def work() -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            await main._until_ready(config, runtime, launcher, asyncio.Event(), (never,))
+            await waiting.until_ready(config, runtime, launcher, asyncio.Event(), (never,))
         except WorkerStartError:
             return
         raise AssertionError("the start goes on without workers")
@@ -80,7 +80,7 @@ def until_drained(config: Config, _: Place) -> float:
 
     async def work() -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await main._drain(config, runtime, (never,))
+        await waiting.drain(config, runtime, (never,))
 
     return passed_s(work)
 
