@@ -191,6 +191,8 @@ class Runtime:
                 self.journal.note(record_of())
             for command in commands:
                 self.executor.carry_out(command)
+            groups = self.machine.state.window.groups_per_step
+            self.telemetry.step_times.came(event, commands, self.buffer, groups, now_s, time.time())
             self.journal.window(self.machine.state)
             self.journal.trainer(self.machine.state)
             if self.traces is not None:

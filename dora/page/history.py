@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final
 
+from dora.data.step_parts import PARTS
 from dora.page.head import head_of
 from dora.rpc.dora_pb2 import Move, PoolStatus, Status, StepMetrics, WorkerStatus
 
@@ -100,6 +101,7 @@ class History:
             "seq": self.seq,
             "roster": self.roster,
             "states": STATES,
+            "parts": [[name, words] for name, words in PARTS.items()],
             "samples": [*self.older, *self.recent],
             "steps": list(self.steps),
             "moves": list(self.moves),
@@ -204,13 +206,15 @@ def sample_of(status: Status, at: float) -> list[Any]:
 
 def step_of(step: StepMetrics) -> list[Any]:
     """Step, time of its commit, time it took, the part that the trainer waited (-1: unknown), mean reward, mean and
-    largest staleness, tokens.
+    largest staleness, tokens, and the seconds of each of PARTS (empty: unknown).
     """
     took = round(step.took_s, 3) if step.HasField("took_s") else -1
     waited = round(step.waited_s, 3) if step.HasField("waited_s") else -1
     reward = round(step.mean_reward, 5) if isfinite(step.mean_reward) else None
     staleness = round(step.staleness_mean, 3)
-    return [step.step, round(step.committed_at, 1), took, waited, reward, staleness, step.staleness_max, step.tokens]
+    parts = [round(step.parts_s.get(name, 0.0), 3) for name in PARTS] if step.parts_s else []
+    at = round(step.committed_at, 1)
+    return [step.step, at, took, waited, reward, staleness, step.staleness_max, step.tokens, parts]
 
 
 def move_of(move: Move) -> list[Any]:

@@ -84,18 +84,6 @@ def turn_bars(shown: ShownTrajectory) -> list[Bar]:
     return bars
 
 
-def time_bars(shown: ShownTrajectory, now: float) -> list[Bar]:
-    """When each turn was sampled; in between the environment worked. A turn whose end is not known ends by the next."""
-    ends = [*(turn.at for turn in shown.turns[1:]), shown.finished_at or now]
-    begun, whole, bars = shown.started_at, max(1e-3, ends[-1] - shown.started_at), []
-    for turn, latest in zip(shown.turns, ends, strict=True):
-        end = turn.ended_at or latest
-        kind = "sampled" if turn.ended_at else "unknown"
-        told = f"turn {turn.turn}: {turn.at - begun:.1f} s to {end - begun:.1f} s after the beginning"
-        bars.append(_bar(kind, str(turn.turn), turn.at - begun, end - turn.at, whole, told))
-    return bars
-
-
 def worker_bars(shown: ShownTrajectory) -> list[Bar]:
     """The workers that sampled the tokens. ``kind``: how the request arrived there."""
     total, bars = _held(shown), []

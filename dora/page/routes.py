@@ -1,6 +1,7 @@
 """The routes of the page, below ``page/``: every address in it is relative, so that a proxy may add a prefix."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -21,7 +22,8 @@ from dora.front.http import DOOR
 from dora.page import views
 from dora.page.actions import act
 from dora.page.browsers import IDLE_S, Browser, Browsers, is_same
-from dora.page.feed import Feed
+from dora.page.feed import Feed, encoded
+from dora.page.track import track_of
 from dora.rpc.channel import is_loopback
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.tls import Tls
@@ -64,6 +66,7 @@ def mounted(service: str, token: str, tls: Tls | None = None) -> Mount:
         app.router.add_get("/page/events", _signed_in(_events))
         app.router.add_get("/page/trajectories", _signed_in(_trajectories))
         app.router.add_get("/page/trajectory", _signed_in(_trajectory))
+        app.router.add_get("/page/track", _signed_in(_track))
         app.router.add_post("/page/act/{action}", _signed_in(_act))
         app.router.add_get("/page/static/{name}", _static)
         app.on_shutdown.append(_end_viewers)
@@ -165,8 +168,8 @@ async def _events(request: web.Request, browser: Browser) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         )
-        await response.prepare(request)
         with suppress(TimeoutError, ConnectionError):
+            await response.prepare(request)
             async with aclosing(viewers.follow(after)) as updates:
                 async for update in updates:
                     async with asyncio.timeout(WRITE_S):
@@ -196,6 +199,13 @@ async def _trajectory(request: web.Request, browser: Browser) -> web.Response:
 
     status = request.app[FEED].history.status
     return _html(await asyncio.to_thread(views.trajectory, shown, decode, status, browser))
+
+
+async def _track(request: web.Request, browser: Browser) -> web.Response:
+    """A trajectory's turns and moves among the workers' lanes, without its tokens."""
+    shown = await request.app[BROWSERS].operator(browser).trajectory(request.query.get("id", ""), 0, 1)
+    found = encoded(track_of(shown, time.time()).to_json_list())
+    return web.Response(body=found, content_type="application/json", headers=HEADERS)
 
 
 async def _act(request: web.Request, browser: Browser) -> web.Response:

@@ -8,7 +8,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dora.page.head import head_of
 from dora.page.history import History
-from dora.page.reading import SHADES, Decode, pieces, time_bars, turn_bars, worker_bars
+from dora.page.reading import SHADES, Decode, pieces, turn_bars, worker_bars
+from dora.page.track import track_of
 from dora.rpc.dora_pb2 import ShownTrajectory, Status, TrajectoriesReply
 from dora.view.numbers import duration, measured
 
@@ -17,12 +18,14 @@ LISTED: Final = 100  # trajectories on one page
 TOKENS: Final = 2048  # of a trajectory on one page
 STATES: Final = ("waiting", "running", "moving", "parked", "idle", "finished", "leased")
 TARGETS: Final = 4096  # offered for a move
+LANES_SHOWN: Final = 32  # workers of one trajectory, the first
 
 _pages = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 _pages.filters |= {
     "count": lambda value: f"{value:,}",
     "duration": duration,
     "measured": measured,
+    "doing": {"sampled": "sampled", "tools": "the environment works", "queue": "waits for a worker"}.get,
     "time": lambda seconds: strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(seconds)),
 }
 
@@ -60,14 +63,17 @@ def trajectory(shown: ShownTrajectory, decode: Decode, status: Status, browser: 
     version = shown.status.version
     targets = [each.worker_id for each in status.workers if each.version == version and each.state == "ready"]
     targets += [pool.pool_id for pool in status.pools if pool.state == "ready"]
+    track = track_of(shown, time())
     return _page(
         "trajectory.html",
+        track=track,
+        lanes_shown=track.lanes[:LANES_SHOWN],
+        share=lambda at: round(100 * (at - track.begin) / max(1e-3, track.end - track.begin), 3),
         shown=shown,
         status=shown.status,
         pieces=pieces(shown, decode),
         shades=[*SHADES, None],
         turn_bars=turn_bars(shown),
-        time_bars=time_bars(shown, time()),
         worker_bars=worker_bars(shown),
         end=end,
         before=max(0, shown.first_token - TOKENS) if shown.first_token else None,

@@ -1124,8 +1124,15 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
-    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s", "staleness_groups")
+    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s", "staleness_groups", "parts_s")
     class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class PartsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -1142,6 +1149,7 @@ class StepMetrics(_message.Message):
     TOOK_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     STALENESS_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     committed_at: float
     mean_reward: float
@@ -1152,7 +1160,8 @@ class StepMetrics(_message.Message):
     took_s: float
     waited_s: float
     staleness_groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., staleness_groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    parts_s: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., staleness_groups: _Optional[_Iterable[int]] = ..., parts_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class TrajectoriesRequest(_message.Message):
     __slots__ = ("state", "limit", "offset", "worker")
@@ -1215,7 +1224,7 @@ class ShowTrajectoryRequest(_message.Message):
     def __init__(self, trajectory_id: _Optional[str] = ..., first_token: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ShownTrajectory(_message.Message):
-    __slots__ = ("status", "task_id", "sample_index", "started_at", "finished_at", "finish_reason", "reward", "reward_components", "verifier_log", "turn_rewards", "worker_history", "turns", "prompt_tokens", "total_tokens", "first_token", "token_ids", "logprobs", "is_sampled")
+    __slots__ = ("status", "task_id", "sample_index", "started_at", "finished_at", "finish_reason", "reward", "reward_components", "verifier_log", "turn_rewards", "worker_history", "turns", "prompt_tokens", "total_tokens", "first_token", "token_ids", "logprobs", "is_sampled", "arrivals")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1248,6 +1257,7 @@ class ShownTrajectory(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
     status: TrajectoryStatus
     task_id: str
     sample_index: int
@@ -1266,10 +1276,19 @@ class ShownTrajectory(_message.Message):
     token_ids: bytes
     logprobs: bytes
     is_sampled: bytes
-    def __init__(self, status: _Optional[_Union[TrajectoryStatus, _Mapping]] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., finish_reason: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[ShownTurn, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., is_sampled: _Optional[bytes] = ...) -> None: ...
+    arrivals: _containers.RepeatedCompositeFieldContainer[ShownArrival]
+    def __init__(self, status: _Optional[_Union[TrajectoryStatus, _Mapping]] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., finish_reason: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[ShownTurn, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., is_sampled: _Optional[bytes] = ..., arrivals: _Optional[_Iterable[_Union[ShownArrival, _Mapping]]] = ...) -> None: ...
+
+class ShownArrival(_message.Message):
+    __slots__ = ("at", "left_at")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_AT_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    left_at: float
+    def __init__(self, at: _Optional[float] = ..., left_at: _Optional[float] = ...) -> None: ...
 
 class ShownTurn(_message.Message):
-    __slots__ = ("turn", "at", "given_tokens", "first_token", "sampled_tokens", "name", "after_turn", "is_fork", "ended_at")
+    __slots__ = ("turn", "at", "given_tokens", "first_token", "sampled_tokens", "name", "after_turn", "is_fork", "ended_at", "begun_at")
     TURN_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -1279,6 +1298,7 @@ class ShownTurn(_message.Message):
     AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
     IS_FORK_FIELD_NUMBER: _ClassVar[int]
     ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_AT_FIELD_NUMBER: _ClassVar[int]
     turn: int
     at: float
     given_tokens: int
@@ -1288,7 +1308,8 @@ class ShownTurn(_message.Message):
     after_turn: int
     is_fork: bool
     ended_at: float
-    def __init__(self, turn: _Optional[int] = ..., at: _Optional[float] = ..., given_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., is_fork: _Optional[bool] = ..., ended_at: _Optional[float] = ...) -> None: ...
+    begun_at: float
+    def __init__(self, turn: _Optional[int] = ..., at: _Optional[float] = ..., given_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., is_fork: _Optional[bool] = ..., ended_at: _Optional[float] = ..., begun_at: _Optional[float] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("trajectory_id", "target_worker")

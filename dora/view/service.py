@@ -8,6 +8,7 @@ from typing import Final
 from rich.text import Text
 
 from dora.data.counters import COUNTERS
+from dora.data.step_parts import named
 from dora.rpc.dora_pb2 import (
     CheckpointReply,
     KvTierStatus,
@@ -142,6 +143,7 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
 EVALUATED_SHOWN: Final = 3  # ended evaluations, the latest
+PARTS_SHOWN: Final = 4  # of a step's time, the longest
 WORKERS_NAMED: Final = 8  # if there are more, only their number is shown
 
 
@@ -258,6 +260,8 @@ def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
     took = duration(step.took_s) if step.HasField("took_s") else ""
     waited = f"the trainer waited {duration(step.waited_s)} of it" if step.HasField("waited_s") and took else ""
     yield "last step", ", ".join(part for part in (str(step.step), took and f"took {took}", waited) if part)
+    if parts := named(step.parts_s):
+        yield "  went to", ", ".join(f"{words} {duration(time_s)}" for words, time_s in parts[:PARTS_SHOWN])
     yield "  mean reward", measured(step.mean_reward)
     yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}{_by_staleness(step)}"
     yield "  tokens", f"{step.tokens:,}"

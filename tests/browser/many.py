@@ -93,6 +93,15 @@ class World:
         self._add_news(status, second, at, random)
         return status
 
+    def parts_of(self, step: int) -> dict[str, float]:
+        """What a step's time went to. Its sum is STEP_S."""
+        parts = {
+            "first": 2.0, "sampling": 4 + np.sin(step / 3), "tail": 3 + 2 * np.sin(step / 5), "queue": 0.4,
+            "moves": 0.5 + 0.4 * np.sin(step), "tools": 2 + np.cos(step / 4), "rewards": 0.6, "publishing": 0.9,
+            "asking": 0.5,
+        }  # fmt: skip
+        return {**parts, "training": STEP_S - sum(parts.values())}
+
     def _add_news(self, status: pb.Status, second: int, at: float, random: Random) -> None:
         step = second // STEP_S - 1
         if step >= 0 and second % STEP_S == 0:
@@ -100,6 +109,7 @@ class World:
                 step=step, committed_at=at, mean_reward=0.8 - 0.6 / (1 + step / 20) + random.uniform(-0.03, 0.03),
                 staleness_mean=1.0 + 0.4 * np.sin(step), staleness_max=min(step, WINDOW - 1), tokens=120_000,
                 took_s=STEP_S, waited_s=4 + 3 * np.sin(step / 3), metrics={"loss": 0.1, "step_s": 16.0},
+                parts_s=self.parts_of(step),
             )  # fmt: skip
         rate = min(MOVES_EACH_S, self.workers * MOVES_EACH_S_OF_A_WORKER)
         for number in range(int(rate) + (random.random() < rate % 1)):
@@ -140,12 +150,17 @@ class World:
                 pb.Segment(worker="w12", first_token=700, last_token=1399, arrival="migrated", version=3),
                 pb.Segment(worker="w3", first_token=1400, last_token=TOKENS_SHOWN - 1, arrival="parked", version=3),
             ],
+            arrivals=[
+                pb.ShownArrival(at=self.now - 89),
+                pb.ShownArrival(at=self.now - 64, left_at=self.now - 65),
+                pb.ShownArrival(at=self.now - 46, left_at=self.now - 50),
+            ],
             turns=[
                 pb.ShownTurn(
                     turn=turn, at=self.now - 90 + 20 * turn, given_tokens=given if turn else 0,
                     first_token=turn * each + (given if turn else 0), sampled_tokens=each - (given if turn else 0),
                     name="tool" if turn else "", after_turn=max(0, turn - 1),
-                    ended_at=self.now - 78 + 21 * turn,
+                    ended_at=self.now - 78 + 21 * turn, begun_at=self.now - 89 + 20 * turn + 3 * (turn == 2),
                 )
                 for turn in range(turns)
             ],

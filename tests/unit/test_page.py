@@ -10,7 +10,7 @@ from dora.page.browsers import CHECK_S, IDLE_S, Browsers
 from dora.page.feed import encoded
 from dora.page.head import head_of
 from dora.page.history import OLDER, OLDER_EVERY, RECENT, STATES, History
-from dora.page.reading import pieces, shade_of, time_bars, turn_bars, worker_bars
+from dora.page.reading import pieces, shade_of, turn_bars, worker_bars
 from dora.page.viewers import KEPT, RELOAD, VIEWERS, Viewers
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, PermissionDenied, Unauthenticated
@@ -183,11 +183,6 @@ def test_a_trajectory_is_read_in_pieces() -> None:
         ("sampled", 0, 400),
         ("given", 400, 400),
         ("sampled", 800, 200),
-    ]
-    shown.started_at, shown.turns[1].at, shown.turns[0].ended_at = 100.0, 106.0, 104.0
-    assert [(bar.kind, bar.begin, bar.width) for bar in time_bars(shown, 110.0)] == [
-        ("sampled", 0, 400),
-        ("unknown", 600, 400),
     ]
     assert [(bar.kind, bar.begin, bar.width) for bar in worker_bars(shown)] == [("new", 0, 1000)]
     assert [shade_of(logprob) for logprob in (0.0, -0.05, -0.2, -100.0)] == [0, 0, 1, 7]

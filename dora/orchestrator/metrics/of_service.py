@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from dora.data.counters import COUNTERS
+from dora.data.step_parts import PARTS
 from dora.orchestrator.metrics.declaration import Declared
 from dora.orchestrator.metrics.readings import ServiceReadings as Seen
 from dora.orchestrator.metrics.requests import longest_idle_s
@@ -113,6 +114,12 @@ TRAINER: Final = (
         "dora_commit_timestamp_seconds",
         "Time of the last commit, since the Unix epoch.",
         lambda seen: seen.of_step("committed_at"),
+    ),
+    Metric(
+        "dora_step_part_seconds_total",
+        "Time between commits by what it went to, of all steps (`dora/data/step_parts.py`).",
+        lambda seen: {(part,): seen.runtime.telemetry.parts_s[part] for part in PARTS},
+        ("part",),
     ),
     Metric(
         "dora_step_reward_mean",

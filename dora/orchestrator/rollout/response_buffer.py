@@ -277,6 +277,7 @@ class ResponseBuffer:
         after = held + columns.counts - repeated
         is_new = after > held
         segments = self._segments_begun(worker_id, rows, is_new & self._columns.arrives[rows], at)
+        self._begin_turns(rows[is_new & self._columns.begins[rows]], at)
         tokens = np.empty(len(columns.token_ids), TOKEN)
         tokens["token_id"], tokens["logprob"] = columns.token_ids, columns.logprobs
         content = tokens.tobytes()
@@ -315,13 +316,22 @@ class ResponseBuffer:
             arrival = entry.arrivals.pop(worker_id, None)
             if arrival is not None or not entry.segment_starts:
                 has_waited = arrival is not None and entry.delivered
-                without_s = at - float(self._columns.heard_at[row]) if has_waited else None
+                left_at = float(self._columns.heard_at[row]) if has_waited else 0.0
+                without_s = at - left_at if has_waited else None
                 first_token = entry.held_tokens
                 admitted_s = None if entry.segment_starts else at - entry.started_at
                 begun.append(BegunSegment(index, first_token, arrival or "new", without_s, admitted_s))
-                entry.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new"))
+                entry.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new", at, left_at))
             self._columns.expect(row, bool(entry.arrivals))
         return tuple(begun)
+
+    def _begin_turns(self, rows: Column, at: float) -> None:
+        """Notes the first tokens of turns. ``rows``: of responses that begin one; only sessions keep the time."""
+        for row in rows.tolist():
+            entry = self._by_row[row]
+            if entry.is_session:
+                entry.turn_begins = entry.turn_begins or {}
+                entry.turn_begins[len(entry.given)] = at
 
     def _routed_skips(self, columns: TokenColumns, held: Column) -> Column:
         """Returns the bytes of each span's routed experts that belong to tokens which its response already has."""

@@ -18,6 +18,7 @@ class ResponseColumns:
         self.prompt_tokens: Column = np.zeros(ROWS_MIN, np.int64)
         self.heard_at: Column = np.zeros(ROWS_MIN, np.float64)  # when its last tokens came
         self.arrives: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens may begin a segment
+        self.begins: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens are the first of a turn
         self.numbers: Column = np.zeros(ROWS_MIN, np.int64)  # in the journal; -1: of an evaluation
         self.attempts: Column = np.zeros(ROWS_MIN, np.uint8)  # sessions: replacements before
         self.shifts: Column = np.zeros(ROWS_MIN, np.int64)  # sessions: tokens held that are not on the present path
@@ -30,7 +31,7 @@ class ResponseColumns:
         self.max_tokens[rows] = max_tokens
         self.prompt_tokens[rows] = prompt_tokens
         self.heard_at[rows] = at
-        self.arrives[rows] = True
+        self.arrives[rows] = self.begins[rows] = True
         self.numbers[rows] = -1
         self.attempts[rows] = self.shifts[rows] = 0
 
@@ -38,6 +39,7 @@ class ResponseColumns:
         """``held``: tokens of each response now. ``at``: when the last ones came."""
         self.held[rows] = held
         self.heard_at[rows] = at
+        self.begins[rows] = held == 0
 
     def expect(self, row: int, arrives: bool) -> None:
         """``arrives``: the response's next tokens may begin a segment."""
@@ -52,6 +54,7 @@ class ResponseColumns:
         self.max_tokens[row] = run.end + run.max_tokens
         self.shifts[row] = run.held_at - run.first_token
         self.heard_at[row] = at
+        self.begins[row] = held < 0  # a restored turn may have tokens
         if run.is_prompt:
             self.prompt_tokens[row] = run.tokens
 

@@ -51,6 +51,8 @@ class SegmentStart:
     worker_id: str
     first_token: int
     arrival: Arrival
+    at: float = field(default=0.0, compare=False)  # when that token came; 0: to an earlier process
+    left_at: float = field(default=0.0, compare=False)  # when the token before it did, elsewhere; 0: there was none
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class ResponseState:
     number: int = -1  # in the journal; -1: of an evaluation
     attempt: int = 0  # sessions: replacements before it
     given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but number 0
+    turn_begins: dict[int, float] | None = field(default=None, compare=False)  # sessions: first tokens, this process
     turn_ends: dict[int, float] | None = field(default=None, compare=False)  # sessions: when turns ended, this process
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
 

@@ -21,6 +21,7 @@ from dora.data.types import Arrival, TierLoad
 from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS, Distribution
+from dora.orchestrator.rollout.step_times import StepTimes
 
 STEPS_KEPT = 512
 EVALUATED_KEPT = 64  # evaluations, the latest
@@ -43,6 +44,7 @@ class StepRecord:
     took_s: float | None = None  # since the commit before; None: the first
     waited_s: float | None = None  # trainer's wait for groups within it; None: not reported
     staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
+    parts_s: dict[str, float] = field(default_factory=dict)  # what its time went to (data/step_parts.py)
 
 
 def staleness_groups(groups: Sequence[TrajectoryGroup]) -> tuple[int, ...]:
@@ -128,6 +130,8 @@ class Telemetry:
         self.pool_dropped = 0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.evaluated: deque[Evaluated] = deque(maxlen=EVALUATED_KEPT)  # by the service's own series
+        self.step_times = StepTimes()
+        self.parts_s: Counter[str] = Counter()  # of all steps
         self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
@@ -196,12 +200,15 @@ class Telemetry:
         at: float,
         stepped_s: float,
         waited_s: float | None = None,
+        began_s: float | None = None,
     ) -> None:
-        """``at``: wall-clock time, for people; ``stepped_s``: monotonic time."""
+        """``at``: wall-clock time, for people; ``stepped_s``: monotonic time. ``began_s``: when the commit came."""
         rewards = [reward for group in groups for reward in group.rewards[group.rewards_valid].tolist()]
         staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
         self._stepped_s = stepped_s
+        parts_s = self.step_times.committed(stepped_s if began_s is None else began_s, stepped_s)
+        self.parts_s.update(parts_s)
         self._observe_step(groups, rewards, staleness, took_s, waited_s)
         self.steps.append(
             StepRecord(
@@ -215,6 +222,7 @@ class Telemetry:
                 took_s,
                 waited_s,
                 staleness_groups(groups),
+                parts_s,
             )
         )
         self._forget_metrics()

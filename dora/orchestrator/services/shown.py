@@ -58,6 +58,7 @@ def trajectory(runtime: Runtime, asked: pb.ShowTrajectoryRequest) -> pb.ShownTra
             pb.Segment(worker=worker, first_token=first, last_token=last, arrival=arrival, version=version)
             for worker, first, last, arrival, version in entry.worker_history()[-PARTS_MAX:]
         ],
+        arrivals=[pb.ShownArrival(at=start.at, left_at=start.left_at) for start in entry.segment_starts[-PARTS_MAX:]],
         turns=list(_turns(entry))[-PARTS_MAX:] if entry.is_session else [],
         **_tokens(entry, asked.first_token, asked.tokens or TOKENS_DEFAULT),
     )
@@ -82,9 +83,11 @@ def _tokens(entry: ResponseState, first: int, count: int) -> dict[str, Any]:
 
 
 def _turns(entry: ResponseState) -> Iterator[pb.ShownTurn]:
-    ends = entry.turn_ends or {}
+    begins, ends = entry.turn_begins or {}, entry.turn_ends or {}
     if sampled := entry.turn_end(0):
-        yield pb.ShownTurn(at=entry.started_at, sampled_tokens=sampled, ended_at=ends.get(0, 0.0))
+        yield pb.ShownTurn(
+            at=entry.started_at, sampled_tokens=sampled, ended_at=ends.get(0, 0.0), begun_at=begins.get(0, 0.0)
+        )
     for turn, run in enumerate(entry.given, 1):
         yield pb.ShownTurn(
             turn=turn,
@@ -96,6 +99,7 @@ def _turns(entry: ResponseState) -> Iterator[pb.ShownTurn]:
             after_turn=run.after_turn,
             is_fork=run.is_fork,
             ended_at=ends.get(turn, 0.0),
+            begun_at=begins.get(turn, 0.0),
         )
 
 

@@ -173,6 +173,7 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("header", MISSING, "in the first message of an upload")
         header = first.header
         self._check_upload(header.trainer_epoch, header.version)
+        self._runtime.telemetry.step_times.uploads(time.monotonic())
         with (
             self._runtime.storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
             await self._publishing.upload(header) as upload,
@@ -229,7 +230,8 @@ class TrainerService(stubs.TrainerServicer):
                 await self._publishing.withdraw(request.version)
                 raise
             stepped_s = time.monotonic()
-            runtime.telemetry.step(request.step, runtime.buffer.leased(), metrics, time.time(), stepped_s, waited_s)
+            taken, at = runtime.buffer.leased(), time.time()
+            runtime.telemetry.step(request.step, taken, metrics, at, stepped_s, waited_s, began_s)
             measured = (-1.0 if waited_s is None else waited_s, *(_known(metrics, name) for name in WINDOW_METRICS))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             runtime.hosts.published(request.version)
@@ -240,6 +242,7 @@ class TrainerService(stubs.TrainerServicer):
             runtime.published(request.version)
         runtime.trainer.seen()
         reply = await self._committed()
+        runtime.telemetry.step_times.answered(time.monotonic())
         runtime.telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
         done = about(step=request.step, version=request.version)
         log.info("step %d is trained; version %d is published", request.step, request.version, extra=done)

@@ -13,7 +13,6 @@ export class Charts {
     this.time("tokens", [["tokens/s", "accent", 1, "fill"]], whole);
     this.time("requests", [["running", "accent", 2], ["waiting", "warn", 3], ["queued prompts", "muted", 4]], whole);
     this.time("kv", [["mean", "accent", 5], ["largest", "warn", 6], ["pools", "good", 7]], share, [0, 1]);
-    this.steps("steps", [["training, publishing", "accent"], ["waited for groups", "warn"]], seconds, true);
     this.steps("reward", [["mean reward", "accent"]], (value) => value?.toPrecision(4) ?? "-");
     this.steps("staleness", [["mean", "accent"], ["largest", "warn"]], (value) => value?.toFixed(2) ?? "-");
     new ResizeObserver((entries) => entries.forEach(({ target }) => this.resize(target.id))).observe(
@@ -43,31 +42,24 @@ export class Charts {
     this.add(id, data, [{ label: "time", value: "{HH}:{mm}:{ss}" }, ...series], x, format, limits);
   }
 
-  steps(id, lines, format, isTime = false) {
+  steps(id, lines, format) {
     const data = () => {
       const steps = this.model.steps.slice(-120);
-      const known = (value) => (value === -1 ? null : value);
       const columns = {
-        steps: [steps.map((each) => known(each[2])), steps.map((each) => known(each[3]))],
         reward: [steps.map((each) => each[4])],
         staleness: [steps.map((each) => each[5]), steps.map((each) => each[6])],
       };
       return [steps.map((each) => each[0]), ...columns[id]];
     };
-    const bars = uPlot.paths.bars({ size: [0.7, 40], align: 0 });
-    const series = lines.map(([label, name], line) => ({
+    const series = lines.map(([label, name]) => ({
       label,
       stroke: () => colour(name),
-      fill: isTime ? () => colour(name) : undefined,
-      width: isTime ? 0 : 1.5,
-      paths: isTime ? bars : undefined,
-      points: { show: !isTime, size: 4, fill: () => colour(name) },
-      // The first bar stands behind the second one: what is seen of it is the rest.
-      value: (plot, value, _, place) => format(isTime && line === 0 && place !== null ? value - (plot.data[2][place] ?? 0) : value),
+      width: 1.5,
+      points: { show: true, size: 4, fill: () => colour(name) },
+      value: (_, value) => format(value),
     }));
-    const [low, high] = [0, 0];
-    const x = { time: false, range: (_, first, last) => (first === null ? [low, high + 1] : [first - 0.6, last + 0.6]) };
-    const limits = isTime || id === "staleness" ? [0, null] : undefined;
+    const x = { time: false, range: (_, first, last) => (first === null ? [0, 1] : [first - 0.6, last + 0.6]) };
+    const limits = id === "staleness" ? [0, null] : undefined;
     this.add(id, data, [{ label: "step", value: (_, value) => value ?? "-" }, ...series], x, format, limits, true);
   }
 
@@ -128,9 +120,4 @@ function whole(value) {
   if (value === null || value === undefined) return "-";
   const [number, unit] = Math.abs(value) >= 1e6 ? [value / 1e6, "M"] : Math.abs(value) >= 1e4 ? [value / 1e3, "k"] : [value, ""];
   return `${unit ? Number(number.toPrecision(3)) : Math.round(number * 10) / 10}${unit}`;
-}
-
-function seconds(value) {
-  if (value === null || value === undefined) return "-";
-  return value >= 120 ? `${Math.round(value / 6) / 10} min` : `${value < 10 ? Math.round(value * 100) / 100 : Math.round(value)} s`;
 }

@@ -15,6 +15,15 @@ export function colour(name) {
   return values.get(name);
 }
 
+// Of a step's parts, in the order of the stack: groups warm, moves and environments between, the trainer blue.
+const PARTS = [[22, 78, 46], [36, 88, 52], [50, 85, 58], [0, 0, 62], [285, 45, 56], [172, 60, 40], [330, 62, 58], [0, 0, 80],
+  [217, 68, 52], [250, 50, 62], [200, 70, 72]];
+
+export function partColour(part) {
+  const [hue, chroma, light] = PARTS[part % PARTS.length];
+  return `hsl(${hue} ${chroma}% ${isDark && !chroma ? light - 22 : light}%)`;
+}
+
 // Neighbouring versions differ most: a golden angle apart. `strength`: 1 full, 0.45 pale.
 export function versionColour(version, strength = 1) {
   if (version < 0) return colour("none");

@@ -50,10 +50,10 @@ export function clock(at, withSeconds = true) {
   return parts.map((part) => String(part).padStart(2, "0")).join(":");
 }
 
-// A round number of at least `value`.
-export function nice(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= value && each >= 1) ?? 10 * power;
+// A round number of at least `value` and `least`.
+export function nice(value, least = 1) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, least)));
+  return [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= value && each >= least) ?? 10 * power;
 }
 
 export function count(value) {

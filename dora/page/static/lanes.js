@@ -19,6 +19,7 @@ export class Lanes {
     this.height = 0; // of a row; 0: as fits
     this.selected = "";
     this.withArcs = true;
+    this.tracks = null; // what is followed
     this.sought = "";
     this.order = [];
     this.range = [0, 1];
@@ -74,6 +75,7 @@ export class Lanes {
     context.clip();
     this.strips(context, first, last, row);
     if (this.withArcs) this.arcs(context, row, from);
+    this.followed(context, row);
     context.restore();
     timeAxis(context, from, to, this.left, this.right, this.bottom);
     context.textAlign = "left";
@@ -168,6 +170,14 @@ export class Lanes {
     }
     context.setLineDash([]);
     context.globalAlpha = 1;
+  }
+
+  followed(context, row) {
+    context.beginPath();
+    context.rect(this.left, 0, this.right - this.left, this.bottom);
+    context.clip();
+    const middle = (name) => (this.rows.has(name) ? (this.rows.get(name) + 0.5) * row - this.root.scrollTop - 1 : null);
+    this.tracks?.draw(context, this.x, middle, row);
   }
 
   // Where a move lies; null if neither of its ends is visible.

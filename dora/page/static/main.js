@@ -7,6 +7,8 @@ import { read } from "./colours.js";
 import { count } from "./drawing.js";
 import { Lanes, told } from "./lanes.js";
 import { Model } from "./model.js";
+import { StepTimes } from "./steptimes.js";
+import { Tracks } from "./tracks.js";
 
 const LOAD_S = 2; // least time between two loads of the history
 const RETRY_S = 5;
@@ -15,6 +17,7 @@ const byId = (id) => document.getElementById(id);
 const model = new Model();
 read();
 const charts = new Charts(model);
+const stepTimes = new StepTimes(byId("steps"), model);
 const lanes = new Lanes(byId("lanes"), model, showWorker);
 let events = null;
 let span = 900;
@@ -100,6 +103,7 @@ function draw() {
   drawBands(byId("bands"), model, from, to);
   lanes.draw(from, to);
   charts.draw(from, to);
+  stepTimes.draw();
   if (lanes.selected && model.places.has(lanes.selected)) showWorker(model.places.get(lanes.selected));
   performance.clearMeasures("dora-update");
   performance.measure("dora-update", { start: began - appliedMs, end: performance.now() });
@@ -226,6 +230,7 @@ byId("rebalance")?.addEventListener("click", () =>
   act("rebalance", {}, "Re-balance now?", "The service plans which workers host which version, and begins the moves and loads."),
 );
 addEventListener("resize", due);
+lanes.tracks = new Tracks(byId("follow"), byId("followed"), due);
 document.addEventListener("theme", () => {
   read();
   charts.redraw();

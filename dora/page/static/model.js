@@ -7,7 +7,7 @@ const SEGMENTS = 512; // of one lane
 
 export class Model {
   constructor() {
-    Object.assign(this, { seq: 0, roster: 0, now: 0, samples: [], steps: [], moves: [], lanes: [], states: [] });
+    Object.assign(this, { seq: 0, roster: 0, now: 0, samples: [], steps: [], moves: [], lanes: [], states: [], parts: [] });
     Object.assign(this, { columns: null, head: [], versions: [], trouble: "" });
     this.places = new Map(); // lanes by the worker's name
   }
