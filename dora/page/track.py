@@ -76,7 +76,7 @@ def _stays(shown: ShownTrajectory, lanes: Sequence[str]) -> list[tuple[int, floa
 def _stretches(shown: ShownTrajectory, stays: Sequence[tuple[int, float, float]], end: float) -> Iterator[Stretch]:
     turns = [(turn.turn, turn.at, turn.begun_at, turn.ended_at) for turn in shown.turns]
     if not turns:
-        turns = [(0, shown.started_at, stays[0][1], shown.finished_at)]
+        turns = [(0, shown.started_at, shown.arrivals[0].at, shown.finished_at)]
     for place, (turn, asked, begun, ended) in enumerate(turns):
         follows = turns[place + 1][1] if place + 1 < len(turns) else end
         first, last = begun or asked, ended or follows

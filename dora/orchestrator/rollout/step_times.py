@@ -6,7 +6,7 @@ The time of *groups* ends in pieces, one at each delivered group. A piece belong
 meanwhile. A trainer may train on earlier groups at the same time: its own ``waited_s`` says how long it did not.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, Literal
@@ -28,7 +28,7 @@ class StepTimes:
         self._phase: Phase = "asking"
         self._since_s: float | None = None  # up to here the time is divided; None: before the first request
         self._delivered = 0
-        self._parts: Counter[str] = Counter()
+        self._parts: defaultdict[str, float] = defaultdict(float)
 
     def came(
         self,
@@ -120,7 +120,7 @@ def divided(spans: Iterable[Span], begin: float, end: float) -> Mapping[str, flo
     within = [(part, max(begin, first), min(end, last)) for part, first, last in spans if last > begin and first < end]
     within = [span for span in within if span[2] > span[1]]
     cuts = sorted({begin, end, *(span[1] for span in within), *(span[2] for span in within)})
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for first, last in pairwise(cuts):
         part = next((name for name, from_, to in reversed(within) if from_ <= first and last <= to), "sampling")
         found[part] += last - first

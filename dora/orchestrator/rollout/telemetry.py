@@ -1,7 +1,7 @@
 """Figures for operators: rates, latencies, steps. Bounded memory."""
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -131,7 +131,7 @@ class Telemetry:
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.evaluated: deque[Evaluated] = deque(maxlen=EVALUATED_KEPT)  # by the service's own series
         self.step_times = StepTimes()
-        self.parts_s: Counter[str] = Counter()  # of all steps
+        self.parts_s: defaultdict[str, float] = defaultdict(float)  # of all steps
         self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
@@ -208,7 +208,8 @@ class Telemetry:
         took_s = stepped_s - self._stepped_s if self.steps else None
         self._stepped_s = stepped_s
         parts_s = self.step_times.committed(stepped_s if began_s is None else began_s, stepped_s)
-        self.parts_s.update(parts_s)
+        for part, time_s in parts_s.items():
+            self.parts_s[part] += time_s
         self._observe_step(groups, rewards, staleness, took_s, waited_s)
         self.steps.append(
             StepRecord(
