@@ -1,7 +1,7 @@
 """The lines above the page's charts, as `dora watch` and `dora status` word them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from dora.rpc.dora_pb2 import Status
@@ -23,12 +23,22 @@ PLAIN: Final = ""
 GOOD: Final = "good"
 WARN: Final = "warn"
 BAD: Final = "bad"
+COUNT: Final = "count"  # a counter, which the page shows on demand
 METRICS: Final = 12
-COUNTERS: Final = (
-    "groups_admitted", "groups_trained", "groups_cancelled", "migrations_kv", "migrations_reprefill",
-    "migrations_failed", "tokens_reprefilled", "blackout_ms_p50", "blackout_ms_p99", "workers_lost", "c1_violations",
-    "groups_lost",
-)  # fmt: skip
+COUNTERS: Final[Mapping[str, str]] = {
+    "groups_admitted": "groups begun",
+    "groups_trained": "groups trained on",
+    "groups_cancelled": "groups cancelled",
+    "migrations_kv": "moves with KV cache",
+    "migrations_reprefill": "moves without it",
+    "migrations_failed": "moves that failed",
+    "tokens_reprefilled": "tokens computed again",
+    "blackout_ms_p50": "pause of a move, median",
+    "blackout_ms_p99": "pause of a move, 99th percentile",
+    "workers_lost": "workers lost",
+    "c1_violations": "responses with two versions",
+    "groups_lost": "groups lost",
+}  # with what the page calls them
 Line = tuple[str, str, str]  # name, text, tone
 
 
@@ -57,11 +67,12 @@ def _lines(status: Status) -> Iterator[Line]:
         oldest = min((row.version for row in status.versions), default=0)
         yield "evaluation", evaluation_line(evaluation, oldest).plain, PLAIN
     yield from _last_step(status)
-    for name in COUNTERS:
+    for name, words in COUNTERS.items():
         if name in status.counters:
             value = status.counters[name]
             broken = name in ("c1_violations", "groups_lost") and value > 0
-            yield name.replace("_", " "), number(value), BAD if broken else PLAIN
+            text = f"{number(value)} ms" if "_ms_" in name else number(value)
+            yield words, text, BAD if broken else COUNT
 
 
 def _faults(status: Status) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from aiohttp import web
 from dora.client import Operator
 from dora.client.connection import COUNT_MAX
 from dora.data.strict_json import read_json
-from dora.errors import DoraError, InvalidValue, LimitExceeded
+from dora.errors import DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.front.app import Mount
 from dora.front.errors import TooLarge, status_of
 from dora.front.http import DOOR
@@ -25,6 +25,7 @@ from dora.page.browsers import IDLE_S, Browser, Browsers, is_same
 from dora.page.feed import Feed, encoded
 from dora.page.track import track_of
 from dora.rpc.channel import is_loopback
+from dora.rpc.dora_pb2 import ShownTrajectory
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.tls import Tls
 
@@ -35,6 +36,7 @@ COOKIE: Final = "dora_page"
 CSRF: Final = "X-Dora-Csrf"
 BODY_MAX: Final = 16384
 BODY_S: Final = 10.0
+TRACKS: Final = 8  # trajectories of one worker, the oldest
 WRITE_S: Final = 30.0  # for a browser to read what was sent to it
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -66,7 +68,7 @@ def mounted(service: str, token: str, tls: Tls | None = None) -> Mount:
         app.router.add_get("/page/events", _signed_in(_events))
         app.router.add_get("/page/trajectories", _signed_in(_trajectories))
         app.router.add_get("/page/trajectory", _signed_in(_trajectory))
-        app.router.add_get("/page/track", _signed_in(_track))
+        app.router.add_get("/page/tracks", _signed_in(_tracks))
         app.router.add_post("/page/act/{action}", _signed_in(_act))
         app.router.add_get("/page/static/{name}", _static)
         app.on_shutdown.append(_end_viewers)
@@ -201,11 +203,26 @@ async def _trajectory(request: web.Request, browser: Browser) -> web.Response:
     return _html(await asyncio.to_thread(views.trajectory, shown, decode, status, browser))
 
 
-async def _track(request: web.Request, browser: Browser) -> web.Response:
-    """A trajectory's turns and moves among the workers' lanes, without its tokens."""
-    shown = await request.app[BROWSERS].operator(browser).trajectory(request.query.get("id", ""), 0, 1)
-    found = encoded(track_of(shown, time.time()).to_json_list())
-    return web.Response(body=found, content_type="application/json", headers=HEADERS)
+async def _tracks(request: web.Request, browser: Browser) -> web.Response:
+    """Turns and moves of one trajectory (``id``), or of those that a worker has (``worker``), without their tokens."""
+    operator = request.app[BROWSERS].operator(browser)
+    if trajectory_id := request.query.get("id", ""):
+        shown = [await operator.trajectory(trajectory_id, 0, 1)]
+    else:
+        rows = (await operator.trajectories("", TRACKS, worker=request.query.get("worker", ""))).trajectories
+        found = await asyncio.gather(*(_shown(operator, row.trajectory_id) for row in rows))
+        shown = [each for each in found if each is not None]
+    now = time.time()
+    body = encoded([track_of(each, now).to_json_list() for each in shown])
+    return web.Response(body=body, content_type="application/json", headers=HEADERS)
+
+
+async def _shown(operator: Operator, trajectory_id: str) -> ShownTrajectory | None:
+    """None: it was committed or cancelled a moment ago."""
+    try:
+        return await operator.trajectory(trajectory_id, 0, 1)
+    except NotFound:
+        return None
 
 
 async def _act(request: web.Request, browser: Browser) -> web.Response:

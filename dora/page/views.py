@@ -17,6 +17,7 @@ FOLDER: Final = Path(__file__).parent / "templates"
 LISTED: Final = 100  # trajectories on one page
 TOKENS: Final = 2048  # of a trajectory on one page
 STATES: Final = ("waiting", "running", "moving", "parked", "idle", "finished", "leased")
+MOVABLE: Final = ("waiting", "running", "moving", "parked", "idle")
 TARGETS: Final = 4096  # offered for a move
 LANES_SHOWN: Final = 32  # workers of one trajectory, the first
 
@@ -79,7 +80,7 @@ def trajectory(shown: ShownTrajectory, decode: Decode, status: Status, browser: 
         before=max(0, shown.first_token - TOKENS) if shown.first_token else None,
         after=end if end < shown.total_tokens else None,
         last=max(0, (shown.total_tokens - 1) // TOKENS * TOKENS),
-        targets=[name for name in targets if name != shown.status.worker][:TARGETS],
+        targets=[name for name in targets if name != shown.status.worker and shown.status.state in MOVABLE][:TARGETS],
         browser=browser,
     )
 

@@ -141,7 +141,7 @@ class World:
         logprobs = np.where(sampled, -(random.pareto(1.3, TOKENS_SHOWN) * 0.25), 0.0)
         chosen = slice(asked.first_token, asked.first_token + (asked.tokens or 4096))
         row = self.row(7)
-        row.trajectory_id, row.tokens, row.state = asked.trajectory_id, TOKENS_SHOWN, "finished"
+        row.trajectory_id, row.tokens, row.state = asked.trajectory_id, TOKENS_SHOWN, "idle"
         return pb.ShownTrajectory(
             status=row, task_id="maze", started_at=self.now - 90, finished_at=self.now, finish_reason="stop",
             reward=0.75, reward_components={"format": 1.0, "exit": 0.5}, turn_rewards={1: 0.25, 3: 0.5},

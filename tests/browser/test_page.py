@@ -78,11 +78,24 @@ async def test_a_page_is_live_and_shows_a_trajectory(tiny_dense: Path, opened: O
         assert await page.locator("#text .sampled").count() > 2
         assert await page.locator("#text .prompt").count() and await page.locator("#text .given").count()
         assert await page.locator(".track").count() == 3, "turns over time and by tokens, workers"
+        assert await page.locator(".lanes-of rect").count() == 2, "turns, on the lanes of their workers"
         assert await page.locator("dd", has_text=WORD).count() == 1, "text, not markup"
         assert "w" in (await page.locator("table", has_text="arrival").locator("td").first.text_content() or "")
+        await follow(page)
         await page.get_by_text("The verifier's log").click()
         assert await page.locator("pre").text_content() == "<script>alert(1)</script>"
         await sessions_end(handle)
+
+
+async def follow(page: Any) -> None:
+    """Goes to the workers' lanes, where a trajectory is followed, and back."""
+    await page.get_by_role("link", name="show among all workers").click()
+    await page.wait_for_selector("#followed:has-text('2 turns, 1 worker, 0 moves')")
+    await page.wait_for_selector("#step-title:has-text('Step 0')")
+    assert "training" in (await page.locator("#parts").text_content() or "")
+    await page.locator("#lanes").press("Home")
+    await page.wait_for_selector("#worker canvas", state="attached")
+    await page.go_back()
 
 
 async def sessions_end(handle: Any) -> None:

@@ -212,5 +212,12 @@ async def test_a_front_refuses_bad_files_and_addresses_in_one_line(folder: Path,
 
 def test_a_front_of_certificates_needs_no_key_to_be_reached(folder: Path) -> None:
     listening_socket("0.0.0.0:0", has_key=True).close()
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with refused(InvalidValue, field="--http", value=address, names=("Address already in use",)):
+            listening_socket(address, has_key=False)
     with refused(InvalidValue, field="--key-file"):
         listening_socket("0.0.0.0:0", has_key=False)

@@ -8,10 +8,11 @@ import { count } from "./drawing.js";
 import { Lanes, told } from "./lanes.js";
 import { Model } from "./model.js";
 import { StepTimes } from "./steptimes.js";
-import { Tracks } from "./tracks.js";
+import { Sessions, Tracks } from "./tracks.js";
 
 const LOAD_S = 2; // least time between two loads of the history
 const RETRY_S = 5;
+const SPAN_LEAST_S = 60;
 const byId = (id) => document.getElementById(id);
 
 const model = new Model();
@@ -19,6 +20,7 @@ read();
 const charts = new Charts(model);
 const stepTimes = new StepTimes(byId("steps"), model);
 const lanes = new Lanes(byId("lanes"), model, showWorker);
+const sessions = new Sessions();
 let events = null;
 let span = 900;
 let isPaused = false;
@@ -96,7 +98,7 @@ function due() {
 
 function draw() {
   const began = performance.now();
-  const [from, to] = [model.now - span, model.now];
+  const [from, to] = [Math.max(model.now - span, Math.min(begun(), model.now - SPAN_LEAST_S)), model.now];
   show(model.trouble || "live", model.trouble ? "bad" : "good");
   showHead();
   showVersions();
@@ -112,6 +114,11 @@ function draw() {
   appliedMs = 0;
 }
 
+// When what is known begins: the charts of a young service are not empty to the left.
+function begun() {
+  return model.samples.length ? model.samples[0][0] : model.now;
+}
+
 function show(text, tone) {
   const live = byId("live");
   if (live.textContent !== text) live.textContent = text;
@@ -119,13 +126,17 @@ function show(text, tone) {
 }
 
 function showHead() {
-  const head = byId("head");
-  while (head.children.length > model.head.length) head.lastChild.remove();
-  while (head.children.length < model.head.length) {
+  showLines(byId("head"), model.head.filter((line) => line[2] !== "count"));
+  showLines(byId("counts"), model.head.filter((line) => line[2] === "count"));
+}
+
+function showLines(head, lines) {
+  while (head.children.length > lines.length) head.lastChild.remove();
+  while (head.children.length < lines.length) {
     const line = head.appendChild(document.createElement("div"));
     line.append(document.createElement("dt"), document.createElement("dd"));
   }
-  model.head.forEach(([name, text, tone], place) => {
+  lines.forEach(([name, text, tone], place) => {
     const line = head.children[place];
     write(line.children[0], name);
     write(line.children[1], text);
@@ -168,8 +179,10 @@ function showWorker(place) {
       link.textContent = "its trajectories";
       if (!worker.isPool) offerDrain(root, worker);
     }
+    if (isOperator) root.appendChild(sessions.canvas);
     root.appendChild(document.createElement("ul"));
   }
+  if (sessions.canvas.parentElement) sessions.show(worker.name, worker.version, lanes);
   write(root.querySelector(".facts"), factsOf(worker));
   showMoves(root.querySelector("ul"), worker.name);
 }

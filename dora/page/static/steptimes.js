@@ -4,6 +4,7 @@ import { colour, partColour } from "./colours.js";
 import { begin, nice } from "./drawing.js";
 
 const HEIGHT = 230;
+const HEIGHT_BESIDE = 300; // with the list of parts beside it
 const LEFT = 46;
 const TOP = 8;
 const BOTTOM = 22;
@@ -26,11 +27,12 @@ export class StepTimes {
 
   draw() {
     const width = this.canvas.parentElement.clientWidth;
-    const context = begin(this.canvas, width, HEIGHT);
+    const high = this.list.closest("div").offsetTop > this.canvas.parentElement.offsetTop ? HEIGHT : HEIGHT_BESIDE;
+    const context = begin(this.canvas, width, high);
     const most = Math.max(4, Math.floor((width - LEFT) / BAR));
     this.shown = this.model.steps.slice(-most).filter((step) => totalOf(step) > 0);
     const top = nice(Math.max(0, ...this.shown.map(totalOf)), 0.01);
-    const bottom = HEIGHT - BOTTOM;
+    const bottom = high - BOTTOM;
     const y = (seconds) => bottom - (seconds / top) * (bottom - TOP);
     this.each = Math.min(BAR_MOST, (width - LEFT) / Math.max(1, this.shown.length));
     grid(context, top, y, width);
@@ -161,5 +163,5 @@ export function seconds(value) {
   if (value === null || value === undefined) return "-";
   if (value >= 120) return `${Math.round(value / 6) / 10} min`;
   if (value === 0) return "0 s";
-  return value < 0.995 ? `${Math.round(value * 1000)} ms` : `${value < 10 ? Math.round(value * 100) / 100 : Math.round(value)} s`;
+  return value < 0.995 ? `${Math.round(value * 1000)} ms` : `${Number(value.toPrecision(3))} s`;
 }
