@@ -61,6 +61,11 @@ async def test_1024_workers_and_100000_trajectories(tiny_dense: Path, world: Wor
         print(f"\nfirst paint {await page.evaluate(FIRST_PAINT):.0f} ms", end="")
         found = await updates_ms(page, UPDATES)
         print(f", an update {sorted(found)[len(found) // 2]:.1f} ms, at most {max(found):.1f} ms", end="")
+        await page.get_by_label("Follow").fill("g0.0")
+        await page.locator("#lanes").press("Home")
+        await page.wait_for_selector("#followed:has-text('4 turns, 3 workers, 2 moves')")
+        found = await updates_ms(page, UPDATES)
+        print(f", with a trajectory and a worker followed at most {max(found):.1f} ms", end="")
         nodes = await page.evaluate("document.querySelectorAll('*').length")
         assert nodes < NODES_MAX, "workers are drawn, not nodes"
         assert await page.evaluate("document.documentElement.scrollWidth") <= 1280

@@ -7,6 +7,7 @@ const BOTTOM = 22;
 const RIGHT = 62;
 const NAMED = 10; // pixels of a row that has a name
 const ARCS = 1500; // drawn, the latest
+const ARCS_OF_THIN_ROWS = 200; // and those of the selected worker
 
 export class Lanes {
   constructor(root, model, chosen) {
@@ -148,9 +149,11 @@ export class Lanes {
     context.beginPath();
     context.rect(this.left, 0, this.right - this.left, this.bottom);
     context.clip();
-    const shown = moves.slice(-ARCS).filter((move) => move[0] >= from);
-    const faint = Math.max(0.16, Math.min(0.8, 90 / shown.length)); // many moves would hide the lanes
     const isOf = (move) => this.selected !== "" && (move[2] === this.selected || move[3] === this.selected);
+    const most = row >= NAMED ? ARCS : ARCS_OF_THIN_ROWS;
+    const first = moves.length - most;
+    const shown = moves.filter((move, place) => move[0] >= from && (place >= first || isOf(move)));
+    const faint = Math.max(0.16, Math.min(0.8, 90 / shown.length)); // many moves would hide the lanes
     const strong = Math.max(faint, Math.min(1, 60 / shown.filter(isOf).length));
     for (const move of shown) {
       const arc = this.arc(move, row);
