@@ -72,6 +72,13 @@ async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_statu
         assert total(found, "dora_groups_trained_total") == status.counters["groups_trained"] == 4 * STEPS
         assert total(found, "dora_workers", state="ready") + total(found, "dora_workers", state="loading") > 0
         assert total(found, "dora_step_seconds_count") == STEPS - 1 == total(found, "dora_publish_seconds_count") - 1
+        steps = {step.step: step for step in status.steps}
+        assert all(abs(sum(each.parts_s.values()) - each.took_s) < 1e-3 for step, each in steps.items() if step)
+        assert (
+            abs(total(found, "dora_step_part_seconds_total") - sum(sum(s.parts_s.values()) for s in steps.values()))
+            < 0.01
+        )
+        assert total(found, "dora_step_part_seconds_total", part="publishing") > 0
         assert total(found, "dora_reward_count") == 4 * 4 * STEPS == total(found, "dora_staleness_steps_count")
         assert total(found, "dora_moves_total", result="done", reason="operator") >= 1
         assert total(found, "dora_copy_seconds_count", kind="move") >= 1
