@@ -66,6 +66,10 @@ async def test_1024_workers_and_100000_trajectories(tiny_dense: Path, world: Wor
         await page.wait_for_selector("#followed:has-text('4 turns, 3 workers, 2 moves')")
         found = await updates_ms(page, UPDATES)
         print(f", with a trajectory and a worker followed at most {max(found):.1f} ms", end="")
+        steps = page.locator("#steps canvas")
+        await steps.press("Home")
+        assert await page.locator("#step-title").text_content() == "Step 0: 24 s", "chosen by keys"
+        assert await page.locator("#parts tr").count() == 11, "the parts that occur, and the trainer's own waiting"
         nodes = await page.evaluate("document.querySelectorAll('*').length")
         assert nodes < NODES_MAX, "workers are drawn, not nodes"
         assert await page.evaluate("document.documentElement.scrollWidth") <= 1280
