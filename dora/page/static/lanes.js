@@ -23,6 +23,7 @@ export class Lanes {
     this.tracks = null; // what is followed
     this.sought = "";
     this.order = [];
+    this.rows = new Map(); // by the worker's name
     this.range = [0, 1];
     root.addEventListener("scroll", () => this.draw(...this.range), { passive: true });
     root.addEventListener("keydown", (event) => this.pressed(event));
@@ -210,7 +211,7 @@ export class Lanes {
   }
 
   pressed(event) {
-    const now = this.rows?.get(this.selected) ?? -1;
+    const now = this.rows.get(this.selected) ?? -1;
     const page = Math.max(1, Math.floor(this.bottom / this.rowHeight));
     const last = this.order.length - 1;
     const to = { ArrowDown: now + 1, ArrowUp: now - 1, PageDown: now + page, PageUp: now - page, Home: 0, End: last };
