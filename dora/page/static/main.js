@@ -92,7 +92,7 @@ function due() {
   isDue = true;
   requestAnimationFrame(() => {
     isDue = false;
-    if (!isPaused) draw();
+    if (!isPaused && model.states.length) draw(); // not before the history is there
   });
 }
 
