@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of process
 JOBS ?= 3# test processes, of which some wait
 TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu"
 V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py
-CLIENTS := openenv tinker trl verifiers# other projects' clients, each in an environment of its own: locks/install.py
+CLIENTS := openenv skyrl tinker trl verifiers verl# other projects' clients, each in an environment of its own: locks/install.py
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60. AGENT=1 alone takes the model tiny.

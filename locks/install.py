@@ -19,9 +19,11 @@ DEVICES = ("cpu", "cuda")
 OWN = {  # environments beside .venv: whether each sees all of .venv too, and modules that it then has
     "megatron": (True, ("dora", "megatron", "torch", "vllm")),
     "openenv": (False, ("openenv",)),
+    "skyrl": (True, ("dora", "ray", "skyrl", "tensordict")),
     "tinker": (False, ("tinker",)),
     "trl": (True, ("dora", "datasets", "peft", "torch", "transformers", "trl")),
     "verifiers": (False, ("verifiers",)),
+    "verl": (True, ("dora", "ray", "tensordict", "transfer_queue", "verl")),
     "vllm-server": (True, ("uvicorn", "vllm")),
 }
 NAME = sys.argv[1] if len(sys.argv) == 2 and sys.argv[1] in OWN else ""  # empty: .venv

@@ -26,10 +26,11 @@ async def run_in(
     has_dora: bool = False,
 ) -> str:
     """Runs a program in a client's environment. Returns what it wrote; fails if it does. ``has_dora``: it imports DORA,
-    of this checkout.
+    of this checkout, and the examples.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {**(variables or {}), **({"PYTHONPATH": str(ROOT)} if has_dora else {})}
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])} if has_dora else {}
+    environment |= {**(variables or {}), **path}
     process = await asyncio.create_subprocess_exec(
         python_of(name),
         *(() if has_dora else ("-I",)),
