@@ -6,7 +6,9 @@ unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of process
 JOBS ?= 3# test processes, of which some wait
 TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu"
 V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py
-CLIENTS := openenv skyrl tinker trl verifiers verl# other projects' clients, each in an environment of its own: locks/install.py
+# Other projects' clients, each in an environment of its own (locks/install.py): those of `make test`, and all.
+TEST_CLIENTS := openenv tinker trl verifiers
+CLIENTS := $(TEST_CLIENTS) skyrl verl
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60. AGENT=1 alone takes the model tiny.
@@ -55,7 +57,7 @@ clients: setup ## the environments of other projects' clients, which their tests
 
 # Where they cannot be had, the tests with these clients are skipped with the reason.
 clients-if-had: setup
-	@$(MAKE) --no-print-directory clients || true
+	@$(MAKE) --no-print-directory clients CLIENTS="$(TEST_CLIENTS)" || true
 
 # Where it cannot be had, the tests of the operator's page are skipped with the reason.
 chromium: setup
