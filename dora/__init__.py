@@ -2,8 +2,8 @@
 
 ``import dora`` is light: it loads neither torch nor vLLM. ``dora.Trainer`` is the trainer's client, ``dora.Prompts``
 the client for prompts, ``dora.Prompt`` a submitted prompt, ``dora.Sessions`` the client of an environment,
-``dora.AllRanks`` weights that several ranks hold together, and ``dora.Tls`` a client's certificate. ``dora.sync`` has
-the first two for synchronous code.
+``dora.AllRanks`` weights that several ranks hold together, ``dora.ReplayBuffer`` a trainer's earlier groups, and
+``dora.Tls`` a client's certificate. ``dora.sync`` has the first two for synchronous code.
 """
 
 import os
@@ -18,15 +18,15 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from dora import sync
-    from dora.client import AllRanks, Prompts, Sessions, Trainer
+    from dora.client import AllRanks, Prompts, ReplayBuffer, Sessions, Trainer
     from dora.data.types import Prompt
     from dora.tls import Tls
 
-__all__ = ["AllRanks", "Prompt", "Prompts", "Sessions", "Tls", "Trainer", "__version__", "sync"]
+__all__ = ["AllRanks", "Prompt", "Prompts", "ReplayBuffer", "Sessions", "Tls", "Trainer", "__version__", "sync"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("AllRanks", "Trainer", "Prompts", "Sessions"):
+    if name in ("AllRanks", "Trainer", "Prompts", "ReplayBuffer", "Sessions"):
         from dora import client
 
         return getattr(client, name)

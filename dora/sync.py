@@ -101,6 +101,7 @@ class Trainer(Client[client.Trainer]):
         take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
+        replay: client.ReplayBuffer | None = None,
     ) -> None:
         """As in ``dora.Trainer``."""
         trainer = client.Trainer(
@@ -113,6 +114,7 @@ class Trainer(Client[client.Trainer]):
             take_over=take_over,
             max_message_bytes=max_message_bytes,
             tls=tls,
+            replay=replay,
         )
         super().__init__("trainer", address, trainer)
 
@@ -192,6 +194,10 @@ class Step:
     def has_groups(self) -> bool:
         """Waits until there is a group to take; False when there are no more."""
         return self._step.has_come or self._background.run(self._step.has_groups)
+
+    def replays(self) -> tuple[TrajectoryGroup, ...]:
+        """As in ``dora.client.Step``: groups of earlier steps to train on once more in this one."""
+        return self._step.replays()
 
     def commit(
         self,

@@ -54,6 +54,8 @@ def verify(
 def _table(folder: Path, report: "VerifyReport") -> Facts:
     table = Facts(Text.assemble(f"{folder}: ", _verdict(report)))
     table.add_row("steps committed", f"{report.steps:,}")
+    if report.groups_replayed:
+        table.add_row("groups replayed", f"{report.groups_replayed:,}")
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("recomputed", f"{report.tokens:,} tokens of {report.recomputed:,} trajectories")
     table.add_row("versions", _versions(report.versions))

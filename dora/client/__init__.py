@@ -6,6 +6,7 @@ from dora.client.operator import Operator
 from dora.client.periodic import EvaluationSeries
 from dora.client.prompts import Cancelled, Prompts, Submitted
 from dora.client.publishing import Commit
+from dora.client.replay import ReplayBuffer
 from dora.client.session import Attachment
 from dora.client.sessions import Sessions
 from dora.client.step import Step
@@ -21,6 +22,7 @@ __all__ = [
     "EvaluationSeries",
     "Operator",
     "Prompts",
+    "ReplayBuffer",
     "Score",
     "Sessions",
     "Step",

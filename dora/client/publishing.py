@@ -6,7 +6,7 @@ taken (the trainer waits) ──▶ examined ──▶ brought ──▶ committ
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,15 +44,16 @@ class Publication:
         lease_again: Callable[[Attachment], Awaitable[None]],
         metrics: dict[str, float],
         waited_s: float,
+        replayed: Sequence[str],
     ) -> None:
         """Starts at once. ``canary`` is computed from the copied weights, in a separate thread.
 
-        ``lease_again`` is called after the trainer has attached again.
+        ``lease_again`` is called after the trainer has attached again. ``replayed``: ids of the step's replays.
         """
         self.step = step
         self.commit: Commit | None = None  # set once committed
         self._session, self._taken, self._lease_again = session, taken, lease_again
-        self._metrics, self._waited_s = metrics, waited_s
+        self._metrics, self._waited_s, self._replayed = metrics, waited_s, replayed
         self._checked = asyncio.wrap_future(session.beside(lambda: self._check(canary)))
         self._task = asyncio.create_task(self._run())
 
@@ -106,6 +107,7 @@ class Publication:
                     canary=canary_to_wire(canary) if canary is not None else None,
                     metrics=self._metrics,
                     waited_s=self._waited_s,
+                    replayed_groups=self._replayed,
                 )
                 sent = True
                 reply = await session.connection.call(session.stub.CommitStep, request)

@@ -18,6 +18,7 @@ from dora.client.deltas import Uploaded
 from dora.client.device_image import Images
 from dora.client.modules import config_of, is_module, unwrapped
 from dora.client.publication import Weights, canary_of, take_weights, upload
+from dora.client.replay import ReplayBuffer
 from dora.client.skeleton import Skeleton
 from dora.client.taking import RECYCLED_FOLDER, Spare, Taken
 from dora.data.types import Canary
@@ -75,6 +76,7 @@ class Session:
         take_over: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
+        replay: ReplayBuffer | None = None,
     ) -> None:
         """Does not connect yet.
 
@@ -84,11 +86,12 @@ class Session:
         after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
         service's, which requires a shared host. ``token``: or the Path of a private file that has it,
         which is read again for each session; it may be empty for a client whose certificate has a role.
-        ``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
-        for TLS files that cannot be used.
+        ``tls`` None: that of DORA_TLS and the like. ``replay``: the source of ``Step.replays``. Raises
+        InvalidValue for a token that is not printable ASCII, and for TLS files that cannot be used.
         """
         self.connection = Connection(address, token, max_message_bytes, tls)
         self.patience = Patience(reconnect_s)
+        self.replay = replay
         self._name = name
         self._take_over = take_over
         self._client_id = os.urandom(16)

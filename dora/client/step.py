@@ -41,6 +41,11 @@ class Step:
         self._complete = False
         self._publication: Publication | None = None
         self._waited_s = 0.0
+        self._replays: tuple[TrajectoryGroup, ...] = ()
+        self._replayed: list[str] = []  # ids of the replays that the trainer has taken
+        if session.replay is not None:
+            attachment = session.attachment
+            self._replays = session.replay.begin(number, attachment.groups_per_step, attachment.window_versions)
 
     def __repr__(self) -> str:
         state = "committed" if self.committed else f"{self.groups_taken} groups taken"
@@ -88,7 +93,18 @@ class Step:
 
     def take(self) -> TrajectoryGroup:
         """Returns the next available group. Call :meth:`has_groups` first."""
-        return self._pending.popleft()
+        group = self._pending.popleft()
+        if self._session.replay is not None:
+            self._session.replay.add(group)
+        return group
+
+    def replays(self) -> tuple[TrajectoryGroup, ...]:
+        """Groups of earlier steps to train on once more in this one, if the trainer has a ``replay`` buffer.
+
+        They have this step's number and staleness. They are no groups of the step: the commit names them separately.
+        """
+        self._replayed = [group.group_id for group in self._replays]
+        return self._replays
 
     async def has_groups(self) -> bool:
         """Waits for a group; returns False if there are no more. Raises the last commit's error."""
@@ -144,7 +160,7 @@ class Step:
         take = session.beside(lambda: session.take(weights, self.number + 1, canary))
         taken, compute = await asyncio.wrap_future(take)
         self._publication = session.publishing = Publication(
-            session, self.number, taken, compute, self._lease_again, numbers, self._waited_s
+            session, self.number, taken, compute, self._lease_again, numbers, self._waited_s, self._replayed
         )
         if wait:
             await settle(session)

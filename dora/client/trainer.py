@@ -53,9 +53,12 @@ class Trainer(Session):
         (``step.end_of_prompts``); an empty one is not yielded, and a warning is logged if it is the first. May be
         called again after leaving a loop: an uncommitted step restarts with the same groups.
 
-        VersionRejected is raised by the step. Its iteration or commit continues after :meth:`republish`.
+        Raises Conflict for a replay buffer with a window of 1. VersionRejected is raised by the step. Its iteration or
+        commit continues after :meth:`republish`.
         """
         number = first = (await self.attached(groups)).next_step
+        if self.replay is not None:
+            self.replay.check(self.attachment.window_versions)
         while True:
             step = Step(self, number)
             with contextlib.suppress(VersionRejected):  # raised again by the step: here it would end the loop

@@ -49,6 +49,7 @@ class CommittedStep:
     staleness_groups: tuple[int, ...] = ()  # by staleness, from 0
     waited_s: float | None = None  # the trainer's wait for groups; None: unknown
     weights: str = ALL_WEIGHTS  # the service's ``record_weights``; the recorder fills it in
+    replayed: tuple[str, ...] = ()  # groups of earlier steps that the trainer says it trained on once more
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
@@ -104,6 +105,7 @@ class RecordContent:
                     self._last_lines.append(line)
                     continue
                 tree["staleness_groups"] = tuple(tree.get("staleness_groups", ()))
+                tree["replayed"] = tuple(tree.get("replayed", ()))
                 self._take(CommittedStep(**tree), line)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InvalidValue(f"{STEPS_FILE} line {number}", line[:80], "a committed step") from error

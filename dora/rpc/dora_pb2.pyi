@@ -410,7 +410,7 @@ class Canary(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class CommitStepRequest(_message.Message):
-    __slots__ = ("trainer_epoch", "step", "version", "files", "canary", "metrics", "waited_s")
+    __slots__ = ("trainer_epoch", "step", "version", "files", "canary", "metrics", "waited_s", "replayed_groups")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,7 @@ class CommitStepRequest(_message.Message):
     CANARY_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_GROUPS_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     step: int
     version: int
@@ -432,7 +433,8 @@ class CommitStepRequest(_message.Message):
     canary: Canary
     metrics: _containers.ScalarMap[str, float]
     waited_s: float
-    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    replayed_groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., waited_s: _Optional[float] = ..., replayed_groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CommitStepReply(_message.Message):
     __slots__ = ("next_step", "groups_trained")

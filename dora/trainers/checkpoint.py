@@ -4,6 +4,7 @@
     FOLDER/step-12/config.json
     FOLDER/step-12/optimizer.safetensors    AdamW's moments, by the parameters' names in the module
     FOLDER/step-12/trainer.json             the step that comes next, and the reference version
+    FOLDER/step-12/replay.bin               the groups that later steps may replay, if the trainer has a replay buffer
 
 A folder is complete or absent: it is written under a hidden name and renamed. It is written before its step is
 committed, so the service's next step always has one; the checkpoint of a failed commit is unused and later replaced. No
@@ -30,6 +31,7 @@ from dora.weights.reference import WEIGHTS_FILE
 
 OPTIMIZER_FILE: Final = "optimizer.safetensors"
 STATE_FILE: Final = "trainer.json"
+REPLAY_FILE: Final = "replay.bin"
 KEPT: Final = 2  # one of the last commit, and one of the next
 _PREFIX: Final = "step-"
 
@@ -48,12 +50,13 @@ def save(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
     config: Any,
+    replay: bytes = b"",
 ) -> Path:
     """Writes one checkpoint, as :func:`written`. ``config``: of transformers.
 
     Raises InvalidValue for weights that are not finite, OSError if writing fails.
     """
-    with written(folder, position) as unfinished:
+    with written(folder, position, replay) as unfinished:
         for name, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
             write_weights(unfinished / name, tensors, {key: header_of(key, each) for key, each in tensors.items()})
         config.save_pretrained(unfinished)
@@ -61,10 +64,11 @@ def save(
 
 
 @contextmanager
-def written(folder: Path, position: Position) -> Iterator[Path]:
+def written(folder: Path, position: Position, replay: bytes = b"") -> Iterator[Path]:
     """A folder for writing one checkpoint; it gets its name at the end unless an exception was raised.
 
-    It replaces a checkpoint of the same step. Checkpoints older than the last :data:`KEPT` are removed.
+    ``replay``: the content of a replay buffer; none if it is empty. The folder replaces a checkpoint of
+    the same step. Checkpoints older than the last :data:`KEPT` are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = path_of(folder, position.step)
@@ -72,6 +76,8 @@ def written(folder: Path, position: Position) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     yield unfinished
+    if replay:
+        (unfinished / REPLAY_FILE).write_bytes(replay)
     (unfinished / STATE_FILE).write_text(json.dumps(asdict(position)))
     for file in unfinished.iterdir():
         _sync(file)
@@ -105,6 +111,15 @@ def position_of(checkpoint: Path) -> Position:
 def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Reads the output of :func:`moments_of`."""
     return load_file(checkpoint / OPTIMIZER_FILE)
+
+
+def read_replay(checkpoint: Path, step: int) -> bytes:
+    """The content of a replay buffer for ``step``; empty: the checkpoint has none, or one of another step.
+
+    Groups of an older checkpoint may have been replayed in the steps between.
+    """
+    file = checkpoint / REPLAY_FILE
+    return file.read_bytes() if file.is_file() and position_of(checkpoint).step == step else b""
 
 
 def moments_of(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

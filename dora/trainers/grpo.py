@@ -30,6 +30,7 @@ import torch
 from dora.client import Step, Trainer
 from dora.data.types import Canary
 from dora.errors import DoraError, VersionRejected
+from dora.trainers.checkpoint import read_replay
 from dora.trainers.learner import AnyLearner, StepMetrics
 from dora.trainers.options import GrpoConfig, parse_arguments
 from dora.trainers.ranks import Ranks, joined
@@ -68,6 +69,7 @@ async def train(
         name="grpo",
         reconnect_s=config.reconnect_s,
         take_over=config.take_over,
+        replay=config.replay_buffer(),
     )
     async with client as trainer:
         with ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.threads,)) as thread:
@@ -114,6 +116,9 @@ class _Run:
         start = start_of(self._config, attachment)
         self._reference_version = start.reference_version
         await self.in_thread(self._ranks.tell, "begin", [start.to_bytes()] * self._ranks.count)
+        if self._trainer.replay is not None and start.moments:
+            content = read_replay(Path(start.moments), start.step)
+            self._trainer.replay.restore(content, attachment.window_versions)
         learner: AnyLearner = await self.in_thread(self._make, self._config, start, self._ranks, attachment.tensors)
         return learner
 
@@ -125,6 +130,9 @@ class _Run:
         waited_s = step.waited_s  # for the step's first group
         started_s = time.monotonic() - waited_s
         group_ids: list[str] = []
+        replays = step.replays()
+        for group in replays:
+            learner.add_group(group, is_replay=True)
         metrics: StepMetrics | None = None
         weights: Any = None
         canary: Canary | None = None
@@ -143,13 +151,15 @@ class _Run:
                 if weights is None:
                     weights, canary = await self.in_thread(_published, learner)
                 await self._republish(rejected, weights, canary)
-        return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s, waited_s)
+        replayed = tuple(group.group_id for group in replays)
+        return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s, waited_s, replayed)
 
     async def _save(self, step: Step, learner: AnyLearner, weights: Any) -> None:
         """Saves a checkpoint before the commit, so the service's next step always has one (unless set otherwise)."""
         if self._config.checkpoints and (step.number + 1) % self._config.checkpoint_every == 0:
-            folder = Path(self._config.checkpoints)
-            await self.in_thread(learner.save, folder, self._reference_version, weights)
+            folder, replay = Path(self._config.checkpoints), self._trainer.replay
+            content = replay.to_bytes() if replay is not None else b""
+            await self.in_thread(learner.save, folder, self._reference_version, weights, content)
 
     async def mended(self, call: Callable[[], Awaitable[Any]], learner: AnyLearner) -> Any:
         """The result of ``call`` between two steps; publishes again if the service reports a rejected version."""

@@ -80,6 +80,8 @@ class StepMetrics:
     by_staleness: dict[str, float]  # the same signals, named by signals.numbers_by_staleness
     alarms: dict[str, float]  # exceeded limits, by name
     movement: float = math.nan  # KL of the version before the step from the one after it, nats a token; NaN: unknown
+    groups_replayed: int = 0  # not counted above; their tokens are in the token signals
+    replay_staleness_mean: float = math.nan  # over replayed groups
 
     def numbers(self) -> dict[str, float]:
         """Finite values only, for operators."""
@@ -99,10 +101,14 @@ class StepSums:
     groups_trained: int = 0
     rewards_invalid: int = 0
     staleness: list[int] = field(default_factory=list)
+    replays: list[int] = field(default_factory=list)  # staleness of each replayed group
     signals: ByStaleness = field(default_factory=dict)
 
-    def take(self, group: TrajectoryGroup, taken_at: float, objective: Objective) -> list[Row]:
-        """Counts ``group``. Returns its rows to train on."""
+    def take(self, group: TrajectoryGroup, taken_at: float | None, objective: Objective) -> list[Row]:
+        """Counts ``group``. Returns its rows to train on. ``taken_at`` None: it is a replay, and not fresh."""
+        if taken_at is None:
+            self.replays.append(int(group.staleness.max(initial=0)))
+            return objective.rows(group)
         self.groups += 1
         self.rewards_invalid += int((~group.rewards_valid).sum())
         self.staleness.extend(group.staleness.tolist())
@@ -127,6 +133,8 @@ class StepSums:
             by_staleness=numbers_by_staleness(by_staleness),
             alarms=alarm(signals.clip_fraction, clip_alarm),
             movement=movement,
+            groups_replayed=len(self.replays),
+            replay_staleness_mean=float(np.mean(self.replays)) if self.replays else math.nan,
         )
 
 
@@ -135,7 +143,7 @@ class AnyLearner(Protocol):
 
     busy_s: float
 
-    def add_group(self, group: TrajectoryGroup) -> None: ...
+    def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None: ...
 
     def work(self) -> None: ...
 
@@ -145,7 +153,7 @@ class AnyLearner(Protocol):
 
     def canary(self) -> Canary | None: ...
 
-    def save(self, folder: Path, reference_version: int, weights: Any) -> None: ...
+    def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None: ...
 
     def follow(self) -> None: ...
 
@@ -194,21 +202,23 @@ class Learner:
                 shard(each)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, with their arrival times
+        # At most a step's groups and replays, with their arrival times; a replay has none.
+        self._come: deque[tuple[TrajectoryGroup, float | None]] = deque()
         self._rows: list[Row] = []
         self._sums = StepSums()
         self._probe: Probe | None = None  # of this rank's latest micro-batch
 
-    def add_group(self, group: TrajectoryGroup) -> None:
+    def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None:
         """Queues the group for :meth:`work`. Thread-safe, also while another thread works.
 
+        ``is_replay``: a group of an earlier step, which the step's means of rewards, lengths and staleness leave out.
         Raises InvalidValue for a group that cannot be trained on, Conflict if its routed experts do not fit this model.
         """
         check_group(group, self._vocab_size, self._reference_version)
         if self._routers is not None:
             for trajectory in group.trajectories:
                 self._routers.check(trajectory)
-        self._come.append((group, time.time()))
+        self._come.append((group, None if is_replay else time.time()))
 
     def work(self) -> None:
         """Adds the undivided gradients of all queued groups, including those that arrive meanwhile."""
@@ -312,10 +322,11 @@ class Learner:
         self._ranks.tell("moments")
         return gathered(moments_of(self.module, self._optimiser), self._ranks)
 
-    def save(self, folder: Path, reference_version: int, weights: Any) -> None:
-        """Writes a checkpoint, once. ``weights``: the result of :meth:`weights`."""
+    def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None:
+        """Writes a checkpoint, once. ``weights``: the result of :meth:`weights`; ``replay``: of a replay buffer."""
         whole_weights = weights if isinstance(weights, Mapping) else checkpoint_of(self.module, self._ranks)
-        save(folder, Position(self.step, reference_version), whole_weights, self.moments(), self.module.config)
+        position = Position(self.step, reference_version)
+        save(folder, position, whole_weights, self.moments(), self.module.config, replay)
 
     def set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
         """Sets the result of :meth:`moments`; called by every rank. Raises InvalidValue for another model's moments."""

@@ -5,10 +5,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 
+from dora.client.replay import ReplayBuffer, ReplayBy
 from dora.errors import InvalidValue
 from dora.system.secret_file import read_token
 from dora.tls import Tls
@@ -19,6 +20,7 @@ from dora.trainers.objectives.presets import add_objective, objective_of
 _COMMON: Final = (
     *("address", "model", "groups", "steps", "threads", "dtype", "reference", "take_over"),
     *("checkpoints", "checkpoint_every", "begin_from", "tensorboard", "wandb"),
+    *("replay_share", "replay_by"),
 )  # fields with an option of the same name
 
 
@@ -38,6 +40,8 @@ class GrpoConfig:
     checkpoint_every: int = 1  # in steps
     begin_from: str = ""  # checkpoint of another run, for the first step; empty: none
     take_over: bool = False  # replace a trainer that lives
+    replay_share: float = 0.0  # of the groups trained on; 0: none is trained on once more
+    replay_by: ReplayBy = "age"
     reconnect_s: float = 60.0
     rank_timeout_s: float = 120.0  # how long one of several ranks may take for a micro-batch
     tensorboard: str = ""  # folder for event files; empty: none
@@ -49,6 +53,11 @@ class GrpoConfig:
         for name, least in (("groups", 0), ("steps", 0), ("layers", 0), ("threads", 1), ("checkpoint_every", 1)):
             if getattr(self, name) < least:
                 raise InvalidValue(name, getattr(self, name), f"{least} or more")
+        self.replay_buffer()
+
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """A new buffer of earlier groups; None: the trainer replays none. Raises InvalidValue for its options."""
+        return ReplayBuffer(self.replay_share, self.replay_by) if self.replay_share else None
 
 
 def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
@@ -94,6 +103,19 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="send tokens to the recorded experts, if any",
+    )
+    parser.add_argument(
+        "--replay-share",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the groups trained on, those of earlier steps within their staleness bound; at most 0.5 (%(default)s)",
+    )
+    parser.add_argument(
+        "--replay-by",
+        choices=get_args(ReplayBy),
+        default="age",
+        help="the order of replays: newest version first, or largest mean absolute advantage first (%(default)s)",
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

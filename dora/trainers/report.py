@@ -15,6 +15,7 @@ class StepReport:
     group_ids: tuple[str, ...]  # in order of arrival
     seconds: float
     waited_s: float  # part of it without anything to train on
+    replayed_ids: tuple[str, ...] = ()  # groups of earlier steps that were trained on once more
 
     def numbers(self) -> dict[str, float]:
         """The metrics and times, for curves."""
@@ -32,10 +33,11 @@ def step_line(report: StepReport) -> str:
     metrics, signals = report.metrics, report.metrics.signals
     reward, clipped = _shown(signals.reward_mean, ".3f"), _shown(signals.clip_fraction, ".1%")
     ratio_max, effective = _shown(signals.ratio_max, ".3f"), _shown(signals.effective_sample, ".1%")
+    replayed = f"  replayed {len(report.replayed_ids)}" if report.replayed_ids else ""
     return (
         f"step {report.step:4d}  reward {reward}  loss {metrics.loss:+.4f}  tokens {signals.tokens_trained}"
         f"  stale {metrics.staleness_mean:.2f}  ratio max {ratio_max}  clipped {clipped}  effective {effective}"
-        f"  grad {metrics.grad_norm:.3f}  {report.seconds:.1f} s"
+        f"  grad {metrics.grad_norm:.3f}{replayed}  {report.seconds:.1f} s"
     )
 
 
@@ -53,5 +55,7 @@ def _shown(value: float, form: str) -> str:
 
 
 def step_json(report: StepReport) -> str:
-    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``."""
+    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``,
+    ``replayed_ids``.
+    """
     return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})

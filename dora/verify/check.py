@@ -14,7 +14,7 @@ import numpy as np
 from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Float64Array, Trajectory
 from dora.errors import InvalidValue
-from dora.verify.committed import missing, whole_lines, without_weights
+from dora.verify.committed import groups_replayed, missing, whole_lines, without_weights
 from dora.verify.invariants import violations
 from dora.verify.tolerances import FLOAT32, Tolerance, exactness_of, numerics_of, tolerance_of
 
@@ -38,6 +38,7 @@ class VerifyReport:
     violations: Annotated[tuple[str, ...], "the first 1000 violations"]
     violations_total: Annotated[int, "violations in all"]
     steps: Annotated[int, "committed steps in the record"] = 0
+    groups_replayed: Annotated[int, "groups that the trainer trained on once more, in a later step"] = 0
     logprob_mismatches: Annotated[int, "trajectories with a logprob that their version does not reproduce"] = 0
     recomputed: Annotated[int, "trajectories whose logprobs were recomputed"] = 0
     versions_without_weights: Annotated[
@@ -133,6 +134,7 @@ def verify(
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
         steps=steps,
+        groups_replayed=groups_replayed(folder),
         recomputed=len(differences) - 1,
         versions_without_weights=tuple(without),
         without_weights=sum(without.values()),

@@ -20,6 +20,7 @@ from dora.data.run_record import (
 from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
 from dora.system import line_file
+from dora.verify import replays
 
 SHOWN_MAX: Final = 5  # groups named in one sentence
 
@@ -46,6 +47,12 @@ def without_weights(folder: Path) -> set[int]:
     return _left_out(read_steps(file)[0]) - set(_versions_in(folder)) if file.is_file() else set()
 
 
+def groups_replayed(folder: Path) -> int:
+    """The number of groups that trainers say they trained on once more."""
+    file = folder / STEPS_FILE
+    return sum(len(step.replayed) for step in read_steps(file)[0].values()) if file.is_file() else 0
+
+
 def read_steps(file: Path) -> tuple[Steps, set[int]]:
     """The committed steps, and the versions withdrawn at the end. A step that was written again has its last line.
     Raises InvalidValue for an invalid line.
@@ -68,6 +75,7 @@ def read_steps(file: Path) -> tuple[Steps, set[int]]:
                 groups,
                 float(record["committed_at"]),
                 weights=str(record.get("weights", ALL_WEIGHTS)),
+                replayed=tuple(map(str, record.get("replayed", ()))),
             )
             keeps_weights(step.weights, step.version)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -103,6 +111,7 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
             if group_id in committed_in:
                 yield f"group {group_id} was committed in step {committed_in[group_id]} and in step {step.step}."
             committed_in[group_id] = step.step
+    yield from _replays(steps, members, committed_in)
     yield from _beside(folder, members, committed_in, last)
     yield from _versions(folder, steps, {each.trained_step for each in trajectories}, withdrawn)
 
@@ -132,6 +141,16 @@ def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
         others = sorted({each.trained_step for each in members.get(group_id, ())} - {step.step})
         if others:
             yield f"group {group_id} was committed in step {step.step}, and is recorded of step {others[0]}."
+
+
+def _replays(steps: Steps, members: Members, committed_in: Mapping[str, int]) -> Iterator[str]:
+    last_steps = {
+        group_id: group[0].behaviour_version + group[0].window_versions - 1
+        for group_id, group in members.items()
+        if group[0].window_versions
+    }
+    replayed = {step.step: step.replayed for step in steps.values() if step.replayed}
+    yield from replays.violations(replayed, committed_in, last_steps)
 
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:

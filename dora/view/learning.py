@@ -41,6 +41,7 @@ class StepFacts:
     seconds: float | None = None  # since the previous commit; None for the first
     waited_s: float | None = None  # the trainer's wait for groups, a part of ``seconds``; None: unknown
     staleness_groups: list[int] = field(default_factory=list)  # by staleness, from 0
+    groups_replayed: int = 0  # groups of earlier steps that the step trained on once more
     responses: int = 0
     tokens: int = 0
     rewards: int = 0  # valid ones
@@ -108,6 +109,7 @@ def learning_of(record: Path) -> Learning:
                 len(tree["groups"]),
                 waited_s=tree.get("waited_s"),
                 staleness_groups=[int(count) for count in tree.get("staleness_groups", ())],
+                groups_replayed=len(tree.get("replayed", ())),
             )
     ordered = [steps[number] for number in sorted(steps)]
     for before, after in itertools.pairwise(ordered):

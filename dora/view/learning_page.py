@@ -31,6 +31,7 @@ def facts(run: Learning, hourly: float) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "waited_s": round(run.waited_s, 3),
         "staleness_mean": run.staleness_mean,
+        "groups_replayed": sum(each.groups_replayed for each in run.steps),
         "reward_first": run.quarter(last=False),
         "reward_last": run.quarter(last=True),
         "best_version": run.best and run.best["version"],
@@ -73,6 +74,7 @@ def _step(each: StepFacts) -> dict[str, Any]:
         "seconds": each.seconds,
         "waited_s": each.waited_s,
         "staleness_groups": each.staleness_groups,
+        "groups_replayed": each.groups_replayed,
     }
 
 
@@ -86,6 +88,8 @@ def _summary(found: dict[str, Any]) -> str:
         "mean reward, first quarter of the steps": _number(found["reward_first"]),
         "mean reward, last quarter": _number(found["reward_last"]),
     }
+    if found["groups_replayed"]:
+        shown["groups trained on once more"] = f"{found['groups_replayed']:,}"
     if found["best_version"] is not None:
         shown["best evaluation"] = f"{_number(found['best_reward'])}, version {found['best_version']}"
     if found["cost"] is not None:

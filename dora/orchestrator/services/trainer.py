@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Container, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -38,6 +38,8 @@ log = logging.getLogger("dora.service")
 UPLOAD_SILENCE_S: Final = 60.0  # an upload that is silent for so long is given up
 METRICS_MAX: Final = 128  # of one commit
 METRIC_NAME_MAX: Final = 128  # characters
+GROUP_ID_MAX: Final = 128  # characters
+REPLAYED: Final = "groups_replayed"  # the metric that counts a commit's replayed groups
 CLIENT_NAME_MAX: Final = 128  # characters
 # The metrics of a commit that the adaptive window uses, with the largest value of each.
 WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movement": math.inf}
@@ -222,7 +224,9 @@ class TrainerService(stubs.TrainerServicer):
             leased = runtime.buffer.leased()
             groups = {group.group_id: len(group) for group in leased}
             ages = staleness_groups(leased)
-            step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s)
+            replayed = checked_replays(request.replayed_groups, groups, runtime.machine.state.window.groups_per_step)
+            metrics |= {REPLAYED: float(len(replayed))} if replayed else {}
+            step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s, replayed=replayed)
             await self._publishing.record(request, folder, runtime.recorder.committed(step, folder, digest))
             try:
                 runtime.machine.check_commit(request.trainer_epoch, request.step)
@@ -312,6 +316,24 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
             allowed = f"a printable name of 1 to {METRIC_NAME_MAX} characters"
             raise InvalidValue("metrics: name", name, allowed)
     return dict(metrics)
+
+
+def checked_replays(group_ids: Sequence[str], fresh: Container[str], most: int) -> tuple[str, ...]:
+    """Returns the replayed groups that a commit names. ``fresh``: the step's own groups, which are no replays.
+
+    Raises InvalidValue for more than ``most``, one that is named twice, and a name that no group has.
+    """
+    if len(group_ids) > most:
+        raise InvalidValue("replayed_groups", f"{len(group_ids)} groups", f"at most {most}, the groups of a step")
+    named: set[str] = set()
+    for group_id in group_ids:
+        if group_id in fresh or group_id in named:
+            raise InvalidValue("replayed_groups", group_id, "groups of earlier steps, each once")
+        if not (group_id.isprintable() and 0 < len(group_id) <= GROUP_ID_MAX):
+            allowed = f"a printable id of 1 to {GROUP_ID_MAX} characters"
+            raise InvalidValue("replayed_groups", group_id, allowed)
+        named.add(group_id)
+    return tuple(group_ids)
 
 
 def _known(metrics: Mapping[str, float], name: str) -> float:

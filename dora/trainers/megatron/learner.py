@@ -64,17 +64,18 @@ class MegatronLearner:
         self._dtypes, self._scratch = dtypes or {}, scratch or None
         self._exported: tempfile.TemporaryDirectory[str] | None = None
         self._shards = [json.loads(each) for each in ranks.gather(json.dumps(part.built.place.dp).encode())]
-        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, with their arrival times
+        # At most a step's groups and replays, with their arrival times; a replay has none.
+        self._come: deque[tuple[TrajectoryGroup, float | None]] = deque()
         self._sums = StepSums()
 
-    def add_group(self, group: TrajectoryGroup) -> None:
+    def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None:
         """As :meth:`dora.trainers.learner.Learner.add_group`."""
         architecture = self.part.built.architecture
         check_group(group, architecture.vocab_size, self._reference_version)
         if self._config.router_replay:
             for trajectory in group.trajectories:
                 check_routing(trajectory, architecture.routing)
-        self._come.append((group, time.time()))
+        self._come.append((group, None if is_replay else time.time()))
 
     def work(self) -> None:
         """Adds the undivided gradients of all queued groups, including those that arrive meanwhile."""
@@ -184,10 +185,10 @@ class MegatronLearner:
 
         return least_tied(run, built.architecture.vocab_size, built.architecture.config["max_position_embeddings"])
 
-    def save(self, folder: Path, reference_version: int, weights: Any) -> None:
+    def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None:
         """Writes a checkpoint; every rank writes its own files: the weights, and the optimiser's states."""
         built = self.part.built
-        with written(folder, Position(self.step, reference_version)) as unfinished:
+        with written(folder, Position(self.step, reference_version), replay) as unfinished:
             self._export(unfinished, published=False)
             self._ranks.tell("save", [str(unfinished).encode()] * self._ranks.count)
             self._save(unfinished)
