@@ -3,7 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -47,6 +47,13 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
+    replay_share: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the groups trained on, those of earlier steps; at most 0.5.")
+    ] = 0.0,
+    replay_by: Annotated[
+        Literal["age", "priority"],
+        typer.Option(help="Replay the newest versions first, or the largest mean absolute advantages."),
+    ] = "age",
     seed: Annotated[int, typer.Option(help="Seed for prompts and sampling.")] = 0,
     settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and run record.")] = Path("out/demo"),
@@ -83,6 +90,8 @@ def demo(
         workers=workers,
         max_tokens=max_tokens,
         learning_rate=learning_rate,
+        replay_share=replay_share,
+        replay_by=replay_by,
         seed=seed,
         settings=tuple(settings or ()),
         kill_worker_after_s=kill_worker_after_s,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora.client.replay import ReplayBy, ReplayPlanner
 from dora.config import Config, WindowSize, given, load_config
 from dora.demo.presets import DemoPreset, preset
 from dora.errors import InvalidValue
@@ -26,6 +27,8 @@ class DemoOptions:
     seed: int = 0
     settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
     kill_worker_after_s: float | None = None
+    replay_share: float = 0.0  # of the groups trained on; 0: none is trained on once more
+    replay_by: ReplayBy = "age"
     is_agent: bool = False  # sessions of several turns with a tool in place of single answers
     trainer_arguments: tuple[str, ...] = ()  # for ``python -m dora.trainers.grpo``, after the demo's own
 
@@ -39,6 +42,8 @@ class DemoOptions:
             raise InvalidValue("--lr", self.learning_rate, "above 0")
         if self.kill_worker_after_s is not None and self.kill_worker_after_s < 0:
             raise InvalidValue("--kill-worker-after", self.kill_worker_after_s, "0 or more seconds")
+        if self.replay_share:
+            ReplayPlanner(self.replay_share, self.replay_by)  # raises InvalidValue
 
     @property
     def preset(self) -> DemoPreset:

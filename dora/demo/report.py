@@ -1,11 +1,12 @@
 """The demo's report: a pure function of the run record, the service's counters, the trainer's list and the times."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Final, TypedDict
 
 from dora.demo.audit import Audit, Row, Trained, audit, mean_reward, quarters, step_summaries
 from dora.demo.series import Shares
+from dora.verify import replays
 
 NO_SHARES: Final = Shares()
 
@@ -24,6 +25,8 @@ class DemoRun:
     groups_overdue_at_end: int = 0  # of these, groups past their deadline
     kill_worker_after_s: float | None = None  # None: no worker was to be killed
     workers_killed: int = 0
+    replay_share: float = 0.0  # asked for
+    replayed: Trained = field(default_factory=dict)  # groups that the trainer trained on once more, by step
     environment: str = ""  # that drove sessions of several turns; empty: single answers
 
 
@@ -38,6 +41,7 @@ class DemoReport(TypedDict):
     steps: Annotated[int, "steps that the trainer committed"]
     groups_admitted: Annotated[int, "groups admitted into the window"]
     groups_trained: Annotated[int, "groups that the trainer trained on"]
+    groups_replayed: Annotated[int, "groups that the trainer trained on once more, in a later step"]
     groups_cancelled: Annotated[int, "groups ended without training"]
     groups_open_at_end: Annotated[int, "groups admitted but not committed when the trainer ended"]
     groups_lost: Annotated[int, "groups lost: must be 0"]
@@ -131,6 +135,7 @@ def build_report(
         "steps": len(trained),
         "groups_admitted": int(counters.get("groups_admitted", 0)),
         "groups_trained": found.groups_trained,
+        "groups_replayed": sum(map(len, run.replayed.values())),
         "groups_cancelled": int(counters.get("groups_cancelled", 0)),
         "groups_open_at_end": run.groups_open_at_end,
         "groups_lost": len(found.groups_lost) + run.groups_overdue_at_end + max(0, vanished),
@@ -174,8 +179,17 @@ def build_report(
         "failures": [],
         "not_done": _not_done(run),
     }
-    report["failures"] = _failures(report, run, found)
+    report["failures"] = [*_failures(report, run, found), *_replays(record_rows, trained, run)]
     return report
+
+
+def _replays(rows: Sequence[Row], trained: Trained, run: DemoRun) -> Iterator[str]:
+    """Violations of the replayed groups' bounds, by the record's versions and windows."""
+    last_steps = {
+        row["group_id"]: row["behaviour_version"] + (row.get("window_versions") or run.window) - 1 for row in rows
+    }
+    trained_in = {group_id: step for step, group_ids in trained.items() for group_id in group_ids}
+    return replays.violations(run.replayed, trained_in, last_steps)
 
 
 def _rounded(share: float | None) -> float | None:
@@ -228,9 +242,15 @@ def _failures(report: DemoReport, run: DemoRun, found: Audit) -> list[str]:
 
 
 def _not_done(run: DemoRun) -> list[str]:
-    if run.kill_worker_after_s is None or run.workers_killed:
-        return []
-    return [
-        f"--kill-worker-after = {run.kill_worker_after_s:g} killed no worker: none ran requests from then to the last "
-        "step. Ask for an earlier time or for more steps."
-    ]
+    sentences = []
+    if run.kill_worker_after_s is not None and not run.workers_killed:
+        sentences.append(
+            f"--kill-worker-after = {run.kill_worker_after_s:g} killed no worker: none ran requests from then to the "
+            "last step. Ask for an earlier time or for more steps."
+        )
+    if run.replay_share and not any(run.replayed.values()):
+        sentences.append(
+            f"--replay-share = {run.replay_share:g} replayed no group: none was within its staleness bound in a later "
+            "step. Ask for a wider --window or for more steps."
+        )
+    return sentences

@@ -61,6 +61,7 @@ class Watched:
 
     balance: GroupBalance
     trained: dict[int, list[str]]
+    replayed: dict[int, list[str]]
     model_s: float  # event loop time when the model was prepared
     ready_s: float  # event loop time when all workers were ready
     committed: list[CommittedStep]
@@ -98,6 +99,8 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         kill_worker_after_s=options.kill_worker_after_s,
         workers_killed=watched.workers_killed,
         environment=config.environment.spec,
+        replay_share=options.replay_share,
+        replayed=watched.replayed,
     )
     seconds = _seconds(started_s, watched, clock())
     samples = read_series(folder.series)
@@ -187,6 +190,8 @@ def trainer_arguments(options: DemoOptions, config: Config, address: str) -> lis
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
     arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
+    if options.replay_share:
+        arguments += ["--replay-share", str(options.replay_share), "--replay-by", options.replay_by]
     if options.preset.autocast:
         arguments += ["--autocast", "auto"]
     return [*arguments, *options.trainer_arguments]
@@ -225,7 +230,16 @@ async def _watched_run(
         balance = await _read_balance(operator)
     screen.show(balance.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(balance, trainer.trained, handle.model_s, ready_s, trainer.committed, failure, strike.workers_killed)
+    return Watched(
+        balance=balance,
+        trained=trainer.trained,
+        replayed=trainer.replayed,
+        model_s=handle.model_s,
+        ready_s=ready_s,
+        committed=trainer.committed,
+        trainer_failure=failure,
+        workers_killed=strike.workers_killed,
+    )
 
 
 @asynccontextmanager

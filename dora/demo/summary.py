@@ -67,6 +67,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"generated for two versions at once in {report['two_versions_share']:.0%} of the samples, "
             f"{report['engines_idle_share']:.0%} idle",
         )
+    if report["groups_replayed"]:
+        yield "replays", f"{report['groups_replayed']} groups trained on once more, within their staleness bound"
     if report["environment"]:
         yield "sessions", _sessions(report)
     yield "moves", _moves(report)

@@ -26,7 +26,8 @@ class CommittedStep:
 
 
 class TrainerProcess:
-    """Runs ``python -m dora.trainers.grpo --json``. ``trained`` grows by one step per output line.
+    """Runs ``python -m dora.trainers.grpo --json``. ``trained`` and ``replayed`` grow by one step per output
+    line.
 
     The token is passed in the environment, which other users of the host cannot read.
     """
@@ -38,6 +39,7 @@ class TrainerProcess:
         self._trained_file = trained_file
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
+        self.replayed: dict[int, list[str]] = {}
         self.committed: list[CommittedStep] = []
 
     async def run(self) -> int:
@@ -59,6 +61,7 @@ class TrainerProcess:
                 now_s = asyncio.get_running_loop().time()
                 self.committed.append(CommittedStep(step["step"], now_s, step["seconds"], step["waited_s"]))
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
+                self.replayed.setdefault(step["step"], []).extend(step["replayed_ids"])
                 trained_file.write(line)
                 trained_file.flush()
             return await process.wait()

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dora.client.replay import ReplayBy
 from dora.data.types import Prompt
 from dora.prompts.counting import counting_source
 from dora.prompts.source import PromptSource
@@ -45,7 +46,7 @@ TASKS: Final[Mapping[str, Task]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. Every response of step ``t`` is sampled by the policy of step ``max(0, t - lag)``."""
+    """One run. Every fresh response of step ``t`` is sampled by the policy of step ``max(0, t - lag)``."""
 
     task: str
     objective: str
@@ -53,15 +54,19 @@ class Cell:
     lag: int
     seed: int
     steps: int  # at most: a run ends once its reward is at the task's level
+    replay: float = 0.0  # share of replays in the groups trained on; a step has as many fresh groups whatever it is
+    replay_by: ReplayBy = "age"
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.objective}-lr{self.learning_rate:g}-lag{self.lag}-seed{self.seed}"
+        replay = f"-replay{self.replay:g}-{self.replay_by}" if self.replay else ""
+        return f"{self.task}-{self.objective}-lr{self.learning_rate:g}-lag{self.lag}{replay}-seed{self.seed}"
 
     @property
     def specification(self) -> dict[str, Any]:
-        """As it reads in a result."""
-        return json.loads(json.dumps(asdict(self)))
+        """As it reads in a result. Without replays it has no fields of them."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found if self.replay else {name: found[name] for name in found if not name.startswith("replay")}
 
     def path(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"

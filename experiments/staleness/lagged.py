@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.client.replay import ReplayBuffer
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import Prompt, SamplingParams, Segment
 from dora.models import resolve_model
@@ -23,6 +24,7 @@ from dora.trainers.objectives.presets import objective
 from experiments.staleness.cell import LEVEL_STEPS, TASKS, Cell
 from experiments.staleness.sampling import Response, divergence, sampled, token_distributions
 
+WINDOW: Final = 4  # versions, which bounds the staleness of replays
 PROBED: Final = 16  # responses of a step on which the movement of the policy is measured
 SIGNALS: Final = ("clip_fraction", "effective_sample", "ratio_p99", "entropy", "grad_norm")
 
@@ -53,6 +55,7 @@ class Lagged:
             module.get_decoder().layers[-self.task.layers :].requires_grad_(True)
         goal = objective(_PRESETS.get(cell.objective, cell.objective), **OBJECTIVES[cell.objective])
         self._learner = Learner(module, LearnerConfig(learning_rate=cell.learning_rate, objective=goal))
+        self._replay = ReplayBuffer(cell.replay, cell.replay_by) if cell.replay else None
         self._versions: deque[dict[str, torch.Tensor]] = deque([self._trained()], maxlen=cell.lag + 1)
 
     def steps(self) -> list[dict[str, float]]:
@@ -74,8 +77,7 @@ class Lagged:
         limits = [self.task.max_tokens] * len(rows)
         responses = sampled(self._sampler, token_ids, limits, self._ends, self._generator)
         groups = self._groups(step, version, prompts, responses)
-        for group in groups:
-            self._learner.add_group(group)
+        self._take(step, groups)
         probed = random.Random(f"probe {self.cell.seed} {step}").sample(range(len(rows)), min(PROBED, len(rows)))
         probe = [token_ids[row] for row in probed], [responses[row] for row in probed]
         before = token_distributions(self._learner.module, *probe)
@@ -83,7 +85,18 @@ class Lagged:
         movement = divergence(before, token_distributions(self._learner.module, *probe))
         self._versions.append(self._trained())
         reward = fmean(each.reward for group in groups for each in group.trajectories)
-        return {"reward": reward, "movement": movement, **{name: numbers.get(name, math.nan) for name in SIGNALS}}
+        line = {"reward": reward, "movement": movement, **{name: numbers.get(name, math.nan) for name in SIGNALS}}
+        return line if self._replay is None else {**line, "groups_replayed": numbers["groups_replayed"]}
+
+    def _take(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Gives the learner the step's groups, and groups of earlier steps if the cell replays some."""
+        replays = self._replay.begin(step, len(groups), WINDOW) if self._replay is not None else ()
+        for group in replays:
+            self._learner.add_group(group, is_replay=True)
+        for group in groups:
+            self._learner.add_group(group)
+            if self._replay is not None:
+                self._replay.add(group)
 
     def _groups(
         self, step: int, version: int, prompts: Sequence[Prompt], responses: Sequence[Response]

@@ -76,21 +76,21 @@ def points(results: Iterable[Result]) -> list[Point]:
 
 def _point(mode: Mode, lag: int, of_lag: Mapping[int, Result], fresh: Mapping[int, Result]) -> Point | None:
     seeds = sorted(of_lag.keys() & fresh.keys())
-    samples = ratio([_counted(of_lag[seed]) for seed in seeds], [_counted(fresh[seed]) for seed in seeds])
+    samples = ratio([counted(of_lag[seed]) for seed in seeds], [counted(fresh[seed]) for seed in seeds])
     if samples is None:
         return None
     return Point(
         *mode,
         lag,
         movement=fmean(movement(fresh[seed]) for seed in seeds),
-        steps=fmean(_counted(of_lag[seed]) for seed in seeds),
+        steps=fmean(counted(of_lag[seed]) for seed in seeds),
         reached=sum(steps_to_level(of_lag[seed]) is not None for seed in seeds),
         seeds=len(seeds),
         samples=samples,
     )
 
 
-def _counted(result: Result) -> float:
+def counted(result: Result) -> float:
     """Steps to the level. Steps are samples, as every step has as many."""
     found = steps_to_level(result)
     return NEVER * result["cell"]["steps"] if found is None else float(max(1, found))
@@ -122,7 +122,7 @@ def best_rates(results: Iterable[Result]) -> dict[tuple[str, str, int], float]:
     for result in results:
         cell = result["cell"]
         if cell["seed"] in TRIED_SEEDS:
-            steps[cell["task"], cell["objective"], cell["lag"]][cell["learning_rate"]].append(_counted(result))
+            steps[cell["task"], cell["objective"], cell["lag"]][cell["learning_rate"]].append(counted(result))
     return {
         mode: min(by_rate, key=lambda rate: fmean(by_rate[rate]))
         for mode, by_rate in steps.items()

@@ -46,7 +46,7 @@ def config_field(name: str) -> Callable[[DemoOptions], object]:
 def trainer_argument(name: str) -> Callable[[DemoOptions], object]:
     def read(options: DemoOptions) -> str:
         arguments = trainer_arguments(options, service_config(options, options.out), "127.0.0.1:1")
-        return arguments[arguments.index(name) + 1]
+        return arguments[arguments.index(name) + 1] if name in arguments else ""
 
     return read
 
@@ -77,6 +77,12 @@ EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = 
     "workers": (["--workers", "1"], config_field("workers.count"), 1),
     "max_tokens": (["--max-tokens", "9"], config_field("rollout.max_tokens"), 9),
     "learning_rate": (["--lr", "0.5"], trainer_argument("--lr"), "0.5"),
+    "replay_share": (["--replay-share", "0.25"], trainer_argument("--replay-share"), "0.25"),
+    "replay_by": (
+        ["--replay-share", "0.25", "--replay-by", "priority"],
+        trainer_argument("--replay-by"),
+        "priority",
+    ),
     "seed": (["--seed", "3"], config_field("rollout.seed"), 3),
     "settings": (["--set", "workers.slots=3"], config_field("workers.slots"), 3),
     "out": (["--out", "elsewhere"], config_field("record"), str(Path("elsewhere/record"))),
