@@ -1,6 +1,7 @@
 """experiments/staleness: the lagged loop, and what the map says of curves that are known."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from experiments.staleness.__main__ import main
 from experiments.staleness.cell import Cell
 from experiments.staleness.lagged import Lagged
 from experiments.staleness.page import markdown
+from experiments.staleness.replays import gains
+from experiments.staleness.replays import main as replays_command
+from experiments.staleness.replays import markdown as table
 from experiments.staleness.report import best_rates, points, rule, steps_to_level
 from experiments.staleness.sampling import divergence, sampled, token_distributions
 
@@ -81,6 +85,40 @@ def test_a_cell_trains_on_policies_that_are_so_old_and_repeats_itself() -> None:
     assert one[0]["effective_sample"] == pytest.approx(1.0, abs=1e-3)
     assert one[4]["effective_sample"] < 0.99, "two steps moved the policy that trains"
     assert all(math.isfinite(step["movement"]) and step["movement"] > 0 for step in one)
+
+
+def test_a_cell_without_replays_reads_as_it_did() -> None:
+    cell = Cell("tiny", "dapo", 1e-3, lag=1, seed=0, steps=3)
+    assert cell.name == "tiny-dapo-lr0.001-lag1-seed0"
+    assert list(cell.specification) == ["task", "objective", "learning_rate", "lag", "seed", "steps"]
+    replaying = replace(cell, replay=0.25, replay_by="priority")
+    assert replaying.name == "tiny-dapo-lr0.001-lag1-replay0.25-priority-seed0"
+    assert replaying.specification == {**cell.specification, "replay": 0.25, "replay_by": "priority"}
+
+
+def test_a_cell_replays_beside_as_many_fresh_groups_and_repeats_itself() -> None:
+    torch.set_num_threads(1)
+    cell = Cell("tiny", "dapo", 3e-3, lag=1, seed=0, steps=3, replay=0.5, replay_by="priority")
+    one, again = Lagged(cell).steps(), Lagged(cell).steps()
+    assert one == again
+    assert [step["groups_replayed"] for step in one][:2] == [0.0, 8.0], "all of step 0 teach something"
+    without = Lagged(replace(cell, replay=0.0)).steps()
+    assert one[0]["reward"] == without[0]["reward"] and "groups_replayed" not in without[0]
+
+
+def test_replay_is_compared_with_the_same_seeds_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without = [result(1, seed, 40, 0.01) for seed in range(3)]
+    replayed = [result(1, seed, 20, 0.01) for seed in range(2)]
+    for each in replayed:
+        each["cell"] |= {"replay": 0.5, "replay_by": "age"}
+        each["steps"] = [{**line, "groups_replayed": 4.0} for line in each["steps"]]
+    plain, half = gains([*without, *replayed])
+    assert (plain.share, plain.seeds, half.share, half.by, half.seeds, half.replayed) == (0.0, 3, 0.5, "age", 2, 4.0)
+    assert 0.5 < half.samples.mean < 0.6, "twice as fast a rise, and the same five versions at its end"
+    assert "| dapo | 0.001 | 0.5 | age | 4.0 |" in table([plain, half])
+    arguments = ["--tell-only", "--seeds", "1", "--out", str(tmp_path)]
+    assert replays_command(arguments) == 1, "no cell has a result"
+    assert "replay.share" in capsys.readouterr().out
 
 
 def test_the_command_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

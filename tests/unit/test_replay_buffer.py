@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
+from tests.snippets import snippet
 
 GROUPS = 4
 SHARES = st.sampled_from([0.1, 0.25, 0.3, 0.5])
@@ -171,6 +173,13 @@ def test_a_group_without_a_later_step_or_a_lesson_is_not_held() -> None:
     assert len(buffer) == 0
     buffer.add(group_of("admitted in a wider window", 3, 2, [0.0, 1.0], window=3))
     assert len(buffer) == 1
+
+
+async def test_a_trainer_takes_a_buffer_as_the_page_says() -> None:
+    names: dict[str, Any] = {}
+    exec(snippet("docs/training.md", "ReplayBuffer"), names)
+    assert names["trainer"].replay is names["buffer"]
+    assert names["buffer"].planner == ReplayPlanner(0.25, "priority")
 
 
 def test_options_and_bytes_out_of_range_are_refused() -> None:
