@@ -7,6 +7,9 @@
 The service delivers each group once and takes no part: the buffer holds what this trainer has received. The replays of
 a step are a function of the buffer and the step's number, not of the order or time in which groups arrive. So a trainer
 that resumes with the buffer of its checkpoint replays the same groups.
+
+Sources: *Laminar: A Scalable Asynchronous RL Post-Training Framework*, section 10 (experience sampling); Schaul and
+others: *Prioritized Experience Replay*. The largest priorities are taken, not sampled.
 """
 
 import math
