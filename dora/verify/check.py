@@ -85,7 +85,7 @@ def verify(
             raise InvalidValue(name, least, "1 or more")
     trajectories = read_trajectories(folder / TRAJECTORIES_FILE, progress)
     sentences = _Sentences()
-    steps, lacking = missing(folder, trajectories)
+    steps, lacking = missing(folder, trajectories, window_versions)
     left_out = without_weights(folder)
     for sentence in (*violations(trajectories, window_versions), *lacking):
         sentences.add(sentence)

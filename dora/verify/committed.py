@@ -28,17 +28,24 @@ Steps = dict[int, CommittedStep]
 Members = Mapping[str, list[Trajectory]]  # by group id
 
 
-def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iterator[str]]:
+def missing(
+    folder: Path, trajectories: Sequence[Trajectory], window_versions: int | None = None
+) -> tuple[int, Iterator[str]]:
     """The number of committed steps in the record of ``folder``, and what is missing of them.
 
-    Raises InvalidValue for an invalid line.
+    ``window_versions``: also limits the staleness of replayed groups, besides the windows in the record. Raises
+    InvalidValue for an invalid line.
     """
     if not (folder / STEPS_FILE).is_file():
         published = [name for name in _versions_in(folder) if name]
         lacks = f"{STEPS_FILE} is missing: the record does not say which steps published versions {published}."
         return 0, iter([lacks] if published else [])
     steps, withdrawn = read_steps(folder / STEPS_FILE)
-    return len(steps), chain(_twice(folder / STEPS_FILE), violations(folder, trajectories, steps, withdrawn))
+    return len(steps), chain(
+        _twice(folder / STEPS_FILE),
+        violations(folder, trajectories, steps, withdrawn),
+        _replays(steps, trajectories, window_versions),
+    )
 
 
 def without_weights(folder: Path) -> set[int]:
@@ -111,7 +118,6 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
             if group_id in committed_in:
                 yield f"group {group_id} was committed in step {committed_in[group_id]} and in step {step.step}."
             committed_in[group_id] = step.step
-    yield from _replays(steps, members, committed_in)
     yield from _beside(folder, members, committed_in, last)
     yield from _versions(folder, steps, {each.trained_step for each in trajectories}, withdrawn)
 
@@ -143,14 +149,15 @@ def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
             yield f"group {group_id} was committed in step {step.step}, and is recorded of step {others[0]}."
 
 
-def _replays(steps: Steps, members: Members, committed_in: Mapping[str, int]) -> Iterator[str]:
-    last_steps = {
-        group_id: group[0].behaviour_version + group[0].window_versions - 1
-        for group_id, group in members.items()
-        if group[0].window_versions
-    }
+def _replays(steps: Steps, trajectories: Sequence[Trajectory], window_versions: int | None) -> Iterator[str]:
+    trained = {group_id: step.step for step in steps.values() for group_id in step.groups}
+    last_steps = {}
+    for each in trajectories:
+        windows = [window for window in (each.window_versions, window_versions) if window]
+        if windows:
+            last_steps[each.group_id] = each.behaviour_version + min(windows) - 1
     replayed = {step.step: step.replayed for step in steps.values() if step.replayed}
-    yield from replays.violations(replayed, committed_in, last_steps)
+    yield from replays.violations(replayed, trained, last_steps)
 
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:

@@ -62,6 +62,9 @@ def test_the_record_says_which_groups_were_replayed(tmp_path: Path) -> None:
         assert again.last is not None and again.last.replayed == ("s0-g0",)
     steps, said = missing(record, [each for group in groups for each in group.trajectories])
     assert (steps, list(said), groups_replayed(record)) == (2, [], 1)
+    assert [*missing(record, [*groups[0].trajectories, *groups[1].trajectories], 1)[1]] == [
+        "step 1 replayed group s0-g0, whose staleness bound ended with step 0 (C3)."
+    ]
     run = learning_of(record)
     assert facts(run, 0.0)["groups_replayed"] == 1
     assert [each["groups_replayed"] for each in facts(run, 0.0)["by_step"]] == [0, 1]
