@@ -158,7 +158,7 @@ class _Run:
         """Saves a checkpoint before the commit, so the service's next step always has one (unless set otherwise)."""
         if self._config.checkpoints and (step.number + 1) % self._config.checkpoint_every == 0:
             folder, replay = Path(self._config.checkpoints), self._trainer.replay
-            content = replay.to_bytes() if replay is not None else b""
+            content = await self.in_thread(replay.to_bytes) if replay is not None else b""
             await self.in_thread(learner.save, folder, self._reference_version, weights, content)
 
     async def mended(self, call: Callable[[], Awaitable[Any]], learner: AnyLearner) -> Any:
