@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.staleness.replays", description=__doc__)
-    parser.add_argument("--objectives", nargs="+", choices=("dapo", "decoupled-ppo"), default=["dapo", "decoupled-ppo"])
+    parser.add_argument("--objectives", nargs="+", choices=("dapo", "decoupled-ppo"), default=["dapo"])
     parser.add_argument("--seeds", type=int, default=5, help="of each cell (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no cell after so long; 0: no limit")
