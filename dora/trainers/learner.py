@@ -24,7 +24,7 @@ from dora.trainers.checks import check_group, check_step, vocab_size_of
 from dora.trainers.dealing import dealt, rows_from_bytes, rows_to_bytes
 from dora.trainers.movement import Probe
 from dora.trainers.objectives.batch import Objective, Row, TokenBatch, without_routing
-from dora.trainers.objectives.presets import OBJECTIVES
+from dora.trainers.objectives.presets import DEFAULT, OBJECTIVES
 from dora.trainers.packing import packed_logprobs, packs, prepare
 from dora.trainers.padding import padded_batches, padded_logprobs, whole_row_logprobs
 from dora.trainers.ranks import Order, Ranks
@@ -48,7 +48,7 @@ class LearnerConfig:
     """Hyper-parameters; defaults are those of DAPO if it names one."""
 
     learning_rate: float = 1e-6
-    objective: Objective = OBJECTIVES["dapo"]
+    objective: Objective = OBJECTIVES[DEFAULT]
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
     # Limit of one micro-batch: the tokens of a pack; for padded rows, their number times the longest. Includes prompts.

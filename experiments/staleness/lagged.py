@@ -4,10 +4,10 @@ import copy
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -28,15 +28,6 @@ WINDOW: Final = 4  # versions, which bounds the staleness of replays
 PROBED: Final = 16  # responses of a step on which the movement of the policy is measured
 SIGNALS: Final = ("clip_fraction", "effective_sample", "ratio_p99", "entropy", "grad_norm")
 
-# Changes of a preset that the map compares. Source of each: dora.trainers.objectives.presets.
-OBJECTIVES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "dapo": {},
-    "decoupled-ppo": {},
-    "truncated": {"surrogate": "reinforce", "anchor": "proximal", "correction": "truncate"},
-    "cispo": {},
-}
-_PRESETS: Final = {"truncated": "dapo"}
-
 
 class Lagged:
     """One cell's run. Deterministic: all randomness follows from the seed."""
@@ -53,7 +44,7 @@ class Lagged:
         if self.task.layers:
             module.requires_grad_(False)
             module.get_decoder().layers[-self.task.layers :].requires_grad_(True)
-        goal = objective(_PRESETS.get(cell.objective, cell.objective), **OBJECTIVES[cell.objective])
+        goal = objective(cell.objective)
         self._learner = Learner(module, LearnerConfig(learning_rate=cell.learning_rate, objective=goal))
         self._replay = ReplayBuffer(cell.replay, cell.replay_by) if cell.replay else None
         self._versions: deque[dict[str, torch.Tensor]] = deque([self._trained()], maxlen=cell.lag + 1)

@@ -22,7 +22,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from dora.trainers.objectives.batch import Row, TokenBatch
 from dora.trainers.objectives.correction import correction_weights, kl_terms
-from dora.trainers.objectives.presets import OBJECTIVES, add_objective, objective, objective_of
+from dora.trainers.objectives.presets import DEFAULT, OBJECTIVES, add_objective, objective, objective_of
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 
@@ -184,14 +184,14 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(loss, (logprobs,))
 
 
-@pytest.mark.parametrize("name", ["cispo", "rloo"])
+@pytest.mark.parametrize("name", ["cispo", "rloo", "truncated"])
 def test_gradients_with_stopped_weights_agree_with_finite_differences(name: str) -> None:
     """The papers' sum of weight * A * log pi, with the weights held where they are."""
     logprobs, batch = random_batch()
     loss_of(name, batch, eps_high=0.2, correction_high=1.1).backward()
     ratio = (batch.logprobs - batch.behaviour).detach().exp()
     weights = ratio.clamp(max=1.2) if name == "cispo" else ratio.clamp(max=1.1)
-    units = batch.mask.sum() if name == "cispo" else 4
+    units = 4 if name == "rloo" else batch.mask.sum()
 
     def loss(values: torch.Tensor) -> torch.Tensor:
         return -(weights * batch.spread(batch.advantages) * values)[batch.mask].sum() / units
@@ -320,7 +320,7 @@ def test_objectives_are_chosen_by_name_and_settings() -> None:
     add_objective(parser)
     given = parser.parse_args(["--objective", "gspo", "--anchor", "proximal", "--correction", "mask", "--eps-low", "1"])
     assert objective_of(given) == objective("gspo", anchor="proximal", correction="mask", eps_low=1.0)
-    assert objective_of(parser.parse_args([])) is not None and objective_of(parser.parse_args([])) == OBJECTIVES["dapo"]
+    assert objective_of(parser.parse_args([])) == OBJECTIVES[DEFAULT]
 
 
 @pytest.mark.parametrize(

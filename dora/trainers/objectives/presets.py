@@ -21,8 +21,11 @@ OBJECTIVES: Final[Mapping[str, PolicyGradient]] = {
     # anchor="proximal" and a correction, so that the limits apply as intended.
     "gspo": PolicyGradient("clipped-sequence", mean="sequence", eps_low=3e-4, eps_high=4e-4),
     "decoupled-ppo": PolicyGradient("clipped", anchor="proximal", correction="full"),
+    # Of these, it needs the fewest samples more with stale responses (docs/convergence.md).
+    "truncated": PolicyGradient("reinforce", anchor="proximal", correction="truncate"),
     "cispo": PolicyGradient("clipped-weight", eps_low=1.0, eps_high=4.0),  # no lower limit; upper one tuned
 }
+DEFAULT: Final = "truncated"
 
 
 def objective(name: str, **settings: Any) -> PolicyGradient:
@@ -41,7 +44,7 @@ def objective(name: str, **settings: Any) -> PolicyGradient:
 
 def add_objective(parser: argparse.ArgumentParser) -> None:
     """Adds ``--objective`` and an option for every setting of an objective, e.g. ``--eps-high``."""
-    parser.add_argument("--objective", default="dapo", help=f"{', '.join(OBJECTIVES)} (%(default)s)")
+    parser.add_argument("--objective", default=DEFAULT, help=f"{', '.join(OBJECTIVES)} (%(default)s)")
     options = parser.add_argument_group("settings of the objective", "default: those of the selected objective")
     for each in fields(PolicyGradient):
         names = get_args(each.type)
