@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ DEPLOYED: Final = ROOT / "deploy" / "prometheus"
 PERIODS: Final = re.compile(r"(scrape_interval|evaluation_interval|refresh_interval|scrape_timeout): \d+s")
 FIRING: Final = 'ALERTS{alertstate="firing"}'
 POLL_S: Final = 0.1
+LIMIT_S: Final = 120.0  # for an alert to fire or to clear
 
 
 class Prometheus:
@@ -33,11 +34,20 @@ class Prometheus:
         assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
         return answer["data"]
 
-    async def firing(self, expected: set[str]) -> None:
-        """Returns once these alerts fire and no others."""
-        async for found in self._alerts():
-            if found == expected:
-                return
+    async def firing(self, expected: Set[str]) -> None:
+        """Returns once these alerts fire and no others. Raises AssertionError with what fires instead."""
+        found: Set[str] = set()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                async for found in self._alerts():
+                    if found == expected:
+                        return
+        except TimeoutError:
+            raise AssertionError(f"{sorted(found)} fire, not {sorted(expected)}, after {LIMIT_S:g} s") from None
+
+    async def ever_fired(self) -> set[str]:
+        """The alerts that have fired at some time since Prometheus was started."""
+        return {each["metric"]["alertname"] for each in await self.query(f"last_over_time({FIRING}[1d])")}
 
     async def _alerts(self) -> AsyncIterator[set[str]]:
         """The firing alerts, again and again."""
@@ -49,6 +59,12 @@ class Prometheus:
         """The series of an expression now."""
         found: list[Any] = (await self.get("query", query=expression))["result"]
         return found
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    """Returns an address of this machine that nothing listens at."""
+    with socket.create_server((host, 0)) as free:
+        return f"{host}:{free.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager
@@ -69,8 +85,7 @@ async def scraping(
         text = text.replace(f"- {name}", f"- {rules / name}")
     file = folder / "prometheus.yml"
     file.write_text(text)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     process = await asyncio.create_subprocess_exec(
         binary,
         f"--config.file={file}",

@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import re
 import signal
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
@@ -19,8 +17,10 @@ from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.setup import WEIGHTS_FOLDER
 from dora.rpc.roles import Role
 from dora.tls.authority import make_cluster
+from tests.abuse.full import Served
 from tests.e2e.agents import ended, joining
-from tests.prometheus.server import DEPLOYED, scraping
+from tests.prometheus.hasty import hasty_rules
+from tests.prometheus.server import free_address, scraping
 from tests.service import beside, configured, running, until
 from tests.tls_files import cluster, tls
 
@@ -28,28 +28,11 @@ AT_ONCE: Final = ("DoraTrainerAbsent", "DoraNoEnvironment", "DoraStorageFault", 
 GROUPS: Final = 2
 
 
-def hasty_rules(folder: Path, names: Sequence[str] = AT_ONCE) -> Path:
-    """The rules, in a folder of their own; the named alerts fire after a second of their fault, and a session that has
-    waited for 3 seconds is stuck.
-    """
-    folder.mkdir()
-    text, changed = re.subn(
-        r"(dora_session_idle_longest_seconds >) 300", r"\1 3", (DEPLOYED / "alerts.yml").read_text()
-    )
-    assert changed == 1
-    for name in names:
-        text, changed = re.subn(rf"(- alert: {name}\n *expr: [^\n]*\n *for: )\w+", r"\g<1>1s", text)
-        assert changed == 1, name
-    (folder / "alerts.yml").write_text(text)
-    (folder / "recording.yml").write_bytes((DEPLOYED / "recording.yml").read_bytes())
-    return folder
-
-
 async def end_at_once(session: Session) -> None:
     await session.end(reward=1.0)
 
 
-def training(handle: ServiceHandle, goes_on: asyncio.Event | None = None) -> AbstractAsyncContextManager[None]:
+def training(handle: ServiceHandle | Served, goes_on: asyncio.Event | None = None) -> AbstractAsyncContextManager[None]:
     """A trainer that takes steps, and commits them while ``goes_on`` is set."""
 
     async def train() -> None:
@@ -80,8 +63,7 @@ def driving(
 async def test_each_fault_fires_its_alert_and_no_other_and_it_clears(
     tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     settings = {
         "prompts": "none",
         "reward__function": "dora.rewards.tiny:score",
@@ -91,7 +73,7 @@ async def test_each_fault_fires_its_alert_and_no_other_and_it_clears(
         "service__metrics": address,
         "service__state": str(tmp_path / "state"),
     }
-    rules = hasty_rules(tmp_path / "rules")
+    rules = hasty_rules(tmp_path / "rules", AT_ONCE)
     async with scraping(binary("prometheus"), address, tmp_path, rules) as prometheus:
         async with running(configured(tiny_dense, workers__count=2, **settings)) as handle:
             await prometheus.firing({"DoraTrainerAbsent"})
@@ -165,6 +147,31 @@ async def test_faults_of_a_worker_a_trainer_an_environment_and_a_host_fire_their
             await prometheus.firing(set())
             await ended(h1)
             await prometheus.firing({"DoraHostLost"})
+
+
+@pytest.mark.full
+async def test_a_trainer_that_waits_for_groups_fires_its_alert_which_clears_once_it_has_them(
+    tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
+) -> None:
+    config = configured(
+        tiny_dense,
+        prompts="none",
+        reward__function="dora.rewards.tiny:score",
+        workers__engine="fake",
+        workers__count=1,
+        service__metrics="127.0.0.1:0",
+    )
+    rules = hasty_rules(tmp_path / "rules", ("DoraTrainerWaits",))
+    async with (
+        running(config) as handle,
+        scraping(binary("prometheus"), handle.metrics, tmp_path, rules) as prometheus,
+        training(handle, asyncio.Event()),
+        dora.Prompts(handle.address, handle.token) as prompts,
+    ):
+        await prometheus.firing({"DoraTrainerWaits"})
+        await prompts.submit([{"text": "ab", "prompt_id": f"p{n}", "group_size": 2} for n in range(GROUPS)])
+        await prometheus.firing(set())
+        assert await prometheus.ever_fired() == {"DoraTrainerWaits"}
 
 
 @pytest.mark.full
