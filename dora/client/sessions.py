@@ -281,12 +281,17 @@ class Sessions(Client):
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
-    async def serve_front(self, address: str, noted: Callable[[], None], *, secure: bool = False) -> None:
+    async def serve_front(
+        self, address: str, noted: Callable[[], None], *, secure: bool = False, leaving: bool = False
+    ) -> None:
         """Tells the service of an HTTP front at ``address`` until the service ends the call. ``noted`` is called once
-        it knows. Raises InvalidValue, LimitExceeded, ServiceUnavailable.
+        it knows. ``leaving``: that the front has been stopped, and is not lost.
+
+        Raises InvalidValue, LimitExceeded, ServiceUnavailable.
         """
+        hello = pb.FrontHello(address=address, secure=secure, leaving=leaving)
         with self._connections.for_a_call() as connection:
-            replies: Any = connection.stub(SessionsStub).ServeFront(pb.FrontHello(address=address, secure=secure))
+            replies: Any = connection.stub(SessionsStub).ServeFront(hello)
             try:
                 while await connection.read(replies) is not None:
                     noted()

@@ -24,6 +24,7 @@ log = logging.getLogger("dora.front")
 
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
+LEAVE_S: Final = 2.0  # how long a front that is stopped waits for the service to note it
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
 VERSION_S: Final = 0.5  # between two openings of a version for which the window has no room
 
@@ -150,15 +151,21 @@ class Service:
     @asynccontextmanager
     async def told_of(self, url: str) -> AsyncIterator[None]:
         """Tells the service of this front during the block, for Prometheus, and again after the connection has
-        broken.
+        broken; at the end, that it has been stopped.
         """
         parts = urlsplit(url)
-        task = asyncio.create_task(self._tell(parts.netloc, secure=parts.scheme == "https"))
+        secure = parts.scheme == "https"
+        task = asyncio.create_task(self._tell(parts.netloc, secure=secure))
         try:
             yield
         finally:
+            is_listed = not task.done()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if is_listed:
+                with suppress(TimeoutError, DoraError):
+                    async with asyncio.timeout(LEAVE_S):
+                        await self._sessions.serve_front(parts.netloc, lambda: None, secure=secure, leaving=True)
 
     async def _tell(self, address: str, *, secure: bool) -> None:
         patience = Patience(float("inf"))

@@ -503,12 +503,14 @@ class SubmitRequest(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class FrontHello(_message.Message):
-    __slots__ = ("address", "secure")
+    __slots__ = ("address", "secure", "leaving")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     address: str
     secure: bool
-    def __init__(self, address: _Optional[str] = ..., secure: _Optional[bool] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, address: _Optional[str] = ..., secure: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class FrontNoted(_message.Message):
     __slots__ = ()

@@ -811,7 +811,8 @@ class SessionsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ServeFront(self, request, context):
-        """Stays open while an HTTP front serves agents: Prometheus finds the front's page meanwhile.
+        """Stays open while an HTTP front serves agents: Prometheus finds the front's page meanwhile, and for an hour after the
+        call has broken, so that it misses the front. A call with `leaving` takes the front off at once, and ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

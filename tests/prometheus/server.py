@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Callable, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,29 +36,32 @@ class Prometheus:
 
     async def firing(self, expected: Set[str]) -> None:
         """Returns once these alerts fire and no others. Raises AssertionError with what fires instead."""
-        found: Set[str] = set()
+        await self.until(lambda found: _alerts(found) == expected, FIRING, f"{sorted(expected)} alone")
+
+    async def ever_fired(self) -> Set[str]:
+        """The alerts that have fired at some time since Prometheus was started."""
+        return _alerts(await self.query(f"last_over_time({FIRING}[1d])"))
+
+    async def until(
+        self, condition: Callable[[list[Any]], bool], expression: str, what: str = "another result"
+    ) -> None:
+        """Queries again and again. Raises AssertionError with the last result."""
+        found: list[Any] = []
         try:
             async with asyncio.timeout(LIMIT_S):
-                async for found in self._alerts():
-                    if found == expected:
-                        return
+                while not condition(found := await self.query(expression)):
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise AssertionError(f"{sorted(found)} fire, not {sorted(expected)}, after {LIMIT_S:g} s") from None
-
-    async def ever_fired(self) -> set[str]:
-        """The alerts that have fired at some time since Prometheus was started."""
-        return {each["metric"]["alertname"] for each in await self.query(f"last_over_time({FIRING}[1d])")}
-
-    async def _alerts(self) -> AsyncIterator[set[str]]:
-        """The firing alerts, again and again."""
-        while True:
-            yield {each["metric"]["alertname"] for each in await self.query(FIRING)}
-            await asyncio.sleep(POLL_S)
+            raise AssertionError(f"{expression} is {found}, not {what}, after {LIMIT_S:g} s") from None
 
     async def query(self, expression: str) -> list[Any]:
         """The series of an expression now."""
         found: list[Any] = (await self.get("query", query=expression))["result"]
         return found
+
+
+def _alerts(found: list[Any]) -> Set[str]:
+    return {each["metric"]["alertname"] for each in found}
 
 
 def free_address(host: str = "127.0.0.1") -> str:

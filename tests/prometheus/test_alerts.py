@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import yaml
 
+from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.front.figures import FRONT
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
@@ -21,7 +23,15 @@ Binary = Callable[[str], Path]
 # A healthy service for four hours, by minutes: its series, and the values that each adds.
 HOURS: Final = 4
 HEALTHY: Final[Mapping[str, str]] = {
-    'up': "1",
+    'up{role="service"}': "1",
+    'up{role="host"}': "1",
+    'up{role="front"}': "1",
+    'dora_front_requests_total{route="/v1/models",status="200"}': "0+600",
+    'dora_front_requests_total{route="/v1/models",status="429"}': "0+6",
+    'dora_front_requests_total{route="/v1/models",status="503"}': "0+6",
+    'dora_front_first_token_seconds_bucket{le="2"}': "0+600",
+    'dora_front_first_token_seconds_bucket{le="100"}': "0+600",
+    'dora_front_first_token_seconds_bucket{le="+Inf"}': "0+600",
     "dora_c1_violations_total": "0",
     "dora_groups_lost": "0",
     "dora_trainer_waiting": "0",
@@ -89,10 +99,16 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "DoraVersionUnavailable": Fault({'dora_versions{state="unavailable"}': "1"}, {"state": "unavailable"}),
     "DoraTrainerStalled": Fault({"dora_trainer_stalled": "1"}),
     "DoraTrainerAbsent": Fault({"dora_trainer_attached": "0"}),
-    "DoraDown": Fault({"up": "0"}),
+    "DoraDown": Fault({'up{role="service"}': "0", 'up{role="host"}': "0"}, {"role": "service"}),
+    "DoraFrontDown": Fault({'up{role="front"}': "0"}, {"role": "front"}),
+    "DoraFrontErrors": Fault({'dora_front_requests_total{route="/v1/models",status="503"}': "+60"}),
+    "DoraFrontBusy": Fault({'dora_front_requests_total{route="/v1/models",status="429"}': "+100"}),
+    "DoraFrontQueue": Fault({'dora_front_first_token_seconds_bucket{le="2"}': "+100"}),
     "DoraWorkersLost": Fault({'dora_workers{state="lost"}': "1"}, {"state": "lost"}),
     "DoraWorkersRestart": Fault({"dora_workers_lost_total": "+1"}),
-    "DoraHostLost": Fault({'dora_hosts{state="lost"}': "1"}, {"state": "lost"}),
+    "DoraHostLost": Fault(
+        {'dora_hosts{state="lost"}': "1", 'dora_workers{state="lost"}': "8", 'up{role="host"}': "0"}, {"state": "lost"}
+    ),
     "DoraKvPressure": Fault({"dora_kv_pressed_workers": "2"}),
     "DoraPreemptions": Fault({"dora_preemptions_total": "+30"}),
     "DoraMovesFail": Fault({'dora_moves_total{kind="move",reason="update",result="refused"}': "+10"}),
@@ -189,7 +205,7 @@ def test_every_alert_has_a_fault_and_says_what_to_do() -> None:
 def test_the_rules_are_valid_and_name_metrics_that_exist(binary: Binary) -> None:
     promtool(binary, "check", "rules", *(RULES / file for file in FILES))
     promtool(binary, "check", "config", "--syntax-only", RULES / "prometheus.yml")
-    known = {each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS)} | {"up"}
+    known = {each.name for each in (*SERVICE, *HOST, *DISTRIBUTIONS, *FRONT, *FRONT_DISTRIBUTIONS)} | {"up"}
     for file in FILES:
         for group in yaml.safe_load((RULES / file).read_text())["groups"]:
             for rule in group["rules"]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -172,6 +173,33 @@ async def test_a_trainer_that_waits_for_groups_fires_its_alert_which_clears_once
         await prompts.submit([{"text": "ab", "prompt_id": f"p{n}", "group_size": 2} for n in range(GROUPS)])
         await prometheus.firing(set())
         assert await prometheus.ever_fired() == {"DoraTrainerWaits"}
+
+
+@pytest.mark.full
+async def test_a_front_that_is_killed_fires_its_alert_alone_and_one_that_is_stopped_fires_none(
+    tiny_dense: Path, tmp_path: Path, binary: Callable[[str], Path]
+) -> None:
+    config = configured(tiny_dense, workers__engine="fake", workers__count=0, service__metrics="127.0.0.1:0")
+    rules = hasty_rules(tmp_path / "rules", ("DoraDown", "DoraFrontDown"))
+    address, up = free_address(), 'up{role="front"} == 1'
+    argv = ["-m", "dora", "front", "--http", address, "--model", str(tiny_dense)]
+
+    async with running(config) as handle, scraping(binary("prometheus"), handle.metrics, tmp_path, rules) as prometheus:
+        environment = {**os.environ, "DORA_TOKEN": handle.token}
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *argv, "--service", handle.address, env=environment
+            )
+            try:
+                await prometheus.until(lambda found: bool(found), up)
+                await prometheus.firing(set())
+            finally:
+                process.send_signal(number)
+                await process.wait()
+            if number == signal.SIGKILL:
+                await prometheus.firing({"DoraFrontDown"})
+        await prometheus.until(lambda found: not found, 'up{role="front"}')
+        assert await prometheus.ever_fired() == {"DoraFrontDown"}
 
 
 @pytest.mark.full

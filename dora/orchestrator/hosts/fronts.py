@@ -1,7 +1,8 @@
-"""The HTTP fronts that serve now, for Prometheus."""
+"""The HTTP fronts that serve now, and those that were lost, for Prometheus."""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,7 @@ from dora.rpc.channel import is_loopback, is_wildcard
 from dora.rpc.errors import LimitExceeded
 
 FRONTS_MAX: Final = 256
+LOST_S: Final = 3600.0  # for so long a lost front stays listed, unless it is back
 _ADDRESS: Final = re.compile(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4})")
 
 
@@ -45,10 +47,14 @@ class Front:
 
 
 class Fronts:
-    """Belongs to the event loop."""
+    """Belongs to the event loop. A front is lost if its call ends before it leaves; at most ``FRONTS_MAX`` lost ones are
+    kept, and the one that was lost first is forgotten first.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._open: dict[object, Front] = {}
+        self._lost: dict[Front, float] = {}  # since when
 
     @contextmanager
     def serving(self, front: Front) -> Iterator[None]:
@@ -57,14 +63,25 @@ class Fronts:
             raise LimitExceeded("fronts", len(self._open) + 1, f"at most {FRONTS_MAX}")
         key = object()
         self._open[key] = front
+        self._lost.pop(front, None)
         try:
             yield
         finally:
-            del self._open[key]
+            if self._open.pop(key, None) is not None and front not in self._open.values():
+                self._lost[front] = self._clock()
+                while len(self._lost) > FRONTS_MAX:
+                    del self._lost[next(iter(self._lost))]
+
+    def leave(self, front: Front) -> None:
+        """Takes a front off that has been stopped, whichever of its calls is known to have ended."""
+        self._open = {key: each for key, each in self._open.items() if each != front}
+        self._lost.pop(front, None)
 
     def __iter__(self) -> Iterator[Front]:
-        """Each once, though two incarnations of one may be connected."""
-        return iter(dict.fromkeys(self._open.values()))
+        """Each once, though two incarnations of one may be connected; the lost ones are the last."""
+        oldest_s = self._clock() - LOST_S
+        lost = [front for front, since_s in self._lost.items() if since_s > oldest_s]
+        return iter(dict.fromkeys((*self._open.values(), *lost)))
 
 
 def host_of_peer(peer: str) -> str:

@@ -59,18 +59,18 @@ class Exporter:
 
     def targets(self, address: str, scheme: str = "http") -> list[Mapping[str, Any]]:
         """The pages as Prometheus discovers them over HTTP, those of fronts included. ``address``: at which it has
-        reached this service.
+        reached this service. The label ``role`` is service, host or front.
         """
-        pages = [(SERVICE_PATH, address)]
-        pages += [(HOST_PATH.format(name=name), name) for name in self._runtime.hosts.connected()]
-        found = [_target(address, scheme, path, instance) for path, instance in pages]
+        pages = [(SERVICE_PATH, address, "service")]
+        pages += [(HOST_PATH.format(name=name), name, "host") for name in self._runtime.hosts.connected()]
+        found = [_target(address, scheme, *page) for page in pages]
         for front in self._runtime.fronts:
             reached = front.reached_from(address.rpartition(":")[0] or address)
             if reached is not None:
-                found.append(_target(reached, "https" if front.secure else "http", SERVICE_PATH, reached))
+                found.append(_target(reached, "https" if front.secure else "http", SERVICE_PATH, reached, "front"))
         return found
 
 
-def _target(address: str, scheme: str, path: str, instance: str) -> Mapping[str, Any]:
-    labels = {"__scheme__": scheme, "__metrics_path__": path, "instance": instance}
+def _target(address: str, scheme: str, path: str, instance: str, role: str) -> Mapping[str, Any]:
+    labels = {"__scheme__": scheme, "__metrics_path__": path, "instance": instance, "role": role}
     return {"targets": [address], "labels": labels}

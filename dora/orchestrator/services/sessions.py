@@ -135,6 +135,10 @@ class SessionService(stubs.SessionsServicer):
 
     async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
         front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
+        if request.leaving:
+            self._runtime.fronts.leave(front)
+            yield pb.FrontNoted()
+            return
         with self._runtime.fronts.serving(front):
             yield pb.FrontNoted()
             await asyncio.Event().wait()  # until the front leaves
