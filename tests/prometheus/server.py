@@ -49,10 +49,16 @@ class Prometheus:
         found: list[Any] = []
         try:
             async with asyncio.timeout(LIMIT_S):
-                while not condition(found := await self.query(expression)):
-                    await asyncio.sleep(POLL_S)
+                async for found in self._results(expression):
+                    if condition(found):
+                        return
         except TimeoutError:
             raise AssertionError(f"{expression} is {found}, not {what}, after {LIMIT_S:g} s") from None
+
+    async def _results(self, expression: str) -> AsyncIterator[list[Any]]:
+        while True:
+            yield await self.query(expression)
+            await asyncio.sleep(POLL_S)
 
     async def query(self, expression: str) -> list[Any]:
         """The series of an expression now."""

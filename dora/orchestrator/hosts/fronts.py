@@ -47,8 +47,8 @@ class Front:
 
 
 class Fronts:
-    """Belongs to the event loop. A front is lost if its call ends before it leaves; at most ``FRONTS_MAX`` lost ones are
-    kept, and the one that was lost first is forgotten first.
+    """Belongs to the event loop. A front is lost if its call ends before it leaves. At most ``FRONTS_MAX`` lost ones
+    are kept, and the one that was lost first is forgotten first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
