@@ -30,6 +30,13 @@ def doctor(
             "--service", metavar="HOST:PORT", help="Check a running service and all its hosts instead of this machine."
         ),
     ] = "",
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="With --service: each host also fetches chunks of the newest version, and sends KV blocks to others.",
+        ),
+    ] = False,
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="cpu or cuda; default: cuda if this process sees a GPU.")
     ] = "",
@@ -44,12 +51,14 @@ def doctor(
     output to a report.
 
     With --service it checks a running service and its hosts: versions, clocks, memory, disks, certificates, links, and
-    what a load and a move take. It exits with 1 if something is to be done.
+    what a load and a move take. The table names figures of the run, of a probe, and estimates; others were measured
+    now. It exits with 1 if something is to be done.
     """
     if service:
         refuse_given(context, ("--device", "--model", "--stage"), "with --service")
-        _examine(service, token, as_json)
+        _examine(service, token, probe, as_json)
         return
+    refuse_given(context, ("--probe",), "without --service")
     from dora.doctor.run import chosen, run_stages
     from dora.host.placement import placement_of
     from dora.models import resolve_model
@@ -68,12 +77,12 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _examine(service: str, token: str | None, as_json: bool) -> None:
+def _examine(service: str, token: str | None, probe: bool, as_json: bool) -> None:
     from dora.cli.service import ask
     from dora.doctor.service import findings_of
 
     async def examined(operator: "Operator") -> list["ExaminedHost"]:
-        return [each async for each in operator.examine()]
+        return [each async for each in operator.examine(probe=probe)]
 
     findings = findings_of(ask(service, token, examined))
     ok = all(each.ok for each in findings)
@@ -83,6 +92,8 @@ def _examine(service: str, token: str | None, as_json: bool) -> None:
             table.add_section()
         text = Text("ok", STYLES["ok"]) if each.ok else Text("to do", STYLES["failed"])
         text.append(f"  {each.found}", "dim" if each.ok else "default")
+        if each.how != "now":
+            text.append(f" ({each.how})", "dim")
         if each.action:
             text.append(f": {each.action}", "bold")
         table.add_row(f"{each.host} {each.check}", text)

@@ -37,9 +37,11 @@ class Operator(Client):
         finally:
             stream.cancel()
 
-    async def examine(self) -> AsyncIterator[pb.ExaminedHost]:
-        """Examines every host, and yields each result as it comes. Raises Conflict if another one is under way."""
-        stream = self._stub.Examine(pb.ExamineRequest())
+    async def examine(self, *, probe: bool = False) -> AsyncIterator[pb.ExaminedHost]:
+        """Examines every host, and yields each result as it comes. ``probe``: each host also sends KV blocks to others
+        and back, and fetches chunks of the newest version. Raises Conflict if another one is under way.
+        """
+        stream = self._stub.Examine(pb.ExamineRequest(probe=probe))
         try:
             while (found := await self._connection.read(stream)) is not None:
                 yield found

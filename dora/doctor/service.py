@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from dora.rpc import dora_pb2 as pb
 
@@ -17,6 +17,10 @@ LINK_BYTES_PER_S: Final = 10e6
 LOSS: Final = 0.01
 OF_HOSTS: Final = frozenset({"service", "host", "worker"})
 MOVED_TOKENS: Final = 1024  # of the move that is estimated if none was measured
+FETCH_S: Final = 60.0  # of a whole version, as a probe's rate promises
+MOVED_S: Final = 1.0  # of a probe's KV there and back
+
+How = Literal["now", "run", "probe", "estimate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,11 @@ class Finding:
     ok: Annotated[bool, "whether it is as it should be"]
     found: Annotated[str, "what was measured"]
     action: Annotated[str, "what to do; empty: nothing"] = ""
+    how: Annotated[
+        How,
+        "how it was measured: `now`, by this examination; in the `run`, at the last time; by a `probe` of this "
+        "examination, which moved bytes; `estimate`, from other figures",
+    ] = "now"
 
 
 def findings_of(hosts: Sequence[pb.ExaminedHost], now: datetime | None = None) -> list[Finding]:
@@ -52,7 +61,7 @@ def _of_host(host: pb.ExaminedHost, own: pb.HostExamination, now: float) -> Iter
     if host.found.HasField("certificate"):
         yield _certificate(name, host.found.certificate, now)
     yield from _links(name, host.found)
-    yield _load(host)
+    yield from _load(host)
     yield from _move(host)
 
 
@@ -118,27 +127,51 @@ def _links(name: str, found: pb.HostExamination) -> Iterator[Finding]:
         yield Finding(name, check, not action, said, action)
 
 
-def _load(host: pb.ExaminedHost) -> Finding:
-    """The time of a load: as measured in the run, or else of reading a version's files."""
-    found, read_s = host.found, 0.0
+def _load(host: pb.ExaminedHost) -> Iterator[Finding]:
+    """The time of a load: as measured in the run, or else of reading a version's files; and that of its way here."""
+    name, found, read_s = host.host, host.found, 0.0
     if found.read_bytes_per_s:
         read_s = found.version_bytes / found.read_bytes_per_s
     read = f"{_bytes(found.version_bytes)} read in {read_s:.2f} s"
     said = f"{host.load_s:.2f} s at the last one; {read}" if host.load_s else f"none yet; {read}"
     ok = found.version_bytes > 0
-    return Finding(host.host, "load", ok, said, "" if ok else "it holds no version: look at the agent's log there")
+    action = "" if ok else "it holds no version: look at the agent's log there"
+    yield Finding(name, "load", ok, said, action, "run" if host.load_s else "estimate")
+    if host.fetch_s:
+        said = f"{host.fetch_s:.2f} s for {_bytes(host.fetched_bytes)} at the last version"
+        yield Finding(name, "fetch", True, said, how="run")
+    if found.HasField("fetch"):
+        yield _probed_fetch(name, found)
+
+
+def _probed_fetch(name: str, found: pb.HostExamination) -> Finding:
+    """The time of a version's way from another host, at the rate of its first chunks."""
+    fetch = found.fetch
+    check = f"fetch from {fetch.host}"
+    if fetch.trouble or not fetch.bytes:
+        said = fetch.trouble or "no chunk came"
+        return Finding(name, check, False, said, f"look at the agent's log on {fetch.host}", "probe")
+    whole_s = fetch.took_s * max(1.0, found.version_bytes / fetch.bytes)
+    said = f"{_bytes(fetch.bytes)} in {fetch.took_s:.2f} s; {_bytes(found.version_bytes)} would take {whole_s:.2f} s"
+    action = "use a faster network: its workers get versions late" if whole_s > FETCH_S else ""
+    return Finding(name, check, not action, said, action, "probe")
 
 
 def _move(host: pb.ExaminedHost) -> Iterator[Finding]:
-    """The time of a move: as measured in the run, or else as the slowest link allows."""
+    """The time of a move: as measured in the run, or else as the slowest link allows; and that of a probe's blocks."""
     rates = [link.bytes_per_s for link in host.found.links if link.bytes_per_s]
     if host.move_s:
         said = f"{host.move_s * 1000:.0f} ms for {_bytes(host.moved_bytes)} at the last one"
-        yield Finding(host.host, "move", True, said)
+        yield Finding(host.host, "move", True, said, how="run")
     elif rates and host.kv_token_bytes:
         size = MOVED_TOKENS * host.kv_token_bytes
         said = f"none yet; {MOVED_TOKENS:,} tokens are {_bytes(size)}: {size / min(rates) * 1000:.0f} ms by its links"
-        yield Finding(host.host, "move", True, said)
+        yield Finding(host.host, "move", True, said, how="estimate")
+    for link in host.found.links:
+        if link.kv_bytes:
+            said = f"{_bytes(link.kv_bytes)} of KV there and back in {link.kv_s * 1000:.0f} ms"
+            action = "keep moves within a `--zone`: this link is slow for them" if link.kv_s > MOVED_S else ""
+            yield Finding(host.host, f"move to {link.host}", not action, said, action, "probe")
 
 
 def _bytes(count: float) -> str:

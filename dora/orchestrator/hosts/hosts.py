@@ -343,6 +343,7 @@ class Hosts:
         self._distributor.arrived(session.name, session.epoch, message)
         if message.upstream:
             self._fetched(message.took_s)
+            session.fetched = message.took_s, message.came_bytes
 
     def failed(self, session: HostSession, message: pb.VersionFailed) -> None:
         """Raises InvalidValue for an unknown name."""
@@ -489,6 +490,11 @@ class Hosts:
     def relays(self) -> list[Upstream]:
         """The relays of all hosts."""
         return self._distributor.relays()
+
+    def fetched(self, name: str) -> tuple[float, int]:
+        """The seconds until a host's last version had come from another one, and the bytes that came; 0: none has."""
+        session = self.session(name)
+        return (0.0, 0) if session is None else session.fetched
 
     def examiner(self, tls: Tls | None) -> Examiner:
         """Returns the examiner of the service's own host. ``tls``: its files."""

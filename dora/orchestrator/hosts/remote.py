@@ -33,6 +33,7 @@ class HostSession:
         self.goes_on = False  # continues with the processes of its previous epoch
         self.heard_s = time.monotonic()
         self.seen_at = time.time()
+        self.fetched = 0.0, 0  # seconds and bytes of the last version that came; 0: none has
         self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
         self._ordered_again: set[str] = set()  # of these
         self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)

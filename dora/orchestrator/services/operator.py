@@ -152,7 +152,7 @@ class OperatorService(stubs.OperatorServicer):
             raise ServiceUnavailable(f"the checkpoint cannot be written ({error.strerror}); repeat it") from error
 
     async def Examine(self, request: pb.ExamineRequest, context: ServicerContext) -> AsyncIterator[pb.ExaminedHost]:
-        async with contextlib.aclosing(self._runtime.examinations.run()) as found:
+        async with contextlib.aclosing(self._runtime.examinations.run(probe=request.probe)) as found:
             async for each in found:
                 yield each
 

@@ -226,7 +226,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ),
     ("doctor", "model"): Ran(["doctor", "--json"], ["--model", "{moe}"], prints('"model": "tiny-moe"'), examined),
     ("doctor", "stage"): Ran(["doctor", "--model", "{dense}", "--json"], ["--stage", "blocks"], fewer_stages, examined),
-    **{("doctor", option): Shown(EXAMINED) for option in ("service", "token")},
+    **{("doctor", option): Shown(EXAMINED) for option in ("service", "token", "probe")},
     ("doctor", "as_json"): Ran(["doctor", "--model", "{dense}"], ["--json"], is_json, examined),
     ("replay", "file"): SHOWN_REPLAY,
     ("replay", "first"): SHOWN_REPLAY,
