@@ -159,7 +159,7 @@ class Runtime:
         self.orphan_timeout_s = 0.0  # how long workers live without this service
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
-        self.started_at = time.time()
+        self.started_s = time.monotonic()
         self.published: Callable[[int], None] = lambda version: None  # told of each committed version
         self.traces: Traces | None = None
         self.drain_ends_s: float | None = None  # monotonic: the end of the drain that a stop has begun

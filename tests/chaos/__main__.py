@@ -19,13 +19,15 @@ from typing import Any
 
 from dora.models.tiny import make_tiny
 from tests.abuse.full import has_namespaces
-from tests.chaos.faults import OF_SESSIONS, drawn, named, offered
+from tests.chaos import alarms
+from tests.chaos.faults import OF_SESSIONS, Fault, drawn, named, offered
 from tests.chaos.link import go_apart, is_apart
 from tests.chaos.prompts import long_rows
 from tests.chaos.report import MUST_BE_0, not_struck, report_of
 from tests.chaos.setting import Setting
 from tests.chaos.strikes import Striker, Struck
 from tests.chaos.world import Stuck, opened
+from tests.prometheus.fetch import tool
 
 SOAK_PERIOD_S = 60.0  # between two faults of a soak
 
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults, and of the lengths")
     parser.add_argument("--without", default="", help="actions, victims or moments that are left out, with commas")
     parser.add_argument("--only", type=named, help="these faults in place of drawn ones, by name, with semicolons")
+    parser.add_argument("--alerts", action="store_true", help="faults that last until a Prometheus fires their alert")
     parser.add_argument("--sessions", type=float, default=0.5, help="share of the prompts (%(default)s)")
     parser.add_argument("--no-host", action="store_true", help="without a host that has joined")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"))
@@ -49,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--kills and --groups-per-step take 1 or more")
     if options.workers < 2:
         parser.error("--workers takes 2 or more: requests move between them")
+    if options.alerts and tool("prometheus") is None:
+        parser.error("--alerts takes a Prometheus: `make prometheus` fetches Debian's")
     if not 0.0 <= options.sessions <= 1.0:
         parser.error("--sessions takes a share from 0 to 1")
     if not options.no_host:
@@ -69,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             has_host=not options.no_host,
             has_link=is_apart(),
             has_disk=has_namespaces(),
+            has_alerts=options.alerts,
         )
         report = asyncio.run(_run(setting, options))
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -82,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     left_out = _left_out(setting)
     without = {each for each in options.without.split(",") if each} | set(left_out)
+    if options.alerts:
+        return await _run_alerts(setting, offered(options.only or alarms.FAULTS, without), left_out)
     faults = drawn(options.seed, without, has_ranks=setting.ranks > 1)
     if options.only:
         faults = iter(offered(options.only, without))
@@ -111,6 +119,25 @@ async def _run(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     report["failures"] += not_struck(struck, 0 if options.only or options.minutes else options.kills)
     run_s = round(time.monotonic() - began_s, 1)
     return {**report, "left_out": left_out, "seed": options.seed, "engine": setting.engine, "run_s": run_s}
+
+
+async def _run_alerts(setting: Setting, faults: Sequence[Fault], left_out: dict[str, str]) -> dict[str, Any]:
+    """Strikes with each fault until its alert has fired. The report has the alerts by fault."""
+    stuck, status = "", None
+    async with opened(setting) as world, alarms.alarmed(world) as alarm:
+        striker = Striker(world, alarm)
+        began_s = time.monotonic()
+        try:
+            for fault in faults:
+                await striker.strike_until_told(fault, alarm)
+                _tell(began_s, striker.struck, f"{fault.name}: {', '.join(alarm.found[fault.name])}")
+            status = await world.finish()
+        except Stuck as reason:
+            stuck = str(reason)
+            _tell(began_s, striker.struck, stuck)
+    report = report_of(world, striker.struck, status, stuck)
+    run_s = round(time.monotonic() - began_s, 1)
+    return {**report, "alerts": alarm.found, "left_out": left_out, "engine": setting.engine, "run_s": run_s}
 
 
 def _left_out(setting: Setting) -> dict[str, str]:

@@ -23,6 +23,8 @@ class Orphaned:
     def __init__(self, name: str, log: Path) -> None:
         self.name, self.log = name, log
         self.deaths = 0
+        self.may_return = asyncio.Event()  # not set: it stays away after it was killed
+        self.may_return.set()
         self.process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[int] | None = None
 
@@ -56,6 +58,7 @@ class Orphaned:
             if code != -signal.SIGKILL:
                 return code
             self.deaths += 1
+            await self.may_return.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
         raise NotImplementedError

@@ -13,6 +13,7 @@ HOST: Final = "h1"
 HOST_WORKER: Final = f"{HOST}-w0"
 SILENCE_S: Final = {"fake": 5.0, "vllm": 20.0}  # by engine, after which a worker is lost: vLLM's starts fill all cores
 RECOVERY_MOST_S: Final = {"fake": 120.0, "vllm": 600.0}  # by engine, until everything is as it was
+TRAINER_STALL_S: Final = 5.0
 STATE_BYTES: Final = 160 << 20
 
 
@@ -31,6 +32,7 @@ class Setting:
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut
     has_disk: bool = False  # of its own for the state, which can be filled up
+    has_alerts: bool = False  # a Prometheus scrapes the service
 
     @property
     def silence_s(self) -> float:
@@ -71,4 +73,5 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         workers__silence_timeout_s=setting.silence_s,
         workers__stall_timeout_s=2 * setting.silence_s,
         service__prompts_queued_max=4096,
+        **({"service__trainer_stall_timeout_s": TRAINER_STALL_S} if setting.has_alerts else {}),
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tests.chaos import clock, stalling
+from tests.chaos.alarms import Alarms
+from tests.chaos.cast import Orphaned
 from tests.chaos.faults import Fault
 from tests.chaos.handoffs import held, release, send, stands
 from tests.chaos.moments import Missed, come, victim_of
@@ -17,6 +19,7 @@ from tests.chaos.world import Stuck, World
 
 SEEN_WITHIN_S: Final = 30.0  # a moment that does not come in so long is missed, and told
 STOPPED_S: Final = 1.0  # so long a stopped process stands still, where nothing else is waited for
+STRIKES_MOST: Final = 12  # with a fault whose moment does not come, or which has to be repeated for its alert
 CUT_S: Final = 3.0  # so long a link is cut, where nothing else is waited for: shorter than a silence that is a loss
 HOUR_S: Final = 3600.0
 
@@ -36,8 +39,11 @@ class Struck:
 
 
 class Striker:
-    def __init__(self, world: World) -> None:
+    """``alarms``: a fault lasts until its alert fires; None: for a moment."""
+
+    def __init__(self, world: World, alarms: Alarms | None = None) -> None:
         self.world = world
+        self._alarms = alarms
         self.struck = Struck()
         self._rivals = Rivals(world)
         self._workers: dict[int, str] = {}  # by process id, as the fault found them
@@ -66,6 +72,18 @@ class Striker:
             raise Stuck(f"after {fault.name}: {stuck}") from None
         self.struck.whole_again_s.append(time.monotonic() - began_s)
         return True
+
+    async def strike_until_told(self, fault: Fault, alarms: Alarms) -> None:
+        """Strikes until the fault's alert has fired, then until none fires. Raises Stuck if there were others."""
+        await self.world.until(self.world.is_whole, f"everybody at work before {fault.name}")
+        await alarms.begin()
+        for _ in range(STRIKES_MOST):
+            if await self.strike(fault) and (not alarms.is_repeated(fault) or await alarms.is_fired(fault)):
+                break
+        try:
+            await alarms.clears(fault)
+        except Stuck as stuck:
+            raise Stuck(f"after {fault.name}: {stuck}") from None
 
     async def _in_handoff(self, fault: Fault) -> After:
         kind, _, phase = fault.moment.partition(":")
@@ -107,10 +125,13 @@ class Striker:
         match fault.action:
             case "kill" if victim == self.world.service.pid:
                 await self.world.service.kill()
-                return self._restart(began_s)
+                return self._restart(began_s, fault)
             case "kill":
+                away = [each for each in self.world.cast if each.pid == victim and self._alarms is not None]
+                for each in away:
+                    each.may_return.clear()
                 send(victim, signal.SIGKILL)
-                return self._worker_back(victim, began_s)
+                return self._back(fault, away) if away else self._worker_back(victim, began_s)
             case "stop":
                 send(victim, signal.SIGSTOP)
                 return self._continue(fault, victim)
@@ -123,7 +144,7 @@ class Striker:
                 return self._make_room(fault)
             case "jump":
                 clock.jump(self.world.clock, HOUR_S if fault.how == "an hour on" else -24 * HOUR_S)
-                return self._jump_back()
+                return self._jump_back(fault)
             case "copy":
                 return self._rivals.copied()
             case "older":
@@ -140,7 +161,23 @@ class Striker:
         await start()
         await self._restart(time.monotonic())
 
-    async def _restart(self, began_s: float) -> None:
+    async def _held(self, fault: Fault, or_s: float = 0.0) -> None:
+        """Returns once the fault's alert fires; without alarms after ``or_s``."""
+        if self._alarms is not None:
+            await self._alarms.fires(fault)
+        else:
+            await asyncio.sleep(or_s)
+
+    async def _back(self, fault: Fault, away: list[Orphaned]) -> None:
+        try:
+            await self._held(fault)
+        finally:
+            for each in away:
+                each.may_return.set()
+
+    async def _restart(self, began_s: float, fault: Fault | None = None) -> None:
+        if fault is not None:
+            await self._held(fault)
         await self.world.start()
         self.struck.orchestrator_restart_s.append(time.monotonic() - began_s)
 
@@ -170,7 +207,7 @@ class Striker:
             if fault.how == "until it is lost":
                 await self._lost(self._workers[victim], victim)
             else:
-                await asyncio.sleep(STOPPED_S)
+                await self._held(fault, STOPPED_S)
         finally:
             release(victim)
 
@@ -188,6 +225,7 @@ class Striker:
             if fault.how == "until it is lost":
                 pid = next(pid for pid, name in self._workers.items() if name == HOST_WORKER)
                 await self._lost(HOST_WORKER, pid)
+                await self._held(fault)
             elif fault.how == "and kill orchestrator":
                 began_s = time.monotonic()
                 await world.service.kill()
@@ -202,6 +240,7 @@ class Striker:
         assert world.disk is not None
         try:
             await world.until(lambda status: bool(status.storage_faults), "a full disk told")
+            await self._held(fault)
             if fault.how == "and kill orchestrator":
                 await world.service.kill()
         finally:
@@ -209,7 +248,8 @@ class Striker:
         if fault.how == "and kill orchestrator":
             await self._restart(time.monotonic())
 
-    async def _jump_back(self) -> None:
+    async def _jump_back(self, fault: Fault) -> None:
         status = await self.world.operator.status()
         await self.world.recovered(status.counters["groups_trained"])
+        await self._held(fault)
         clock.jump(self.world.clock, 0.0)

@@ -25,6 +25,7 @@ from tests.chaos.link import HostLink
 from tests.chaos.prompts import Submitting
 from tests.chaos.setting import HOST, HOST_WORKER, STATE_BYTES, Setting, settings_in
 from tests.e2e.restarts import Killed
+from tests.prometheus.server import free_address
 
 QUEUED_MIN: Final = 48  # prompts
 POLL_S: Final = 0.02
@@ -63,6 +64,8 @@ class World:
         self.state_seen = self.disk.seen / "state" if self.disk else self.state  # from outside of the service
         settings = settings_in(setting, self.state) | {"service.run_folder": str(shared)}
         self.host = self.link.address if self.link else "127.0.0.1"
+        self.metrics = free_address(self.host) if setting.has_alerts else ""
+        settings |= {"service.metrics": self.metrics}
         self.service = Killed(folder, settings, self.inside, self.host)
         self.incarnations = 0
         self.phases: Counter[str] = Counter()  # in which handoffs were made to stand still; empty: they were over

@@ -38,9 +38,13 @@ class Prometheus:
         """Returns once these alerts fire and no others. Raises AssertionError with what fires instead."""
         await self.until(lambda found: _alerts(found) == expected, FIRING, f"{sorted(expected)} alone")
 
-    async def ever_fired(self) -> Set[str]:
+    async def ever_fired(self) -> set[str]:
         """The alerts that have fired at some time since Prometheus was started."""
-        return _alerts(await self.query(f"last_over_time({FIRING}[1d])"))
+        return await self.fired(86400.0)
+
+    async def fired(self, last_s: float) -> set[str]:
+        """The alerts that have fired at some time in the last seconds."""
+        return _alerts(await self.query(f"last_over_time({FIRING}[{max(1, int(last_s))}s])"))
 
     async def until(
         self, condition: Callable[[list[Any]], bool], expression: str, what: str = "another result"
@@ -66,7 +70,7 @@ class Prometheus:
         return found
 
 
-def _alerts(found: list[Any]) -> Set[str]:
+def _alerts(found: list[Any]) -> set[str]:
     return {each["metric"]["alertname"] for each in found}
 
 

@@ -149,7 +149,7 @@ TRAINER: Final = (
     ),
 )
 PROCESS: Final = (
-    Metric("dora_uptime_seconds", "Time since the start.", lambda seen: seen.at - seen.runtime.started_at),
+    Metric("dora_uptime_seconds", "Time since the start.", lambda seen: seen.now_s - seen.runtime.started_s),
     Metric("dora_restarts", "Starts of this state folder's service before.", lambda seen: seen.runtime.incarnation),
     Metric("dora_draining", "1 while the service admits no prompts.", lambda seen: seen.runtime.feed.closed),
     Metric("dora_clock_timestamp_seconds", "The service's clock, since the Unix epoch.", lambda seen: seen.at),

@@ -48,7 +48,7 @@ def of_service(runtime: Runtime, model: str, news: News | None = None) -> pb.Sta
     window, hosts = state.window, runtime.hosts.statuses()
     return pb.Status(
         model=model,
-        uptime_s=time.time() - runtime.started_at,
+        uptime_s=time.monotonic() - runtime.started_s,
         window_versions=window.size,
         groups_per_step=window.groups_per_step,
         filling_step=window.step,
