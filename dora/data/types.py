@@ -87,6 +87,12 @@ class RequestSpec:
     keeps: bool = False  # at the end of a turn the engine keeps the request, which may then be extended
     given: tuple[tuple[int, int], ...] = ()  # the given runs among the outputs, in order: (first, one after the last)
     kept: bool = False  # its present turn has ended, and an engine keeps it
+    prompt_logprobs: bool = False  # with the first token of the present turn come the logprobs of all before it
+
+    @property
+    def owes_prompt(self) -> bool:
+        """Returns whether the prompt logprobs of the present turn were asked for and are still to come."""
+        return self.prompt_logprobs and len(self.output_token_ids) == self.turn_begin
 
     @property
     def turn_begin(self) -> int:
@@ -109,7 +115,9 @@ class RequestSpec:
             given=(),
         )
 
-    def extended(self, given_token_ids: tuple[int, ...], sampling: SamplingParams) -> "RequestSpec":
+    def extended(
+        self, given_token_ids: tuple[int, ...], sampling: SamplingParams, *, prompt_logprobs: bool = False
+    ) -> "RequestSpec":
         """Returns the request with a next turn, which is sampled as ``sampling`` says."""
         outputs = len(self.output_token_ids)
         return replace(
@@ -119,6 +127,7 @@ class RequestSpec:
             logprobs=self.logprobs + (0.0,) * len(given_token_ids),
             given=(*self.given, (outputs, outputs + len(given_token_ids))),
             kept=False,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -169,6 +178,8 @@ class TokenDelta:
     stop: str = ""  # the stop string that these tokens completed
     # expert rows of the tokens that were fed to sample these; empty: routing is not recorded
     routed_experts: bytes = b""
+    # float32, one for each token before the turn that these begin, but the first; empty: they were not asked for
+    prompt_logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,14 +83,21 @@ class BaseEngine(Generic[Live], ABC):
         check_version(request.version, self._version)
         self._enter(request, None, None)
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def extend(
+        self,
+        request_id: str,
+        given_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        prompt_logprobs: bool = False,
+    ) -> None:
         live = self._find(request_id)
         request = self._so_far(live)
         if not request.kept or self._is_frozen(request_id):
             why = "is frozen" if request.kept else "is not kept"
             raise Conflict("request_id", request_id, "a kept request that is not frozen", why)
         check_extension(request, given_token_ids, sampling, self._capability)
-        self._extend(live, request.extended(tuple(given_token_ids), sampling))
+        self._extend(live, request.extended(tuple(given_token_ids), sampling, prompt_logprobs=prompt_logprobs))
 
     def request(self, request_id: str) -> RequestSpec:
         return self._so_far(self._find(request_id))
@@ -170,7 +177,9 @@ class BaseEngine(Generic[Live], ABC):
 
     @abstractmethod
     def _extend(self, live: Live, request: RequestSpec) -> None:
-        """Continues a kept request; ``request`` has the given tokens."""
+        """Continues a kept request; ``request`` has the given tokens. If it owes prompt logprobs, its KV is freed and
+        computed again.
+        """
 
     @abstractmethod
     def _so_far(self, live: Live) -> RequestSpec:

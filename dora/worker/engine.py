@@ -12,6 +12,10 @@ until then.
 The engine does not give up a kept request's KV: to make room, its owner removes it and later adds it with all its
 tokens.
 
+A request with ``prompt_logprobs`` brings the logprobs of all tokens before its turn with the turn's first token. Its
+prefill reads no cache, and until then its KV does not move. A request that is resumed after its turn's first token
+brings none.
+
 Each turn is sampled as a request whose prompt is everything before it: ``max_tokens``, ``min_tokens``, stop strings and
 the presence and frequency penalties count the turn's own sampled tokens, and the repetition penalty counts all tokens.
 The random stream spans the session: its position is the number of outputs, given ones included. A session that is
@@ -64,12 +68,20 @@ class RolloutEngine(Protocol):
         is not loaded. A session resumes in the turn after its last given tokens.
         """
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def extend(
+        self,
+        request_id: str,
+        given_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        prompt_logprobs: bool = False,
+    ) -> None:
         """Continues a kept request: appends given tokens, then samples a turn as ``sampling`` says.
 
-        It precedes waiting requests without KV. Raises NotFound as ``freeze`` does; Conflict for a request that is not
-        kept, or is frozen; InvalidValue for no tokens, tokens outside the vocabulary, more than the context has room
-        for with one to sample, or sampling that ``add`` would refuse. A refusal changes nothing.
+        It precedes waiting requests without KV. With ``prompt_logprobs`` it gives its KV up and is prefilled whole.
+        Raises NotFound as ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no
+        tokens, tokens outside the vocabulary, more than the context has room for with one to sample, or sampling that
+        ``add`` would refuse. A refusal changes nothing.
         """
 
     def step(self) -> list[TokenDelta]:

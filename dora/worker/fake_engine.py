@@ -135,14 +135,14 @@ class FakeEngine(BaseEngine[Live]):
         if live.snapshot is not None:
             blocks = with_ahead(live.snapshot, live.reserved)
             return replace(live.snapshot, request=request, rng_draws=draws, blocks=blocks, ahead=0)
-        if not live.kv:
+        if not live.kv or live.owes_prompt:
             return None
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks_from(self._layout, live, first), first)
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
-        if not live.kv:
-            why = "is preempted" if live.preemptions else "waits for a slot"
+        if not live.kv or live.owes_prompt:
+            why = "is preempted" if live.preemptions else "waits for a slot, or is in prefill"
             raise Conflict("request_id", request_id, "a request that decodes", why)
         return (live.entry, live.preemptions), (live.kv_tokens - 1) // self._capability.block_tokens
 
@@ -202,7 +202,11 @@ class FakeEngine(BaseEngine[Live]):
         live.request = request
         live.length, live.outputs, live.logprobs, live.watch = self._turns.begin(request)
         self._kept.discard(request.request_id)
-        self._waiting.insert(self._with_kv_waiting(), request.request_id)
+        if request.owes_prompt:
+            live.kv, live.snapshot, live.reserved = {}, None, None
+            live.preemptions += 1  # the segment of its KV ends
+        place = len(self._waiting) if request.owes_prompt else self._with_kv_waiting()
+        self._waiting.insert(place, request.request_id)
 
     def _with_kv_waiting(self) -> int:
         """Returns how many of the first waiting requests have their KV, in blocks or as it was taken in."""

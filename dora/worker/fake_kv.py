@@ -42,6 +42,11 @@ class Live:
         return len(self.kv[LAYERS[0]]) // KV_BYTES if self.kv else 0
 
     @property
+    def owes_prompt(self) -> bool:
+        """As of the request, with its present outputs."""
+        return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
+
+    @property
     def so_far(self) -> RequestSpec:
         """The request with its present outputs."""
         return replace(self.request, output_token_ids=tuple(self.outputs), logprobs=tuple(self.logprobs))

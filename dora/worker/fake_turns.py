@@ -1,5 +1,7 @@
 """The turns of a fake engine's requests: how each begins, is sampled and ends."""
 
+import numpy as np
+
 from dora.data.types import FinishReason, RequestSpec, RoutingShape, TokenDelta
 from dora.worker.fake_kv import Live
 from dora.worker.fake_model import STOP_TOKEN_ID, FakeModel
@@ -28,6 +30,9 @@ class FakeTurns:
     def sample(self, live: Live) -> TokenDelta:
         """Samples a token. The last one sampled, and given ones, get their KV first."""
         first = live.kv_tokens if live.outputs else 0
+        owed = b""
+        if live.owes_prompt:
+            owed = np.asarray(self._model.score(live.token_ids), "<f4").tobytes()
         for token_id in live.token_ids[live.kv_tokens :]:
             self._model.append_kv(live.kv, token_id)
         index, sampling = len(live.outputs), live.request.sampling
@@ -44,7 +49,9 @@ class FakeTurns:
         if self._routed is not None:  # the first token reports the whole prompt's
             routed = self._model.routed(live.kv, range(first, live.kv_tokens), self._routed)
         request = live.request
-        return TokenDelta(request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed)
+        return TokenDelta(
+            request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed, owed
+        )
 
     def _finish_reason(self, live: Live) -> FinishReason | None:
         sampling, last = live.request.sampling, live.outputs[-1]

@@ -63,7 +63,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         snapshot = self._offered.get(request.request_id)
         if snapshot is not None:
             return snapshot.kv_tokens - num_computed_tokens, False
-        if self.tier is not None:
+        if self.tier is not None and not request.skip_reading_prefix_cache:
             return self.tier.found_tokens(request, num_computed_tokens), False
         return 0, False
 

@@ -257,7 +257,11 @@ class VllmEngine(BaseEngine[Live]):
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         begun = None if reservation is None else reservation.begun_with(request)
-        made = self._make_ahead(request) if begun is None else begun.made
+        self._start(request, self._make_ahead(request) if begun is None else begun.made, snapshot, reservation)
+
+    def _start(
+        self, request: RequestSpec, made: Any, snapshot: KvSnapshot | None, reservation: Reservation | None
+    ) -> None:
         live = self._live[request.request_id] = self._turns.live_of(request, made)
         if self._tier is not None:
             self._tier.begin(live.engine_id, request.version)
@@ -270,7 +274,12 @@ class VllmEngine(BaseEngine[Live]):
         return self._live[request_id].engine_id in self._scheduler.held
 
     def _extend(self, live: Live, request: RequestSpec) -> None:
-        self._turns.extend(live, request)
+        if not request.owes_prompt:
+            self._turns.extend(live, request)
+            return
+        made = self._make_ahead(request)  # before anything changes: it may refuse the sampling
+        self.remove(request.request_id)
+        self._start(request, made, None, None)
 
     def _so_far(self, live: Live) -> RequestSpec:
         return live.so_far

@@ -58,7 +58,8 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
 
 
 def sampling_of(request: RequestSpec, stops: Sequence[int]) -> VllmSampling:
-    """Returns the engine's sampling parameters; ``stops`` end the request unless it ignores them.
+    """Returns the engine's sampling parameters; ``stops`` end the request unless it ignores them. vLLM reads no prefix
+    cache for a request with prompt logprobs.
 
     Raises InvalidValue.
     """
@@ -79,6 +80,7 @@ def sampling_of(request: RequestSpec, stops: Sequence[int]) -> VllmSampling:
             stop_token_ids=stop_token_ids,
             ignore_eos=True,  # the model's own ends are among stop_token_ids
             logprobs=0,  # the sampled token's
+            prompt_logprobs=0 if request.owes_prompt else None,  # those of the prompt's own tokens
             detokenize=False,  # stop strings are watched for by the engine's owner: dora.worker.stop_strings
         )
     except ValueError as error:

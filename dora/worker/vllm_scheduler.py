@@ -143,6 +143,7 @@ class HoldingScheduler(Scheduler):
         computed_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens - 1
         update = StreamingUpdate(None, new, sampling.max_tokens, request.arrival_time, sampling)
         self._update_request_as_session(request, update)
+        request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()  # of this turn's sampling
         request.num_computed_tokens = computed_tokens  # 0: its KV waits for blocks
         request.stop_reason = None
         self.begin_turn(request_id, len(given_token_ids))

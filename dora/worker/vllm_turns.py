@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
+import numpy as np
+
 from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.worker.device.port import Device
@@ -85,6 +87,7 @@ class Turns:
         live.outputs.extend(output.new_token_ids)
         live.logprobs.extend(logprobs)
         finish_reason = None if output.finish_reason is None else _FINISH[str(output.finish_reason)]
+        owed = _of_prompt(output) if live.request.prompt_logprobs and first_token == live.request.turn_begin else b""
         stop = ""
         if live.watch is not None and finish_reason != "stop":
             (token_id,) = output.new_token_ids  # one a step: what completes a stop is the last that was sampled
@@ -104,8 +107,15 @@ class Turns:
             finish_reason=finish_reason,
             stop=stop,
             routed_experts=scheduler.routed_experts.get(live.engine_id, b""),
+            prompt_logprobs=owed,
         )
 
     def next_engine_id(self, name: str) -> str:
         """Returns a unique id: the runner may still know a request of this name that was removed a moment ago."""
         return f"{next(self._serial)}-{name}"
+
+
+def _of_prompt(output: Any) -> bytes:
+    """Returns the logprobs of a prompt's tokens but the first; of a prompt of one token vLLM may report none."""
+    found = output.new_prompt_logprobs_tensors
+    return b"" if found is None else np.asarray(found.logprobs[:, 0], "<f4").tobytes()

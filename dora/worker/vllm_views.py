@@ -31,6 +31,11 @@ class Live:
         return len(self.request.prompt_token_ids) + len(self.outputs) - 1 - pending
 
     @property
+    def owes_prompt(self) -> bool:
+        """As of the request, with its present outputs."""
+        return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
+
+    @property
     def so_far(self) -> RequestSpec:
         """The request with its present outputs."""
         return replace(self.request, output_token_ids=tuple(self.outputs), logprobs=tuple(self.logprobs))
@@ -66,7 +71,7 @@ class KvViews:
             blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
             return replace(waiting, request=request, rng_draws=draws, blocks=blocks, ahead=0)
         kv_tokens = live.kv_tokens
-        if self._why_unmovable or not live.outputs or self._state(live).num_computed_tokens != kv_tokens:
+        if self._why_unmovable or not self._decodes(live):
             return None
         ids = zip(self._groups, self._block_ids(live), strict=True)
         return KvSnapshot(
@@ -85,7 +90,7 @@ class KvViews:
             why = f"has state that does not move: {self._why_unmovable}"
         elif self._scheduler.connector.is_offered(live.engine_id):
             why = "waits for a slot"
-        elif not live.outputs or state.num_computed_tokens != kv_tokens:
+        elif not self._decodes(live):
             why = "is preempted" if state.num_preemptions else "waits for a slot, or is in prefill"
         if why:
             raise Conflict("request_id", live.request.request_id, "a request that decodes", why)
@@ -110,6 +115,13 @@ class KvViews:
             if shared and other is not live:
                 found[name] = self._segment(other), shared
         return found
+
+    def _decodes(self, live: Live) -> bool:
+        """Returns whether the KV of all tokens before the last sampled one is there, and nothing of the prefill is
+        owed.
+        """
+        has_kv = bool(live.outputs) and self._state(live).num_computed_tokens == live.kv_tokens
+        return has_kv and not live.owes_prompt
 
     def _state(self, live: Live) -> Any:
         return self._scheduler.requests[live.engine_id]

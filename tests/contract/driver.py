@@ -50,6 +50,8 @@ class Response:
     finish_reason: FinishReason | None = None
     stop: str = ""
     routed_experts: list[int] = field(default_factory=list)  # bytes of its rows
+    # each time that they came: the first token that they came with, and the logprobs
+    prompt_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
 
 
 class Driver:
@@ -78,6 +80,9 @@ class Driver:
                 response.logprobs += delta.logprobs
                 response.routed_experts += delta.routed_experts
                 response.finish_reason, response.stop = delta.finish_reason, delta.stop
+                if delta.prompt_logprobs:
+                    values = np.frombuffer(delta.prompt_logprobs, "<f4").tolist()
+                    response.prompt_logprobs.append((delta.first_token, values))
 
     def finish(self) -> dict[str, Response]:
         while self.engine.has_work():

@@ -48,6 +48,8 @@ class ResumingModelRunner(CPUModelRunner):
                 scheduler_output.finished_req_ids.discard(new.req_id)  # its turn before, of which nothing is left here
                 self.input_batch.remove_request(new.req_id)
                 self.requests[new.req_id] = self._resumed_state(new)
+                if new.sampling_params.prompt_logprobs is not None:  # vLLM notes it of requests without a state
+                    self.num_prompt_logprobs[new.req_id] = new.sampling_params.prompt_logprobs
         return super()._update_states(scheduler_output)
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
@@ -63,9 +65,11 @@ class ResumingModelRunner(CPUModelRunner):
             generator = torch.Generator(device=self.device)
             generator.manual_seed(new.sampling_params.seed)
             advance(generator, arguments[DRAWS_KEY])
+        prompt = arguments[PROMPT_KEY]
         return CachedRequestState(
             req_id=new.req_id,
-            prompt_token_ids=arguments[PROMPT_KEY],
+            # vLLM looks the logprobs of a prompt up by a tensor of these, which of an array would have 32 bits
+            prompt_token_ids=prompt if new.sampling_params.prompt_logprobs is None else list(prompt),
             mm_features=[],
             sampling_params=new.sampling_params,
             generator=generator,
