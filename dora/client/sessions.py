@@ -38,6 +38,7 @@ class Turn:
     finish_reason: FinishReason | None  # None: more tokens follow
     stop: str = ""  # the stop string that ended it
     earlier: Int32Array | None = None  # a fork's: the response tokens before these
+    prompt_logprobs: Float32Array | None = None  # of all tokens before the turn but the first, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,13 @@ class Session:
         after_turn: int | None = None,
         first_token: int | None = None,
         sampling: Mapping[str, SamplingValue] | None = None,
+        prompt_logprobs: bool = False,
     ) -> Turn:
         """Gives tokens, and returns the next turn once it has ended. A call that was interrupted may be repeated.
 
         ``max_tokens``: sampled tokens, at most; 0: as the prompt's sampling says. ``name``: of what gave the tokens.
         ``sampling``: parameters of this turn alone, as a prompt has them; others are the session's.
+        ``prompt_logprobs``: the turn has those of all tokens before it, which are prefilled whole for that.
         ``after_turn`` and ``first_token`` fork the session: the tokens follow the first ``first_token`` response tokens
         of that turn (None: all) instead of the last turn.
 
@@ -92,7 +95,8 @@ class Session:
         that has ended or a turn that was asked in another way, LimitExceeded for too many forks, NotFound for a session
         that was cancelled or replaced.
         """
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, sampling=sampling, whole=True)
+        about: dict[str, Any] = {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "whole": True}
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
         return await self._whole(given_token_ids, asked)
 
     async def begin(
@@ -102,11 +106,13 @@ class Session:
         max_tokens: int = 0,
         name: str = "",
         sampling: Mapping[str, SamplingValue] | None = None,
+        prompt_logprobs: bool = False,
     ) -> Turn:
         """Gives a prompt, and returns the turn after it: the first of a session without a prompt, or a fork that begins
         a context of its own. Raises as :meth:`ask`.
         """
-        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, sampling=sampling, whole=True)
+        about: dict[str, Any] = {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "whole": True}
+        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, **about)
         turn = await self._whole(prompt_token_ids, asked)
         self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
         return turn
@@ -122,6 +128,7 @@ class Session:
             token_ids=np.concatenate([each.token_ids for each in parts]),
             logprobs=np.concatenate([each.logprobs for each in parts]),
             earlier=next((each.earlier for each in parts if each.earlier is not None), None),
+            prompt_logprobs=next((each.prompt_logprobs for each in parts if each.prompt_logprobs is not None), None),
         )
         before = [*self.response, *map(int, given_token_ids)] if turn.earlier is None else turn.earlier.tolist()
         self.response, self.turn = [*before, *turn.token_ids.tolist()], turn
@@ -137,13 +144,13 @@ class Session:
         first_token: int | None = None,
         is_prompt: bool = False,
         sampling: Mapping[str, SamplingValue] | None = None,
+        prompt_logprobs: bool = False,
     ) -> AsyncGenerator[Turn]:
         """Like :meth:`ask`, or :meth:`begin` with ``is_prompt``, and yields the turn in pieces as its tokens come. The
         session notes nothing of it.
         """
-        asked = self._request(
-            given_token_ids, max_tokens, name, after_turn, first_token, is_prompt=is_prompt, sampling=sampling
-        )
+        about: dict[str, Any] = {"is_prompt": is_prompt, "sampling": sampling, "prompt_logprobs": prompt_logprobs}
+        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
         async with aclosing(self._pieces(asked)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -158,6 +165,7 @@ class Session:
         *,
         is_prompt: bool = False,
         sampling: Mapping[str, SamplingValue] | None = None,
+        prompt_logprobs: bool = False,
         whole: bool = False,
     ) -> pb.TurnRequest:
         """The call of the next turn. ``whole``: in one message, at its end."""
@@ -174,6 +182,7 @@ class Session:
             fork=pb.TurnRequest.PROMPT if is_prompt else pb.TurnRequest.PLACE,
             whole=whole,
             sampling_json=json.dumps(dict(sampling)) if sampling else "",
+            prompt_logprobs=prompt_logprobs,
         )
 
     async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
@@ -365,7 +374,8 @@ def _turn(number: int, tokens: pb.TurnTokens) -> Turn:
     reason: Any = tokens.finish_reason or None
     token_ids, logprobs = np.frombuffer(tokens.token_ids, "<i4"), np.frombuffer(tokens.logprobs, "<f4")
     earlier = np.frombuffer(tokens.earlier_token_ids, "<i4") if tokens.earlier_token_ids else None
-    return Turn(number, token_ids, logprobs, reason, tokens.stop, earlier)
+    of_prompt = np.frombuffer(tokens.prompt_logprobs, "<f4") if tokens.prompt_logprobs else None
+    return Turn(number, token_ids, logprobs, reason, tokens.stop, earlier, of_prompt)
 
 
 def _session(message: pb.SessionTurn, connections: Connections) -> Session:

@@ -4,7 +4,7 @@ Reports arrive by the thousand per second, so nothing in :class:`TokenColumns` i
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +29,7 @@ class TokenSpan:
     stop: str = ""  # the stop string that these tokens completed
     # expert rows of the tokens that were fed to sample these; empty: routing is not recorded
     routed_experts: bytes = b""
+    prompt_logprobs: bytes = b""  # float32, as in TokenDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,7 @@ class TokenColumns:
     routed_begins: Column  # int64: span i has the ``routed_bytes[i]`` bytes of routed_experts from there on
     routed_bytes: Column  # int64
     routed_experts: memoryview
+    prompt_logprobs: Mapping[int, bytes] = field(default_factory=dict)  # by span, as in TokenDelta
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,6 +64,7 @@ class TokenColumns:
                 FINISH_REASONS[int(self.ends[index])],
                 self.stops.get(index, ""),
                 bytes(self.routed(index)),
+                self.prompt_logprobs.get(index, b""),
             )
 
     def routed(self, index: int, skipped_bytes: int = 0) -> memoryview:
@@ -76,4 +79,6 @@ class TokenColumns:
         names = ("rows", "first_tokens", "counts", "ends", "begins", "routed_begins", "routed_bytes")
         places = {index: place for place, index in enumerate(np.flatnonzero(chosen).tolist())}
         stops = {places[index]: stop for index, stop in self.stops.items() if index in places}
-        return replace(self, stops=stops, **{name: getattr(self, name)[chosen] for name in names})
+        of_prompts = {places[index]: raw for index, raw in self.prompt_logprobs.items() if index in places}
+        columns = {name: getattr(self, name)[chosen] for name in names}
+        return replace(self, stops=stops, prompt_logprobs=of_prompts, **columns)

@@ -21,7 +21,7 @@ _UNUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "logit_bias": ((None, {}), "would change the logprobs that the policy is trained on"),
     "response_format": ((None, {"type": "text"}), "is structured output: a grammar's state cannot move with a request"),
     "top_logprobs": ((None, 0), "is not kept: a turn has the logprobs of its sampled tokens"),
-    "prompt_logprobs": ((None, False), "is not kept: a turn has the logprobs of its sampled tokens"),
+    "prompt_logprobs": ((None, False), "is of /v1/completions and /inference/v1/generate"),
     "best_of": ((None, 1), "would hide samples that the policy is trained on: use n"),
     "suffix": ((None, ""), "is not offered"),
     "echo": ((None, False), "is not offered"),
@@ -92,6 +92,7 @@ class Wanted:
     returns_ids: bool = False
     names_ids: bool = False  # tokens of logprobs are named by their ids
     is_text: bool = False  # the reply's text is wanted; a chat's always is
+    prompt_logprobs: bool = False  # the first choice has those of the prompt's tokens
 
     def sampling_of(self, choice: int) -> dict[str, Any]:
         """Returns the parameters of one choice. The first has the seed of the body; those of the others follow from it,
@@ -140,10 +141,9 @@ def completion_wanted(body: Mapping[str, Any], encode: Callable[[str], Sequence[
     logprobs = reader.get("logprobs")
     if logprobs not in (None, 0, 1):
         raise InvalidValue("logprobs", logprobs, "0 or 1: a turn has the logprobs of its sampled tokens")
-    return tuple(
-        _Reader(body, reader.read).wanted(token_ids=token_ids, logprobs=logprobs is not None, is_text=True)
-        for token_ids in prompts
-    )
+    given: dict[str, Any] = {"logprobs": logprobs is not None, "is_text": True}
+    given["prompt_logprobs"] = reader.wants_prompt(body.get("stream"))
+    return tuple(_Reader(body, reader.read).wanted(token_ids=token_ids, **given) for token_ids in prompts)
 
 
 def generate_wanted(body: Mapping[str, Any]) -> Wanted:
@@ -161,6 +161,7 @@ def generate_wanted(body: Mapping[str, Any]) -> Wanted:
     if logprobs not in (None, 0, 1):
         why = "is not kept: a turn has the logprobs of its sampled tokens"
         raise InvalidValue("sampling_params.logprobs", logprobs, "0 or 1", why)
+    prompt_logprobs = inner.wants_prompt(body.get("stream"))
     found = inner.wanted(logprobs=logprobs is not None, token_ids=token_ids)
     for name in ("model", "stream", "stream_options", "return_token_ids"):
         if nested.get(name) is not None:
@@ -178,6 +179,7 @@ def generate_wanted(body: Mapping[str, Any]) -> Wanted:
         stream=outer.stream,
         logprobs=found.logprobs,
         returns_ids=outer.returns_ids,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -239,6 +241,18 @@ class _Reader:
             words = {dict: "an object", bool: "true or false", str: "a text", int: "a whole number"}
             raise InvalidValue(self._prefix + name, value, words[kind])
         return value
+
+    def wants_prompt(self, stream: Any) -> bool:
+        """Reads vLLM's ``prompt_logprobs``: how many likeliest tokens a position has beside the prompt's own."""
+        value = self.get("prompt_logprobs")
+        if value is None or value is False:
+            return False
+        field = self._prefix + "prompt_logprobs"
+        if type(value) is not int or value:
+            raise InvalidValue(field, value, "0, or left out", "is not kept: of a prompt's tokens there are their own")
+        if stream:
+            raise InvalidValue(field, value, "left out of a stream", "comes with a whole reply alone, as vLLM's does")
+        return True
 
     def wanted(self, **parts: Any) -> Wanted:
         """Returns the request, with the fields that all protocols share."""

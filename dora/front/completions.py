@@ -9,7 +9,7 @@ from dora.front.asked import Wanted, completion_wanted
 from dora.front.chat import reply_of
 from dora.front.http import DONE, event, merged, read_asked, streamed, whole
 from dora.front.model import ServedModel
-from dora.front.parts import finite, head, stop_reason, token_text, usage, weight_versions
+from dora.front.parts import finite, head, prompt_logprobs, stop_reason, token_text, usage, weight_versions
 from dora.front.turns import RunningTurn
 
 
@@ -23,15 +23,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await streamed(request, asked, turns[0].version, _events(model, wanted, turns, len(prompts)))
     for turn in turns:
         await turn.ended()
+    firsts = [turns[number - number % wanted.choices] for number in range(len(turns))]  # of each one's prompt
     body = {
         **head("text_completion", "cmpl", turns),
-        "choices": [_choice(model, wanted, number, turn) for number, turn in enumerate(turns)],
+        "choices": [
+            _choice(model, wanted, number, *each) for number, each in enumerate(zip(turns, firsts, strict=True))
+        ],
         "usage": usage(turns, len(prompts)),
     }
     return await whole(request, asked, turns[0].version, body)
 
 
-def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn) -> dict[str, Any]:
+def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn, first: RunningTurn) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": number,
         "text": reply_of(turn).content,
@@ -39,6 +42,7 @@ def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn) 
         "finish_reason": turn.finish_reason,
         "stop_reason": stop_reason(model, turn),
         "weight_versions": weight_versions(turn),
+        "prompt_logprobs": prompt_logprobs(model, wanted, first),
     }
     if wanted.logprobs:
         choice["logprobs"] = _logprobs(model, wanted, turn.token_ids, turn.logprobs)

@@ -136,7 +136,8 @@ class Door:
         turns: list[RunningTurn] = []
         handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
         for number, handle in enumerate(handles):
-            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number))
+            wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
+            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number), prompt_logprobs=wants_prompt)
             session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self._spawn(self._end_after(session, turns[-1]))

@@ -52,6 +52,18 @@ def token_logprobs(
     return found
 
 
+def prompt_logprobs(model: ServedModel, wanted: Wanted, turn: RunningTurn) -> list[dict[str, Any] | None] | None:
+    """Returns vLLM's ``prompt_logprobs`` of the prompt of a request's first choice; None: they were not asked for."""
+    if not wanted.prompt_logprobs:
+        return None
+    tokens = zip(turn.prompt_token_ids[1:], turn.prompt_logprobs, strict=True)
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, logprob in tokens:
+        text = model.tokenizer.decode([token_id], special_tokens=True)
+        found.append({str(token_id): {"logprob": finite(logprob), "rank": None, "decoded_token": text}})
+    return found
+
+
 def token_text(model: ServedModel, wanted: Wanted, token_id: int) -> str:
     return f"token_id:{token_id}" if wanted.names_ids else model.tokenizer.decode([token_id], special_tokens=True)
 

@@ -72,6 +72,7 @@ class ServiceSession:
         max_tokens: int = 0,
         name: str = "",
         sampling: Mapping[str, Any] | None = None,
+        prompt_logprobs: bool = False,
     ) -> AsyncGenerator[Sampled]:
         """Yields a turn. If the connection breaks it asks the same turn again, which is sampled once."""
         seen, patience = 0, Patience(RECONNECT_S)
@@ -84,6 +85,7 @@ class ServiceSession:
                 after_turn=after_turn,
                 is_prompt=after_turn is None,
                 sampling=sampling,
+                prompt_logprobs=prompt_logprobs,
             )
             try:
                 async with aclosing(pieces):
@@ -116,7 +118,8 @@ class ServiceSession:
 
 def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
     ids, logprobs = turn.token_ids[part].tolist(), turn.logprobs[part].tolist()
-    return Sampled(tuple(ids), tuple(logprobs), turn.finish_reason, turn.stop)
+    of_prompt = () if turn.prompt_logprobs is None or part.start else tuple(turn.prompt_logprobs.tolist())
+    return Sampled(tuple(ids), tuple(logprobs), turn.finish_reason, turn.stop, of_prompt)
 
 
 class Service:

@@ -154,7 +154,8 @@ class AgentSession:
         self.turns += 1
         self.begun.set()
         self.idle.clear()
-        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name)))
+        wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
+        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name), wants_prompt=wants_prompt))
         return turn
 
     def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
@@ -179,13 +180,27 @@ class AgentSession:
         branch = self.tree.branches[ask.branch]
         return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
 
-    async def _run(self, turn: RunningTurn, ask: Ask, wanted: Wanted, sampling: Mapping[str, Any], giver: str) -> None:
+    async def _run(
+        self,
+        turn: RunningTurn,
+        ask: Ask,
+        wanted: Wanted,
+        sampling: Mapping[str, Any],
+        giver: str,
+        *,
+        wants_prompt: bool,
+    ) -> None:
         """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
                 pieces = self._handle.stream(
-                    ask.given, after_turn=after, max_tokens=wanted.max_tokens, name=giver, sampling=sampling
+                    ask.given,
+                    after_turn=after,
+                    max_tokens=wanted.max_tokens,
+                    name=giver,
+                    sampling=sampling,
+                    prompt_logprobs=wants_prompt,
                 )
                 await turn.run(pieces)
                 if turn.finish_reason not in (None, "abort"):

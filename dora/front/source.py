@@ -23,12 +23,15 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """More tokens of a turn. ``finish_reason`` None: more follow. ``stop``: the stop string that ended it."""
+    """More tokens of a turn. ``finish_reason`` None: more follow. ``stop``: the stop string that ended it.
+    ``prompt_logprobs``: with the first tokens, if they were asked for: of all tokens before the turn, but the first.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     stop: str = ""
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,11 @@ class SessionHandle(Protocol):
         max_tokens: int = 0,
         name: str = "",
         sampling: Mapping[str, Any] | None = None,
+        prompt_logprobs: bool = False,
     ) -> AsyncGenerator[Sampled]:
         """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; None: they
         are a prompt, with which a branch begins. ``sampling``: of this turn, as far as not the session's.
+        ``prompt_logprobs``: those of all tokens before the turn are wanted.
 
         Raises InvalidValue, Conflict, NotFound, LimitExceeded.
         """

@@ -16,7 +16,7 @@ from dora.errors import InvalidValue
 from dora.front.asked import MODEL, Wanted, generate_wanted
 from dora.front.http import DONE, event, merged, read_asked, streamed, whole
 from dora.front.model import ServedModel
-from dora.front.parts import stop_reason, token_logprobs, usage, weight_versions
+from dora.front.parts import prompt_logprobs, stop_reason, token_logprobs, usage, weight_versions
 from dora.front.turns import RunningTurn
 
 _PREFIX: Final = "generate-tokens-"  # of vLLM's ids
@@ -43,7 +43,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             for number, turn in enumerate(turns)
         ],
         "usage": usage(turns),
-        "prompt_logprobs": None,
+        "prompt_logprobs": prompt_logprobs(model, wanted, turns[0]),
     }
     if wanted.returns_ids:
         body["prompt_token_ids"] = turns[0].prompt_token_ids

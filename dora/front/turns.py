@@ -1,7 +1,7 @@
 """A turn under way. It is sampled to its end whoever reads it, so a client that comes back finds all of it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -69,6 +69,7 @@ class RunningTurn:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | Literal["abort"] | None = None
     stop: str = ""
+    prompt_logprobs: Sequence[float] = ()  # of the prompt's tokens but the first, if they were asked for
     reply: Reply | None = None
     error: DoraError | None = None
     came: Callable[[], None] | None = None  # is called with the first token
@@ -132,6 +133,7 @@ class RunningTurn:
         self._chunks.append(Chunk(len(self.token_ids), sampled.token_ids, sampled.logprobs, piece, is_last))
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or sampled.prompt_logprobs
         if is_last:
             self.finish_reason, self.stop, self.reply = sampled.finish_reason, sampled.stop, reply
         self._announce()

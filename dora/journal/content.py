@@ -33,6 +33,7 @@ class Requests:
         int, list[tuple[Any, ...]]
     ]  # of sessions: index of the first given token, their count, time, then as in Tokens
     attempts: Column  # of sessions: replacements before
+    prompt_logprobs: dict[int, dict[int, bytes]]  # of sessions: by index of the first token that they came with
     damaged: list[int]  # groups, by their place, of which something is lost that came before what is there
 
     def __len__(self) -> int:
@@ -69,7 +70,8 @@ class Kept:
 
     def _held_bytes(self) -> int:
         of_tokens = sum(each.token_ids.nbytes + each.logprobs.nbytes + len(each.routed) for each in self.tokens)
-        return of_tokens + sum(len(each.log) for each in self.verdicts)
+        of_prompts = sum(len(raw) for each in self.tokens for _, raw in each.prompt_logprobs)
+        return of_tokens + of_prompts + sum(len(each.log) for each in self.verdicts)
 
 
 class Content:
@@ -126,6 +128,7 @@ class Content:
             },
             {},
             latest[:-1],
+            {},
             [],
         )
         is_last = np.append(position[1:] != position[:-1], np.True_)[: len(position)]
@@ -185,6 +188,9 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         for index, stop in each.stops:
             if position[index] >= 0:
                 requests.stops[int(position[index])] = stop
+        for index, raw in each.prompt_logprobs:
+            if position[index] >= 0:
+                requests.prompt_logprobs.setdefault(int(position[index]), {})[int(each.first_tokens[index])] = raw
         for index, *of_turn in each.turns:
             if position[index] >= 0:
                 at = float(each.ats[index]) if len(each.ats) else each.at

@@ -22,7 +22,7 @@ from zlib import crc32
 
 from dora.errors import InvalidValue
 
-SCHEMA_VERSION: Final = 6  # of the records' fields (records.py, upgrades.py)
+SCHEMA_VERSION: Final = 7  # of the records' fields (records.py, upgrades.py)
 SUFFIX: Final = ".seg"
 
 _MAGIC: Final = b"DORA-SEG"

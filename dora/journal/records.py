@@ -101,8 +101,9 @@ class Tokens:
 
     ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
     reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first
-    position there; last, of a turn with sampling of its own, these parameters by name. ``first_tokens`` count all
-    tokens of a session, those of other branches included.
+    position there; then, of a turn with sampling of its own, these parameters by name; last, of one with prompt
+    logprobs, True. ``first_tokens`` count all tokens of a session, those of other branches included.
+    ``prompt_logprobs``: [span, float32 as bytes] of spans that begin such a turn.
     ``attempts``: of sessions, the number of replacements before; only spans of the latest count. Empty if all are 0.
     """
 
@@ -120,6 +121,7 @@ class Tokens:
     ats: Column = field(default_factory=lambda: np.zeros(0, "<f8"))
     turns: list[list[Any]] = field(default_factory=list)
     attempts: Column = field(default_factory=lambda: np.zeros(0, "u1"))
+    prompt_logprobs: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +363,7 @@ def only(tokens: Tokens, chosen: Column) -> Tokens:
         tokens.ats[chosen] if len(tokens.ats) else tokens.ats,
         [[kept[index], *turn] for index, *turn in tokens.turns if index in kept],
         tokens.attempts[chosen] if len(tokens.attempts) else tokens.attempts,
+        [[kept[index], raw] for index, raw in tokens.prompt_logprobs if index in kept],
     )
 
 
@@ -391,4 +394,7 @@ def joined(parts: list[Tokens]) -> Tokens:
         ats=np.concatenate([filled(part, "ats", part.at) for part in parts]),
         turns=[[begin + index, *turn] for begin, p in zip(begins, parts, strict=False) for index, *turn in p.turns],
         attempts=np.concatenate([filled(part, "attempts", 0) for part in parts]),
+        prompt_logprobs=[
+            [begin + index, raw] for begin, p in zip(begins, parts, strict=False) for index, raw in p.prompt_logprobs
+        ],
     )

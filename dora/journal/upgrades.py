@@ -40,8 +40,20 @@ def _from_5(values: Values) -> Values:
     return values
 
 
+def _from_6(values: Values) -> Values:
+    """Adds prompt logprobs to Tokens."""
+    return [*values, []] if values[0] == _TOKENS else values
+
+
 # version -> function that converts its records to the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {
+    1: _from_1,
+    2: _from_2,
+    3: _from_3,
+    4: _from_4,
+    5: _from_5,
+    6: _from_6,
+}
 
 
 def upgraded(

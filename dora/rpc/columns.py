@@ -38,6 +38,11 @@ def columns_to_wire(spans: Iterable[TokenSpan]) -> pb.TokenColumns:
         **{name: np.array(values, _DTYPES[name]).tobytes() for name, values in columns.items()},
         stops=[pb.StopCompleted(span=index, stop=each.stop) for index, each in enumerate(listed) if each.stop],
         routed_experts=b"".join(each.routed_experts for each in listed),
+        prompt_logprobs=[
+            pb.PromptLogprobs(span=index, logprobs=each.prompt_logprobs)
+            for index, each in enumerate(listed)
+            if each.prompt_logprobs
+        ],
     )
 
 
@@ -70,6 +75,9 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
     stops = {each.span: each.stop for each in message.stops}
     if len(stops) < len(message.stops) or any(index >= len(rows) for index in stops):
         raise InvalidValue("stops", sorted(stops), f"each of another stretch, of {len(rows)}")
+    of_prompts = {each.span: each.logprobs for each in message.prompt_logprobs}
+    if len(of_prompts) < len(message.prompt_logprobs) or any(index >= len(rows) for index in of_prompts):
+        raise InvalidValue("prompt_logprobs", sorted(of_prompts), f"each of another stretch, of {len(rows)}")
     return TokenColumns(
         rows,
         found["first_tokens"].astype(np.int64),
@@ -82,6 +90,7 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
         routed_begins,
         routed_bytes,
         memoryview(message.routed_experts),
+        of_prompts,
     )
 
 

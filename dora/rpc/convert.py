@@ -142,6 +142,7 @@ def request_to_wire(request: RequestSpec) -> pb.StartRequest:
         logprobs=_bytes(request.logprobs, _FLOAT32),
         keeps=request.keeps,
         given=[bound for run in request.given for bound in run],
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -160,6 +161,7 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
         logprobs=logprobs,
         keeps=message.keeps,
         given=tuple(zip(bounds[::2], bounds[1::2], strict=True)),
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 

@@ -599,7 +599,7 @@ class SessionBegin(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json", "prompt_logprobs")
     class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLACE: _ClassVar[TurnRequest.Fork]
@@ -616,6 +616,7 @@ class TurnRequest(_message.Message):
     FORK_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
@@ -626,23 +627,26 @@ class TurnRequest(_message.Message):
     fork: TurnRequest.Fork
     whole: bool
     sampling_json: str
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ...) -> None: ...
+    prompt_logprobs: bool
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
-    __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids")
+    __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids", "prompt_logprobs")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_token: int
     token_ids: bytes
     logprobs: bytes
     finish_reason: str
     stop: str
     earlier_token_ids: bytes
-    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ...) -> None: ...
+    prompt_logprobs: bytes
+    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session_id", "reward", "components", "log", "turn_rewards", "is_cached", "is_warm")
@@ -1434,16 +1438,18 @@ class PoolHello(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
 
 class HeldRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "first_token", "given_digest")
+    __slots__ = ("request_id", "tokens", "first_token", "given_digest", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GIVEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: int
     first_token: int
     given_digest: bytes
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., given_digest: _Optional[bytes] = ...) -> None: ...
+    prompt_logprobs: bool
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., given_digest: _Optional[bytes] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("parked", "memory_bytes", "spill_bytes", "pinned_bytes", "spilled", "dropped", "reason", "at")
@@ -1587,7 +1593,7 @@ class KvTierLoad(_message.Message):
     def __init__(self, up: _Optional[bool] = ..., found_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
 class TokenColumns(_message.Message):
-    __slots__ = ("rows", "first_tokens", "counts", "ends", "token_ids", "logprobs", "stops", "routed_bytes", "routed_experts")
+    __slots__ = ("rows", "first_tokens", "counts", "ends", "token_ids", "logprobs", "stops", "routed_bytes", "routed_experts", "prompt_logprobs")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -1597,6 +1603,7 @@ class TokenColumns(_message.Message):
     STOPS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     first_tokens: bytes
     counts: bytes
@@ -1606,7 +1613,16 @@ class TokenColumns(_message.Message):
     stops: _containers.RepeatedCompositeFieldContainer[StopCompleted]
     routed_bytes: bytes
     routed_experts: bytes
-    def __init__(self, rows: _Optional[bytes] = ..., first_tokens: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ends: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., stops: _Optional[_Iterable[_Union[StopCompleted, _Mapping]]] = ..., routed_bytes: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, rows: _Optional[bytes] = ..., first_tokens: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ends: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., stops: _Optional[_Iterable[_Union[StopCompleted, _Mapping]]] = ..., routed_bytes: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("span", "logprobs")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    span: int
+    logprobs: bytes
+    def __init__(self, span: _Optional[int] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StopCompleted(_message.Message):
     __slots__ = ("span", "stop")
@@ -1761,7 +1777,7 @@ class LoadVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs", "row", "command_id", "keeps", "given")
+    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs", "row", "command_id", "keeps", "given", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -1772,6 +1788,7 @@ class StartRequest(_message.Message):
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     KEEPS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     prompt_token_ids: bytes
@@ -1782,21 +1799,24 @@ class StartRequest(_message.Message):
     command_id: int
     keeps: bool
     given: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: bool
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token")
+    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     given_token_ids: bytes
     sampling: Sampling
     row: int
     first_token: int
-    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: bool
+    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)

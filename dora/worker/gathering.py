@@ -23,6 +23,7 @@ class _Gathered:
     finish_reason: FinishReason | None = None
     stop: str = ""
     routed_experts: bytearray = field(default_factory=bytearray)
+    prompt_logprobs: bytes = b""
 
 
 class Gathering:
@@ -62,6 +63,8 @@ class Gathering:
             gathered.token_ids.extend(delta.token_ids)
             gathered.logprobs.extend(delta.logprobs)
             gathered.routed_experts += delta.routed_experts
+            if delta.prompt_logprobs:
+                gathered.prompt_logprobs = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 gathered.finish_reason, gathered.stop = delta.finish_reason, delta.stop
                 self.has_ends = True
@@ -84,6 +87,7 @@ class Gathering:
                 gathered.finish_reason,
                 gathered.stop,
                 bytes(gathered.routed_experts),
+                gathered.prompt_logprobs,
             )
             for request_id, gathered in gathered_of.items()
         ]
@@ -99,7 +103,7 @@ def _batches(spans: list[TokenSpan]) -> Iterator[list[TokenSpan]]:
     batch: list[TokenSpan] = []
     held_bytes = 0
     for span in spans:
-        span_bytes = TOKEN_BYTES * len(span.token_ids) + len(span.routed_experts)
+        span_bytes = TOKEN_BYTES * len(span.token_ids) + len(span.routed_experts) + len(span.prompt_logprobs)
         if batch and held_bytes + span_bytes > BATCH_BYTES:
             yield batch
             batch, held_bytes = [], 0

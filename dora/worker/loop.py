@@ -140,8 +140,9 @@ class EngineLoop(CommandLoop[Reporting]):
             why, allowed = "has other tokens", f"{order.first_token} outputs before the given tokens"
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
         sampling = convert.sampling_from_wire(order.sampling)
-        self._engine.extend(order.request_id, given, sampling)
-        self._voice.begin(order.request_id, order.row, arrives=True, computes=len(given))
+        self._engine.extend(order.request_id, given, sampling, prompt_logprobs=order.prompt_logprobs)
+        whole = len(held.prompt_token_ids) + len(held.output_token_ids) if order.prompt_logprobs else 0
+        self._voice.begin(order.request_id, order.row, arrives=True, computes=whole + len(given))
         if self._responses is not None:
             self._responses.extend(order.request_id, given, sampling)
 

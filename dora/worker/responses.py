@@ -31,10 +31,16 @@ class _Response:
     routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
     finish_reason: FinishReason | None = None
     stop: str = ""
+    prompt_logprobs: bytes = b""  # of the present turn, whose first token was sampled here
 
     @property
     def size_bytes(self) -> int:
-        return TOKEN_BYTES * len(self.token_ids) + len(self.routed)
+        return TOKEN_BYTES * len(self.token_ids) + len(self.routed) + len(self.prompt_logprobs)
+
+    @property
+    def turn_begin(self) -> int:
+        """The index of the present turn's first sampled token."""
+        return self.given[-1][1] if self.given else 0
 
     @property
     def first_token(self) -> int:
@@ -100,6 +106,7 @@ class Responses:
         response.token_ids.extend(given_token_ids)
         response.logprobs.extend([0.0] * len(given_token_ids))
         response.finish_reason, response.stop, response.sampling = None, "", sampling
+        response.prompt_logprobs = b""
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
         """Adds a step's tokens."""
@@ -108,8 +115,11 @@ class Responses:
             response.token_ids.extend(delta.token_ids)
             response.logprobs.extend(delta.logprobs)
             response.routed += delta.routed_experts
+            if delta.prompt_logprobs:
+                response.prompt_logprobs = delta.prompt_logprobs
             if self.is_alone:
-                self._alone_bytes += TOKEN_BYTES * len(delta.token_ids) + len(delta.routed_experts)
+                more_bytes = len(delta.routed_experts) + len(delta.prompt_logprobs)
+                self._alone_bytes += TOKEN_BYTES * len(delta.token_ids) + more_bytes
             if delta.finish_reason is not None:
                 response.finish_reason, response.stop = delta.finish_reason, delta.stop
                 self._ended_bytes += response.size_bytes
@@ -135,6 +145,7 @@ class Responses:
                 tokens=len(each.token_ids),
                 first_token=each.first_token,
                 given_digest=given_digest(each.beginning, each.sampling, each.token_ids, each.given),
+                prompt_logprobs=bool(each.prompt_logprobs),
             )
             for request_id, each in self._kept.items()
         ]
@@ -173,6 +184,7 @@ class Responses:
                 response.finish_reason if ends else None,
                 response.stop if ends else "",
                 response.routed_between(tokens, end),
+                response.prompt_logprobs if tokens <= response.turn_begin < end else b"",
             )
             if ends:
                 return

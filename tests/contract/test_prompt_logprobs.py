@@ -46,8 +46,8 @@ def told(driver: Driver) -> list[str]:
     return [name for name, response in driver.responses.items() if response.prompt_logprobs]
 
 
-def wanting(request: RequestSpec, **changes: bool) -> RequestSpec:
-    return replace(request, prompt_logprobs=True, **changes)
+def wanting(request: RequestSpec, *, keeps: bool = False) -> RequestSpec:
+    return replace(request, prompt_logprobs=True, keeps=keeps)
 
 
 def check(driver: Driver, score: Score, name: str, before: Sequence[int], first_token: int = 0) -> None:

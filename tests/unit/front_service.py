@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dora.chat.rendering import ChatRenderer
@@ -26,6 +26,11 @@ Policy = Callable[[str], str]
 def text_policy(prompt: str) -> str:
     """An answer that shows how much it was given."""
     return f"It is {len(prompt)}."
+
+
+def prompt_logprobs_of(token_ids: Sequence[int]) -> tuple[float, ...]:
+    """Logprobs of a prompt's tokens but the first, exact in float32."""
+    return tuple(-(token_id % 64) / 64 for token_id in token_ids[1:])
 
 
 @dataclass(eq=False)
@@ -66,6 +71,7 @@ class FakeSession:
         max_tokens: int = 0,
         name: str = "",
         sampling: Any = None,
+        prompt_logprobs: bool = False,
     ) -> AsyncGenerator[Sampled]:
         if self.is_busy or self.ended is not None or self.failed:
             raise Conflict("session_id", self.session_id, "idle")
@@ -79,11 +85,13 @@ class FakeSession:
         own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
-        async for sampled in self.service.sample(path, own, max_tokens or 64):
+        of_prompt = owed = prompt_logprobs_of(path) if prompt_logprobs else ()
+        async for piece in self.service.sample(path, own, max_tokens or 64):
+            sampled, owed = replace(piece, prompt_logprobs=owed), ()
             path += sampled.token_ids
             ids, logprobs = (*ids, *sampled.token_ids), (*logprobs, *sampled.logprobs)
             if sampled.finish_reason is not None:
-                self.last = Sampled(ids, logprobs, sampled.finish_reason, sampled.stop)
+                self.last = replace(sampled, token_ids=ids, logprobs=logprobs, prompt_logprobs=of_prompt)
                 self.is_busy = False
                 self.paths.append(path)
                 self.is_idle.set()

@@ -17,7 +17,7 @@ from dora.front.door import Limits
 from dora.front.errors import openai_body
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import TOOLS, Chat
-from tests.unit.front_service import FakeService, front, fronts
+from tests.unit.front_service import FakeService, front, fronts, prompt_logprobs_of
 
 ASK: Any = [{"role": "user", "content": "How many?"}]
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"a": false}}\n</tool_call>'
@@ -216,6 +216,45 @@ async def test_generate_speaks_vllms_protocol() -> None:
         token_id for line in lines[:-1] for each in json.loads(line)["choices"] for token_id in each["token_ids"]
     ]
     assert streamed == choice["token_ids"]
+
+
+async def test_prompt_logprobs_are_in_vllms_form() -> None:
+    """Each choice of a prompt has those of the first; a stream, another number and a chat are refused by name."""
+    ids = [[5, 6, 7], [8]]
+    expected = [
+        [None, *({str(each): value} for each, value in zip(one[1:], prompt_logprobs_of(one), strict=True))]
+        for one in ids
+    ]
+
+    def shown(found: list[Any]) -> list[Any]:
+        assert all(each["rank"] is None for entry in found if entry for each in entry.values())
+        return [entry and {name: each["logprob"] for name, each in entry.items()} for entry in found]
+
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        completions, generate, chat = (
+            f"{base}/{path}" for path in ("v1/completions", "inference/v1/generate", "v1/chat/completions")
+        )
+        asked: dict[str, Any] = {"prompt": ids, "n": 2, "max_tokens": 2}
+        async with http.post(completions, json={**asked, "prompt_logprobs": 0}) as reply:
+            choices = (await reply.json())["choices"]
+        assert [shown(each["prompt_logprobs"]) for each in choices] == [each for each in expected for _ in range(2)]
+        assert sum(bool(session.last.prompt_logprobs) for session in service.sessions) == 1
+        async with http.post(completions, json=asked) as reply:
+            assert [each["prompt_logprobs"] for each in (await reply.json())["choices"]] == [None] * 4
+        tokens = {"token_ids": ids[0], "sampling_params": {"max_tokens": 2, "prompt_logprobs": 0}}
+        async with http.post(generate, json=tokens) as reply:
+            assert shown((await reply.json())["prompt_logprobs"]) == expected[0]
+        before = len(service.sessions)
+        for url, body in (
+            (completions, {**asked, "prompt_logprobs": 1}),
+            (completions, {**asked, "prompt_logprobs": 0, "stream": True}),
+            (generate, {**tokens, "stream": True}),
+            (generate, {**tokens, "sampling_params": {"prompt_logprobs": True}}),
+            (chat, {"messages": ASK, "prompt_logprobs": 0}),
+        ):
+            async with http.post(url, json=body) as reply:
+                assert reply.status == 400 and "prompt_logprobs" in (await reply.json())["error"]["param"]
+        assert len(service.sessions) == before
 
 
 async def test_a_session_of_tokens_continues_by_its_prefix() -> None:

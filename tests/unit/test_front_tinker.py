@@ -14,7 +14,9 @@ from dora.front.door import Limits
 from dora.front.source import Opening
 from dora.front.tinker import sample_pb2 as pb
 from dora.front.tinker.futures import Futures
-from tests.unit.front_service import front, front_of
+from tests.unit.chat_templates import STYLES
+from tests.unit.chats import Chat
+from tests.unit.front_service import FakeService, front, front_of, fronts, prompt_logprobs_of
 
 POLICY: Final = "tinker://run/sampler_weights/policy"
 PROMPT: Final = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]}
@@ -229,6 +231,39 @@ async def test_with_the_base_url_of_a_session_samples_are_its_turns() -> None:
     assert session.turn >= 3 and session.paths[3] == tokens[:-1] and session.ended is None
 
 
+async def test_the_logprobs_of_a_prompt_come_once_with_its_samples() -> None:
+    """``prompt_logprobs_last_n`` leaves the earlier ones out. Of several samples the first session alone computes them."""
+    expected = prompt_logprobs_of([5, 6, 7])
+    async with front() as (base, service, _), client(base) as api:
+        for number, (fields, none) in enumerate(
+            (({"num_samples": 2}, 1), ({"prompt_logprobs_last_n": 1}, 2), ({"prompt_logprobs": False}, 3))
+        ):
+            request_id = await api.begin(seq_id=number, **{"prompt_logprobs": True, **fields})
+            _, result = await api.fetch(request_id)
+            found = np.frombuffer(result.prompt_logprobs, "<f4")
+            if none == 3:
+                assert not result.HasField("prompt_logprobs")
+            else:
+                assert np.isnan(found[:none]).all() and found[none:].tolist() == list(expected[none - 1 :])
+        asked = {"prompt_logprobs": True, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}}
+        _, result = await api.fetch(await api.begin(seq_id=9, **asked))
+        assert np.isnan(np.frombuffer(result.prompt_logprobs, "<f4")).tolist() == [True]
+    assert [len(session.last.prompt_logprobs) for session in service.sessions] == [2, 0, 2, 0, 0]
+
+
+async def test_another_front_finds_the_logprobs_of_a_prompt() -> None:
+    """A front died after the sample had ended: the next one gets it from the service, and samples nothing."""
+    fake = FakeService(Chat(STYLES["qwen2.5"]))
+    async with fronts(fake, 2) as ((first, second), _), client(first) as api:
+        request_id = await api.begin(prompt_logprobs=True)
+        await api.fetch(request_id)
+        api.base = second
+        assert await api.begin(prompt_logprobs=True) == request_id
+        _, result = await api.fetch(request_id)
+        assert np.frombuffer(result.prompt_logprobs, "<f4")[1:].tolist() == list(prompt_logprobs_of([5, 6, 7]))
+    assert len(fake.sessions) == 1
+
+
 def changed(place: tuple[str, ...], value: Any) -> dict[str, Any]:
     """Returns a body with one other value, of a field or of a field within one."""
     outer, *inner = place
@@ -238,9 +273,10 @@ def changed(place: tuple[str, ...], value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("prompt_logprobs",), True),
+        (("prompt_logprobs",), 1),
         (("topk_prompt_logprobs",), 3),
         (("prompt_logprobs_last_n",), 1),
+        (("prompt_logprobs_last_n",), "1"),
         (("target_prompt_logprobs",), {"data": [1]}),
         (("topk_sample_logprobs",), 1),
         (("prompt_alt_tokens_k",), 2),

@@ -17,12 +17,10 @@ _NAMES: Final = f"{SCHEME}RUN{WEIGHTS}NAME, whose NAME is {MODEL} or {MODEL}-vN"
 _SESSION: Final = re.compile(r"tinker-[0-9a-f]{32}")
 _SEQUENCE_MAX: Final = 1 << 63
 _UNCOUNTED: Final = "is not kept: a sample has the logprobs of its tokens"
-_SCORED: Final = f"{_UNCOUNTED}. The trainer's own forward pass gives those of a prompt"
+_SCORED: Final = "is not kept: of a prompt's tokens there are their own logprobs"
 # Values that say no more than that a field is not used, and why another value is refused.
 _UNUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "prompt_logprobs": ((None, False), _SCORED),
     "topk_prompt_logprobs": ((None, 0), _SCORED),
-    "prompt_logprobs_last_n": ((None,), _SCORED),
     "target_prompt_logprobs": ((None,), _SCORED),
     "topk_sample_logprobs": ((None, 0), _UNCOUNTED),
     "prompt_alt_tokens_k": ((None, 0), "is not offered: a sample follows its prompt"),
@@ -30,18 +28,21 @@ _UNUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 }
 _FIELDS: Final = (
     *("type", "num_samples", "prompt", "sampling_params", "model_path", "base_model"),
-    *("sampling_session_id", "seq_id"),
+    *("sampling_session_id", "seq_id", "prompt_logprobs", "prompt_logprobs_last_n"),
 )
 _PARAMETERS: Final = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleAsk:
-    """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks."""
+    """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks. ``scored``: of how many
+    last tokens of the prompt the logprobs are wanted.
+    """
 
     name: str
     digest: bytes
     wanted: Wanted
+    scored: int = 0
 
 
 def new_session() -> str:
@@ -120,8 +121,25 @@ def sample_asked(body: Mapping[str, Any]) -> SampleAsk:
     else:
         model, name = asked_model(body), f"{new_session()}.one"
     asked = {"token_ids": _tokens(body.get("prompt")), "sampling_params": _parameters(body.get("sampling_params"))}
-    wanted = replace(generate_wanted(asked), model=model, choices=samples, logprobs=True)
-    return SampleAsk(name, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest(), wanted)
+    scored = _scored(body, len(asked["token_ids"]))
+    given: dict[str, Any] = {"logprobs": True, "prompt_logprobs": bool(scored)}
+    wanted = replace(generate_wanted(asked), model=model, choices=samples, **given)
+    return SampleAsk(name, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest(), wanted, scored)
+
+
+def _scored(body: Mapping[str, Any], prompt_tokens: int) -> int:
+    """Returns of how many last tokens of the prompt the logprobs are wanted. Raises InvalidValue."""
+    wants, last = body.get("prompt_logprobs"), body.get("prompt_logprobs_last_n")
+    if not isinstance(wants, bool | None):
+        raise InvalidValue("prompt_logprobs", wants, "true or false")
+    if last is None:
+        return prompt_tokens if wants else 0
+    if not wants:
+        raise InvalidValue("prompt_logprobs_last_n", last, "left out without prompt_logprobs")
+    if type(last) is not int or not 1 <= last < prompt_tokens:
+        allowed = f"a whole number from 1 to {prompt_tokens - 1}, the prompt's tokens but the first"
+        raise InvalidValue("prompt_logprobs_last_n", last, allowed)
+    return last
 
 
 def _tokens(prompt: Any) -> list[int]:

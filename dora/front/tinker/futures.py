@@ -30,6 +30,7 @@ class Future:
     holder: str  # whose it is
     digest: bytes
     used_s: float  # when its client has last asked for it
+    scored: int = 0  # last tokens of the prompt whose logprobs it has
     turns: Sequence[RunningTurn] = ()
     waits: str = ""
     error: DoraError | None = None
@@ -64,9 +65,9 @@ class Futures:
         self._limits = limits
         self._kept: dict[str, Future] = {}
 
-    def begin(self, name: str, holder: str, digest: bytes, begin: Begin) -> Future:
-        """Begins a sample, or returns the one of the same request. Raises Conflict for a name that another request has,
-        LimitExceeded.
+    def begin(self, name: str, holder: str, digest: bytes, begin: Begin, *, scored: int = 0) -> Future:
+        """Begins a sample, or returns the one of the same request. ``scored``: as of the future. Raises Conflict for a
+        name that another request has, LimitExceeded.
         """
         known = self._kept.get(name)
         if known is not None:
@@ -76,7 +77,7 @@ class Futures:
             known.used_s = time.monotonic()
             return known
         self._make_room()
-        future = self._kept[name] = Future(name, holder, digest, time.monotonic())
+        future = self._kept[name] = Future(name, holder, digest, time.monotonic(), scored)
         future.task = asyncio.create_task(_sample(future, begin))
         return future
 

@@ -11,9 +11,16 @@ from dora.front.turns import RunningTurn
 CONTENT_TYPE: Final = "application/x-protobuf"
 
 
-def encoded_sample(turns: Sequence[RunningTurn]) -> bytes:
-    """Returns the sequences of turns that have ended."""
-    return pb.SampleResponse(sequences=map(_sequence, turns)).SerializeToString()
+def encoded_sample(turns: Sequence[RunningTurn], scored: int = 0) -> bytes:
+    """Returns the sequences of turns that have ended, and the logprobs of the last ``scored`` tokens of their prompt,
+    which came with the first one.
+    """
+    sample = pb.SampleResponse(sequences=map(_sequence, turns))
+    if scored:
+        values = np.array([np.nan, *turns[0].prompt_logprobs], "<f4")
+        values[: len(values) - scored] = np.nan
+        sample.prompt_logprobs = values.tobytes()
+    return sample.SerializeToString()
 
 
 def _sequence(turn: RunningTurn) -> pb.SampledSequence:

@@ -127,7 +127,7 @@ async def asample(request: web.Request) -> web.StreamResponse:
     ask, door, call = sample_asked(asked.body), asked.door, asked.call
     await _check_live(door, ask.wanted.model)
     future = request.app[FUTURES].begin(
-        ask.name, call.holder, ask.digest, lambda: door.turns(call, ask.wanted, group=ask.name)
+        ask.name, call.holder, ask.digest, lambda: door.turns(call, ask.wanted, group=ask.name), scored=ask.scored
     )
     ids = [f"{future.name}.{place}" for place in range(ask.wanted.choices)]
     return web.json_response({"request_id": future.name, "sample_sequence_ids": ids})
@@ -153,7 +153,7 @@ async def retrieve_future(request: web.Request) -> web.StreamResponse:
     if future.error is not None:
         return web.json_response({"error": str(future.error), "category": category_of(future.error)})
     headers = {VERSION_HEADER: str(future.turns[0].version)}
-    return web.Response(body=encoded_sample(future.turns), content_type=CONTENT_TYPE, headers=headers)
+    return web.Response(body=encoded_sample(future.turns, future.scored), content_type=CONTENT_TYPE, headers=headers)
 
 
 async def cancel_future(request: web.Request) -> web.StreamResponse:

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64ora/front/tinker/sample.proto\x12\x11\x64ora.front.tinker\"G\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".dora.front.tinker.SampledSequence\"y\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.dora.front.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64ora/front/tinker/sample.proto\x12\x11\x64ora.front.tinker\"y\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".dora.front.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"y\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.dora.front.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dora.front.tinker.sample_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOPREASON']._serialized_start=249
-  _globals['_STOPREASON']._serialized_end=307
+  _globals['_STOPREASON']._serialized_start=299
+  _globals['_STOPREASON']._serialized_end=357
   _globals['_SAMPLERESPONSE']._serialized_start=53
-  _globals['_SAMPLERESPONSE']._serialized_end=124
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=126
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=247
+  _globals['_SAMPLERESPONSE']._serialized_end=174
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=176
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=297
 # @@protoc_insertion_point(module_scope)

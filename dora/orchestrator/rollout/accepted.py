@@ -97,5 +97,6 @@ class Accepted:
             routed_bytes,
             routed,
             attempts=self.attempts if self.attempts.any() else self.attempts[:0],
+            prompt_logprobs=[[index, raw] for index, raw in columns.prompt_logprobs.items()],
         )
         return tokens if is_recorded.all() else records.only(tokens, is_recorded)

@@ -34,7 +34,7 @@ from dora.orchestrator.rollout.delivery import delivered
 from dora.orchestrator.rollout.response_columns import ResponseColumns
 from dora.orchestrator.rollout.response_state import TOKEN, ResponseState, SegmentStart, reseeded, started
 from dora.orchestrator.rollout.session_paths import GivenRun, runs_of, shift_of
-from dora.orchestrator.rollout.span_checks import check_spans
+from dora.orchestrator.rollout.span_checks import check_prompt_logprobs, check_spans
 
 _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
 _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed") + 1 :])
@@ -54,6 +54,7 @@ class ResponseBuffer:
         self._by_row: dict[int, ResponseState] = {}
         self._delivered_by_row: dict[int, bytearray] = {}
         self._columns = ResponseColumns()
+        self._owing: set[int] = set()  # rows whose present turn's prompt logprobs are still to come
         self._groups: dict[str, tuple[ResponseState, ...]] = {}
         self.next_number = 0
         self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as sent
@@ -104,11 +105,14 @@ class ResponseBuffer:
         at: float,
         fork: tuple[int, int] | None = None,
         sampling: Mapping[str, SamplingValue] | None = None,
+        *,
+        prompt_logprobs: bool = False,
     ) -> records.Tokens:
         """Begins the next turn of a session with given tokens. Returns the journal's record.
 
         ``fork``: the turn whose path they continue and their first position there (``GivenRun``); None: after all
         tokens of the turn before. ``sampling``: the turn's parameters that differ from its branch's.
+        ``prompt_logprobs``: those of all tokens before the turn's sampled ones are wanted.
         """
         held_at, count = entry.held_tokens, len(token_ids)
         tokens = np.zeros(count, TOKEN)
@@ -119,17 +123,22 @@ class ResponseBuffer:
         after_turn, first_token = fork or (len(entry.given), held_at - shift_of(entry.given))
         is_fork = fork is not None
         run = GivenRun(
-            held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork, dict(sampling or {})
-        )
+            held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork, dict(sampling or {}),
+            prompt_logprobs,
+        )  # fmt: skip
         entry.given.append(run)
-        entry.finish_reason, entry.stop = None, ""
+        entry.finish_reason, entry.stop, entry.prompt_logprobs = None, "", b""
+        self._note_owing(entry)
         self._columns.give(entry.row, run, at)
         of_turn = [0, max_tokens, name, before, stop, *(fork or ()), *([run.sampling] if run.sampling else ())]
+        if prompt_logprobs:
+            of_turn.append(True)
         return _record(entry, at, held_at, tokens, turns=[of_turn])
 
     def close(self, entry: ResponseState, at: float) -> records.Tokens:
         """Ends a session with what it has. Returns the journal's record."""
         entry.is_closed = True
+        self._owing.discard(entry.row)
         if entry.finish_reason is None:
             entry.finish_reason, entry.finished_at = "length", at
         end = records.CLOSED | FINISH_REASONS.index(entry.finish_reason)
@@ -191,8 +200,11 @@ class ResponseBuffer:
         span = slice(first, first + len(entries))
         heard_at = np.maximum(found.heard_at[span], group.at)
         self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
-        for entry in entries:
+        for position, entry in enumerate(entries, start=first):
             if entry.given:
+                came = found.prompt_logprobs.get(position, {})
+                entry.prompt_logprobs = came.get(entry.given[-1].held_end, b"")
+                self._note_owing(entry)
                 last_s = float(self._columns.heard_at[entry.row])
                 self._columns.give(entry.row, entry.given[-1], last_s, len(entry))
 
@@ -221,6 +233,7 @@ class ResponseBuffer:
         for entry in entries:
             del self._entries[entry.request_id]
             del self._by_row[entry.row], self._delivered_by_row[entry.row]
+            self._owing.discard(entry.row)
 
     def group_of(self, entries: tuple[ResponseState, ...], step: int) -> TrajectoryGroup:
         """Joins the finished responses of a group."""
@@ -268,6 +281,8 @@ class ResponseBuffer:
             return Accepted(worker_id, version, at, columns, numbers, held, held, skips, is_mixed=True)
         held = self._columns.held[columns.rows]
         check_spans(columns, held, self._columns, self._by_row, self.routing)
+        if self._owing or columns.prompt_logprobs:
+            check_prompt_logprobs(columns, {row: self._by_row[row] for row in self._owing})
         return self._append(worker_id, version, columns, held, at)
 
     def _append(self, worker_id: str, version: int, columns: TokenColumns, held: Column, at: float) -> Accepted:
@@ -290,11 +305,19 @@ class ResponseBuffer:
         if self.routing is not None:
             for index, skip in enumerate(skips.tolist()):
                 self._by_row[int(rows[index])].routed += columns.routed(index, skip)
+        for index, raw in columns.prompt_logprobs.items():
+            self._by_row[int(rows[index])].prompt_logprobs = raw
+        if self._owing:
+            self._owing.difference_update(rows[is_new].tolist())
         self._columns.extend(rows[is_new], after[is_new], at)
         ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
         numbers, attempts = self._columns.numbers[rows], self._columns.attempts[rows]
         shifts = self._columns.shifts[rows]
         return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended, attempts, shifts)
+
+    def _note_owing(self, entry: ResponseState) -> None:
+        if entry.owes_prompt:
+            self._owing.add(entry.row)
 
     def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
         """Enters the end that the span at ``index`` reports. Returns the request's id."""

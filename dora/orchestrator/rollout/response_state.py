@@ -83,6 +83,7 @@ class ResponseState:
     turn_begins: dict[int, float] | None = field(default=None, compare=False)  # sessions: first tokens, this process
     turn_ends: dict[int, float] | None = field(default=None, compare=False)  # sessions: when turns ended, this process
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
+    prompt_logprobs: bytes = b""  # sessions: float32, of the present turn, once they have come
 
     def begin_idle(self) -> None:
         """Ends turn 0 of a session without a prompt: it has no tokens, and turn 1 brings the prompt."""
@@ -147,6 +148,16 @@ class ResponseState:
             return self.prompt.token_ids
         return tuple(self.held()["token_id"][run.held_at : run.held_end].tolist())
 
+    @property
+    def owes_prompt(self) -> bool:
+        """Returns whether prompt logprobs of the present turn were asked for and are still to come."""
+        return bool(self.given) and self.given[-1].prompt_logprobs and self.held_tokens == self.given[-1].held_end
+
+    def context_tokens(self) -> int:
+        """The number of tokens before the present turn's sampled ones, on its path."""
+        run, first = self.given[-1], prompt_of(self.given, len(self.given))
+        return run.end + (len(self.prompt.token_ids) if first is None else first.tokens)
+
     def branch_sampling(self, turn: int = -1) -> SamplingParams:
         """The sampling parameters of a turn's branch (-1: of the present one): each has a seed of its own."""
         fork = fork_of(self.given, len(self.given) if turn < 0 else turn)
@@ -171,16 +182,20 @@ class ResponseState:
             tuple(self.logprobs.tolist()),
             self.is_session,
             tuple(self.given_bounds()),
+            prompt_logprobs=self.owes_prompt,
         )
 
     def given_bounds(self) -> list[tuple[int, int]]:
         """The given runs of the present path: (first, one after the last)."""
         return bounds(runs_on(self.given, len(self.given)))
 
-    def continues(self, tokens: int, digest: bytes) -> bool:
+    def continues(self, tokens: int, digest: bytes, *, has_prompt_logprobs: bool = False) -> bool:
         """Returns whether a process with so many tokens of this session, and this digest of the given ones, has all of
-        the present branch, but for the given tokens of a turn that was just asked.
+        the present branch, but for the given tokens of a turn that was just asked. If it has sampled some of a turn
+        whose prompt logprobs are still to come, it has to have these.
         """
+        if self.owes_prompt and tokens > len(self) and not has_prompt_logprobs:
+            return False
         runs, has, turn = self.given_bounds(), len(self), len(self.given)
         if runs and tokens == runs[-1][0] and not self.given[-1].is_fork:  # it does not know of the next turn yet
             has, turn = runs.pop()[0], turn - 1

@@ -30,6 +30,7 @@ class GivenRun:
     first_token: int  # position of the first on the path; minus ``tokens``: they are the prompt of a path of its own
     is_fork: bool  # it does not continue the turn asked before, or is a prompt
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # of the turn, as far as not the session's
+    prompt_logprobs: bool = False  # the turn's caller wants the logprobs of all tokens before it
 
     @property
     def end(self) -> int:
@@ -50,6 +51,7 @@ def runs_of(turns: Iterable[Sequence[Any]]) -> list[GivenRun]:
     """Returns the given runs of one session from the log's: as in ``journal.content.Requests``, in order."""
     runs: list[GivenRun] = []
     for held_at, tokens, at, *named in turns:
+        prompt_logprobs = named[-1] is True and named.pop()
         sampling = named.pop() if isinstance(named[-1], dict) else {}
         is_fork = len(named) > 4
         place = named[4:] if is_fork else (len(runs), held_at - shift_of(runs))
@@ -68,6 +70,7 @@ def runs_of(turns: Iterable[Sequence[Any]]) -> list[GivenRun]:
                 first_token,
                 is_fork,
                 {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()},
+                prompt_logprobs,
             )
         )
     return runs

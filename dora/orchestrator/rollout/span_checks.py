@@ -1,6 +1,7 @@
 """Checks that a report's token spans continue the responses that they belong to."""
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
@@ -8,6 +9,8 @@ from dora.data.token_spans import STOP, Column, TokenColumns
 from dora.data.types import RoutingShape
 from dora.orchestrator.rollout.response_columns import ResponseColumns
 from dora.orchestrator.rollout.response_state import ReportError, ResponseState
+
+LOGPROB_BYTES: Final = 4
 
 
 def check_spans(
@@ -43,6 +46,23 @@ def check_spans(
             raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
     if routing is not None or len(columns.routed_experts):
         _check_routing(columns, responses.prompt_tokens[rows], entries, routing)
+
+
+def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseState]) -> None:
+    """Raises ReportError unless the responses that are still to bring prompt logprobs, by row, bring them with their
+    turn's first token, and no others do.
+    """
+    for index in columns.prompt_logprobs:
+        row = int(columns.rows[index])
+        if row not in owing:
+            raise ReportError(f"row {row}: prompt_logprobs", "given", "none: they were not asked for, or have come")
+    for index in np.flatnonzero(np.isin(columns.rows, list(owing))).tolist():
+        entry = owing[int(columns.rows[index])]
+        begins = int(columns.first_tokens[index] + columns.counts[index]) > entry.given[-1].end
+        expected = (entry.context_tokens() - 1) * LOGPROB_BYTES if begins else 0
+        raw = columns.prompt_logprobs.get(index, b"")
+        if len(raw) != expected:
+            raise ReportError(f"{entry.request_id}: prompt_logprobs bytes", len(raw), str(expected))
 
 
 def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> None:

@@ -18,6 +18,7 @@ from dora.data.token_spans import TokenColumns
 from dora.data.types import EngineCapability, PoolCapability
 from dora.errors import MISSING, InvalidValue
 from dora.kvtransfer.registry import TRANSPORTS
+from dora.orchestrator.rollout.span_checks import LOGPROB_BYTES
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire
@@ -155,6 +156,12 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
     ):
         if wrong.any():
             raise InvalidValue(name, column[wrong][0].item(), allowed)
+    for raw in columns.prompt_logprobs.values():
+        if len(raw) % LOGPROB_BYTES:
+            raise InvalidValue("prompt_logprobs: bytes", len(raw), f"a multiple of {LOGPROB_BYTES}")
+        values = np.frombuffer(raw, "<f4")  # -inf: of a token that the model cannot sample
+        if not (values <= LOGPROB_MAX).all():  # a comparison with NaN is false
+            raise InvalidValue("prompt_logprobs", values[~(values <= LOGPROB_MAX)][0].item(), "not above 0")
     return columns
 
 

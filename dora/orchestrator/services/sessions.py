@@ -166,7 +166,9 @@ class SessionService(stubs.SessionsServicer):
             fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
         elif place is not None:
             fork, event = (place.after_turn, place.first_token), replace(event, after_tokens=place.first_token)
-        record = runtime.buffer.give(entry, given, max_tokens, request.name, time.time(), fork, sampling)
+        record = runtime.buffer.give(
+            entry, given, max_tokens, request.name, time.time(), fork, sampling, prompt_logprobs=request.prompt_logprobs
+        )
         runtime.post(event, record_of=lambda: record)
 
 
@@ -184,6 +186,7 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: 
         finish_reason=reason or "",
         stop=stop,
         earlier_token_ids=earlier,
+        prompt_logprobs=entry.prompt_logprobs if turn == len(entry.given) and begin == entry.turn_begin(turn) else b"",
     )
 
 

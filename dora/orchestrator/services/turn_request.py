@@ -10,6 +10,7 @@ from dora.data.strict_json import read_json
 from dora.data.types import Prompt, SamplingParams, SamplingValue
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.span_checks import LOGPROB_BYTES
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
@@ -111,6 +112,8 @@ def given_of(
     if max_tokens > most:
         raise InvalidValue("max_tokens", max_tokens, f"at most {most}, which the context has room for")
     most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, None)
+    if request.prompt_logprobs:  # a session's turn comes with its prompt, too
+        most_bytes += LOGPROB_BYTES * (prompt + before + count)
     limit_bytes = config.service.max_message_bytes
     if most_bytes > limit_bytes:  # it could be generated but not delivered
         allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}"
@@ -132,6 +135,9 @@ def check_repeated(entry: ResponseState, request: pb.TurnRequest, resolved: Call
         raise Conflict("given_token_ids", f"{run.tokens} tokens", "those of its first call", why="differ")
     if request.max_tokens not in (0, run.max_tokens):
         raise _other("max_tokens", request.max_tokens, run.max_tokens)
+    if request.prompt_logprobs and not (run.prompt_logprobs and request.turn == len(entry.given)):
+        allowed = "false: they were not asked for in the turn's first call, or a later turn was asked"
+        raise Conflict("prompt_logprobs", True, allowed, why="are not kept")
     wanted, own = sampling_of(entry, request, resolved), run.sampling
     for name in sorted({*wanted, *own}):
         if wanted.get(name) != own.get(name):

@@ -177,7 +177,10 @@ class WorkerService(stubs.WorkerServicer):
             entry = self._runtime.buffer.get(each.request_id)
             if entry is None or entry.version != version or each.first_token > len(entry):
                 continue
-            if each.tokens >= len(entry) if not entry.is_session else entry.continues(each.tokens, each.given_digest):
+            has_all = each.tokens >= len(entry)
+            if entry.is_session:
+                has_all = entry.continues(each.tokens, each.given_digest, has_prompt_logprobs=each.prompt_logprobs)
+            if has_all:
                 session.held[each.request_id] = each.tokens
 
     def _parked_tokens(self, held: pb.HeldRequest) -> int:
