@@ -29,6 +29,7 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {  # of the columns of Tokens
     "ats": np.dtype("<f8"),
     "attempts": np.dtype("u1"),
 }
+_ARRAY_16: Final = 0xDC  # msgpack's head of an array with more than 15 values, before two bytes of their number
 CLOSED: Final = 0x80  # in ``ends``: the environment has ended the session; the other bits are its last turn's end
 
 
@@ -317,7 +318,8 @@ def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
 
 def kind_of(body: bytes | memoryview) -> type | None:
     """Returns the kind of an encoded record; None if this DORA does not know it."""
-    return KINDS[body[1]] if len(body) > 1 and body[1] < len(KINDS) else None
+    at = 3 if len(body) and body[0] == _ARRAY_16 else 1  # behind the array's head
+    return KINDS[body[at]] if len(body) > at and body[at] < len(KINDS) else None
 
 
 def prompt_values(prompt: Prompt) -> list[Any]:

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from dora.config import RolloutConfig
+from dora.data.given_digest import beginning_digest, given_digest
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import Prompt
 from dora.orchestrator.rollout.accepted import BegunSegment
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ReportError
+from dora.orchestrator.rollout.session_paths import runs_of
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from tests.refusals import refused
@@ -95,3 +97,62 @@ def test_nothing_of_a_report_with_a_gap_is_appended(buffer: ResponseBuffer) -> N
     with refused(ReportError, field="g0.1: first token", value=1):
         buffer.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,)), TokenSpan(1, 1, (4,), (-1.0,))), 11.0)
     assert not len(buffer["g0.0"]) and buffer.held(np.array([0, 1, 2])).tolist() == [0, 0, 0]
+
+
+PROMPT = (5, 6, 7)
+OF_PROMPT = np.array([-1.0, -2.0], "<f4").tobytes()
+
+
+@pytest.fixture
+def asked() -> ResponseBuffer:
+    """A session whose first turn, with a prompt of three tokens, was asked for with prompt logprobs, in row 0."""
+    made = ResponseBuffer(RolloutConfig())
+    made.admit("g0", Prompt("p0", "", (), group_size=1, environment="e"), 0, {"g0.0": 0}, 10.0)
+    record = made.give(made["g0.0"], PROMPT, 4, "agent", 10.5, (0, -3), prompt_logprobs=True)
+    assert record.turns[0][-1] is True and runs_of([(0, 3, 10.5, *record.turns[0][1:])]) == made["g0.0"].given
+    return made
+
+
+def test_prompt_logprobs_come_with_the_first_token(asked: ResponseBuffer) -> None:
+    entry = asked["g0.0"]
+    assert entry.owes_prompt and entry.spec().prompt_logprobs and not entry.prompt_logprobs
+    accepted = asked.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,), prompt_logprobs=OF_PROMPT)), 11.0)
+    record = accepted.record()
+    assert record is not None and record.prompt_logprobs == [[0, OF_PROMPT]] and record.first_tokens.tolist() == [3]
+    assert entry.prompt_logprobs == OF_PROMPT and not entry.owes_prompt and not entry.spec().prompt_logprobs
+    ended = asked.accept("w0", 0, reported(TokenSpan(0, 1, (4,), (-1.0,), "stop")), 12.0)
+    assert ended.record() is not None and entry.prompt_logprobs == OF_PROMPT, "kept for a call that comes again"
+    asked.give(entry, (9,), 4, "agent", 13.0)
+    assert not entry.prompt_logprobs and not entry.owes_prompt
+
+
+@pytest.mark.parametrize(
+    ("span", "field"),
+    [
+        (TokenSpan(0, 0, (3,), (-1.0,)), "prompt_logprobs bytes"),
+        (TokenSpan(0, 0, (3,), (-1.0,), prompt_logprobs=OF_PROMPT[:4]), "prompt_logprobs bytes"),
+        (TokenSpan(0, 0, (), (), prompt_logprobs=OF_PROMPT), "prompt_logprobs bytes"),
+    ],
+)
+def test_a_worker_that_leaves_prompt_logprobs_out_is_refused(
+    asked: ResponseBuffer, span: TokenSpan, field: str
+) -> None:
+    with refused(ReportError, field=field):
+        asked.accept("w0", 0, reported(span), 11.0)
+    assert asked["g0.0"].owes_prompt and len(asked["g0.0"]) == 0
+
+
+def test_prompt_logprobs_that_nobody_asked_for_are_refused(buffer: ResponseBuffer) -> None:
+    with refused(ReportError, field="prompt_logprobs"):
+        buffer.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,), prompt_logprobs=OF_PROMPT)), 11.0)
+    assert len(buffer["g0.0"]) == 0
+
+
+def test_a_worker_without_them_does_not_continue_what_the_service_has_lost(asked: ResponseBuffer) -> None:
+    """A request that moved after its first token, which is not in the log: its worker has the token alone."""
+    entry = asked["g0.0"]
+    digest = given_digest(beginning_digest(PROMPT), entry.turn_sampling(), (), ())
+    assert entry.continues(0, digest), "it has yet to compute them"
+    assert entry.continues(2, digest, has_prompt_logprobs=True) and not entry.continues(2, digest)
+    asked.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,), prompt_logprobs=OF_PROMPT)), 11.0)
+    assert entry.continues(2, digest)

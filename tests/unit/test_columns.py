@@ -62,6 +62,7 @@ def test_columns_are_little_endian_arrays_that_show_the_message() -> None:
         (pb.TokenColumns(rows=b"\0" * 8, counts=b"\0" * 8, first_tokens=b"\0" * 8), "rows = 0 .*each row once"),
         (pb.TokenColumns(routed_experts=b"\0"), "routed_experts: bytes = 1 .*0, as many"),
         (pb.TokenColumns(stops=[pb.StopCompleted(stop="a")]), "stops = .*each of another stretch"),
+        (pb.TokenColumns(prompt_logprobs=[pb.PromptLogprobs()]), "prompt_logprobs = .*each of another stretch"),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(message: pb.TokenColumns, complaint: str) -> None:

@@ -1,5 +1,7 @@
 """A worker keeps its responses, and repeats them from any token on, in pieces, with the rows that belong to them."""
 
+from dataclasses import replace
+
 import pytest
 
 from dora.data.types import RequestSpec, SamplingParams, TokenDelta
@@ -76,3 +78,23 @@ def test_it_is_full_of_what_has_ended_and_of_what_came_alone() -> None:
     assert kept.is_full, "an ended response has ten tokens, and is not settled"
     kept.forget("b")
     assert not kept.is_full and [each.request_id for each in kept.held()] == ["a"]
+
+
+@pytest.mark.parametrize("given", [(), ((4, 6),)], ids=["first turn", "later turn"])
+def test_prompt_logprobs_are_told_again_with_the_first_token_of_their_turn(given: tuple[tuple[int, int], ...]) -> None:
+    """To a service that has no token of the turn. One that came with tokens, from elsewhere, has them not."""
+    kept, begin = Responses(), given[-1][1] if given else 0
+    kept.begin(replace(spec("a", outputs=begin), given=given, keeps=True, prompt_logprobs=True))
+    of_prompt = b"\0" * 4 * (len(PROMPT) + begin - 1)
+    kept.add([TokenDelta("a", 3, begin, (1,), (-1.0,), prompt_logprobs=of_prompt)])
+    sampled(kept, "a", begin + 1, 2, routed=False, end=True)
+    kept.begin(replace(spec("b", outputs=begin + 1), given=given, keeps=True))
+    sampled(kept, "b", begin + 1, 2, routed=False)
+    assert {each.request_id: each.prompt_logprobs for each in kept.held()} == {"a": True, "b": False}
+    for has, told in ((begin, of_prompt), (begin + 1, b"")):
+        _, ((piece, _),) = kept.come_back({"a": has, "b": begin + 1})
+        assert (piece.first_token, piece.prompt_logprobs) == (has, told)
+    kept.extend("a", (7, 8), SamplingParams())
+    assert not any(each.prompt_logprobs for each in kept.held())
+    kept.forget("a")
+    assert not kept.is_full and kept._ended_bytes == 0

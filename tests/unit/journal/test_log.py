@@ -377,7 +377,7 @@ def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
 @pytest.mark.parametrize(("schema", "newer"), [(1, 3), (2, 1), (3, 0)])
 async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: int, newer: int) -> None:
     """Standing did not say then what was cancelled, which its own facts in the log do, or where segments end. Tokens
-    knew no turns.
+    knew no turns and no prompt logprobs.
 
     ``newer``: how many of Standing's fields that schema does not have.
     """
@@ -392,7 +392,7 @@ async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: in
     content[-4:] = crc(content[:-4])
     for _, body in list(frames.records(segment_of(segment))):
         values = msgpack.unpackb(body, strict_map_key=False)
-        lacking = {records.Standing: newer, records.Tokens: 2, records.Verdict: 1}.get(
+        lacking = {records.Standing: newer, records.Tokens: 3, records.Verdict: 1}.get(
             records.kind_of(body) or object, 0
         )
         old = msgpack.packb(values[: len(values) - lacking])
@@ -476,6 +476,7 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
             [[1, "stop"]],
             rows,
             b"abcdef" if routed else b"",
+            prompt_logprobs=[[0, b"0123"], [2, b"01234567"]],
         )
 
     some = records.only(tokens(3, True), np.array([False, True, True]))
@@ -485,8 +486,10 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
     assert both.numbers.tolist() == [0, 1, 2, 4, 5] and both.ats.tolist() == [1.0, 1.0, 1.0, 4.0, 4.0]
     assert both.routed_bytes.tolist() == [0, 0, 0, 0, 4] and both.ends.tolist() == [0, 1, 0, 1, 0]
     assert both.segment_starts == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
+    assert both.prompt_logprobs == [[0, b"0123"], [2, b"01234567"], [4, b"01234567"]]
     back = records.decoded(records.encoded(both), frames.SCHEMA_VERSION)
-    assert isinstance(back, records.Tokens)
+    assert isinstance(back, records.Tokens) and back.prompt_logprobs == both.prompt_logprobs
+    assert records.kind_of(records.encoded(both)) is records.Tokens
     assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
     assert len(Content([]).of([both], [])) == 0
 
