@@ -88,6 +88,54 @@ async def test_what_the_client_gets_is_what_the_trainer_gets(tiny_dense: Path) -
     check(*await sample_and_train(tiny_dense, workers__engine="fake"))
 
 
+async def scored(model: Path, **settings: Any) -> list[tuple[list[int], list[float | None]]]:
+    """Prompts and their logprobs: those that come with samples, all, and those of the last token."""
+    config = configured(
+        model,
+        prompts="none",
+        reward__function="tests.unit.reward_functions:process_id",
+        window__size=3,
+        rollout__max_tokens=8,
+        **settings,
+    )
+    options = {"include_prompt_logprobs": True}
+    asked: dict[str, Any] = {"prompts": PROMPTS, "num_samples": SAMPLES, "params": {"max_tokens": 6}}
+    async with (
+        running(config) as handle,
+        front(FrontOptions(handle.address, handle.token, "127.0.0.1:0", model=model)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = train(handle, trainer, steps=3, groups=len(PROMPTS))
+        found, _ = await asyncio.gather(samples(url, **asked, options=options, scored=PROMPTS), training)
+    with_samples = [
+        (prompt, each[0]["prompt_logprobs"]) for prompt, each in zip(PROMPTS, found["samples"], strict=True)
+    ]
+    return with_samples + list(zip([each for each in PROMPTS for _ in range(2)], found["scored"], strict=True))
+
+
+async def test_prompts_are_scored(tiny_dense: Path) -> None:
+    """Each version has logprobs of its own, and a step has been committed between two of them."""
+    for number, (prompt, found) in enumerate(await scored(tiny_dense, workers__engine="fake")):
+        is_last_alone = number >= len(PROMPTS) and (number - len(PROMPTS)) % 2
+        without = len(prompt) - 1 if is_last_alone else 1
+        assert len(found) == len(prompt)
+        assert [each is None for each in found] == [place < without for place in range(len(prompt))]
+
+
+@pytest.mark.full
+async def test_the_logprobs_of_a_prompt_are_the_models(tiny_dense: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dense, dtype=torch.float32).eval()
+    for prompt, found in await scored(tiny_dense):
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        pairs = [(ours, theirs) for ours, theirs in zip(found[1:], expected.tolist(), strict=True) if ours is not None]
+        assert pairs and np.abs(np.subtract(*zip(*pairs, strict=True))).max() < 1e-4
+
+
 @pytest.mark.full
 async def test_every_logprob_that_the_client_gets_is_the_models(tiny_dense: Path, tmp_path: Path) -> None:
     check(*await sample_and_train(tiny_dense, record=str(tmp_path / "record")))
@@ -137,7 +185,7 @@ async def test_the_client_shows_what_is_refused() -> None:
     async with fake_front() as (url, service, _):
         for names, asked in (
             ("policy-v6, policy-v7", {"model_path": "tinker://run/sampler_weights/policy-v3"}),
-            ("prompt_logprobs", {"options": {"include_prompt_logprobs": True}}),
+            ("topk_prompt_logprobs", {"options": {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}}),
         ):
             found = await samples(url, prompts=[[5]], **asked)
             assert (found["error"], found["category"]) == ("BadRequestError", "user"), found

@@ -1,7 +1,7 @@
 """A program for Tinker's client in an environment of its own, without DORA: samples as its arguments say.
 
 Argument: a JSON object with ``model_path``, ``prompts`` (token ids), ``num_samples``, ``params``, and further
-``options`` of ``sample``. Prints a JSON object with the results, or with the error.
+``options`` of ``sample``; then the logprobs of the prompts ``scored``, and of the last token of each. Prints a JSON object with the results, or with the error.
 """
 
 import json
@@ -14,7 +14,13 @@ from tinker import types
 
 def shown(result: types.SampleResponse) -> list[dict[str, Any]]:
     return [
-        {"tokens": each.tokens, "logprobs": each.logprobs, "stop_reason": each.stop_reason, "id": each.sequence_id}
+        {
+            "tokens": each.tokens,
+            "logprobs": each.logprobs,
+            "stop_reason": each.stop_reason,
+            "id": each.sequence_id,
+            "prompt_logprobs": result.prompt_logprobs,
+        }
         for each in result.sequences
     ]
 
@@ -34,8 +40,13 @@ def sampled(asked: dict[str, Any]) -> dict[str, Any]:
         for prompt in asked["prompts"]
     ]
     found = [shown(each.result()) for each in futures]
+    scored = [
+        sampler.compute_logprobs(types.ModelInput.from_ints(prompt), **last).result()
+        for prompt in asked.get("scored", ())
+        for last in ({}, {"prompt_logprobs_last_n": 1})
+    ]
     client.close("success").result()
-    return {"models": models, "base_model": sampler.get_base_model(), "samples": found}
+    return {"models": models, "base_model": sampler.get_base_model(), "samples": found, "scored": scored}
 
 
 def main() -> None:

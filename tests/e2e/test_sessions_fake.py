@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -268,6 +269,55 @@ async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: P
     finally:
         await service.stop()
     check_sessions(steps)
+
+
+async def scored_turns(session: Session) -> None:
+    """Three turns with the logprobs of all before them; those of a context are the beginning of its continuations'."""
+    known: list[float] = []
+    for number in range(session.turn.number + 1, 4):
+        context = len(session.prompt_token_ids) + len(session.response) + len(TOOL)
+        if number == 2:  # a call that is interrupted
+            async with aclosing(session.stream(TOOL, name="tool", prompt_logprobs=True)) as pieces:
+                await anext(pieces)
+        turn = await session.ask(TOOL, name="tool", prompt_logprobs=number != 3)
+        if number == 3:
+            assert turn.prompt_logprobs is None
+            continue
+        assert turn.prompt_logprobs is not None
+        found = turn.prompt_logprobs.tolist()
+        assert len(found) == context - 1 and max(found) < 0 and found[: len(known)] == known
+        again = await replace(session, turn=replace(turn, number=number - 1)).ask(TOOL, prompt_logprobs=True)
+        assert again.prompt_logprobs is not None and again.prompt_logprobs.tolist() == found
+        known = found
+    with refused(Conflict, field="prompt_logprobs"):
+        await replace(session, turn=replace(session.turn, number=1)).ask(TOOL, prompt_logprobs=True)
+    await session.end(float(session.turn.number + 1), log=",".join(map(str, session.response)))
+
+
+async def test_prompt_logprobs_survive_the_orchestrator(tiny_dense: Path, tmp_path: Path) -> None:
+    settings = settings_of(
+        tiny_dense,
+        tmp_path,
+        prompts="none",
+        reward__function="dora.rewards.tiny:score",
+        window__size=2,
+        rollout__max_tokens=12,
+        rollout__ignore_eos=False,
+    )
+    service = Killed(tmp_path, settings)
+    await service.start()
+    try:
+        async with dora.Prompts(service.address, service.token) as prompts:
+            await prompts.submit(prompts_of(4))
+        driving = asyncio.create_task(drive_through_restarts(service, "tool", scored_turns))
+        steps = await during(driving, train_through_restarts(service, tiny_dense, groups=2, steps=1))
+        driving.cancel()
+    finally:
+        await service.stop()
+    trajectories = [each for step in steps for group in step for each in group.trajectories]
+    assert [each.reward for each in trajectories] == [4.0] * 2 * GROUP_SIZE
+    assert not any("~" in each.trajectory_id for each in trajectories), "no driver has failed"
+    check_promises(steps, window=2, groups=2)
 
 
 async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
