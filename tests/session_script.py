@@ -6,7 +6,7 @@ earlier place, or brings a prompt of its own. So each stretch becomes a branch, 
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dora.client.sessions import Session
@@ -18,6 +18,7 @@ TURN_LEAST_TOKENS: Final = 4  # sampled in each turn, as its prompt's sampling s
 FIRST_TOKEN, LAST_TOKEN = 8, 63  # of the tiny models' characters
 EMPTY_SHARE: Final = 0.25  # of the prompts
 FORK_SHARE: Final = 0.3  # of the turns that may fork
+SCORED_SHARE: Final = 0.15  # of the turns but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Asked:
     after_turn: int | None = None  # None: the last one
     first_token: int | None = None  # None: its end
     is_prompt: bool = False
+    is_scored: bool = False  # with the logprobs of all tokens before it
 
     @property
     def forks(self) -> bool:
@@ -35,9 +37,20 @@ class Asked:
 
     async def ask(self, session: Session) -> None:
         if self.is_prompt:
-            await session.begin(self.given, name="tool")
+            turn = await session.begin(self.given, name="tool", prompt_logprobs=self.is_scored)
         else:
-            await session.ask(self.given, name="tool", after_turn=self.after_turn, first_token=self.first_token)
+            turn = await session.ask(
+                self.given,
+                name="tool",
+                after_turn=self.after_turn,
+                first_token=self.first_token,
+                prompt_logprobs=self.is_scored,
+            )
+        found = () if turn.prompt_logprobs is None else turn.prompt_logprobs.tolist()
+        before = len(session.response) - len(turn.token_ids)  # response tokens; the prompt has one at least
+        least = len(self.given) - 1 if self.is_prompt else before
+        assert len(found) >= least if self.is_scored else not found, f"turn {turn.number}: {len(found)} prompt logprobs"
+        assert max(found, default=0.0) <= 0.0
 
 
 def is_empty(prompt_id: str) -> bool:
@@ -67,8 +80,9 @@ def asked_of(prompt_id: str) -> dict[int, Asked]:
     first, found = first_turn(prompt_id), dict[int, Asked]()
     least = {} if first else {0: TURN_LEAST_TOKENS}  # response tokens on a turn's path, at least
     for turn in range(1, first + turns_of(prompt_id)):
-        asked = found[turn] = _asked(random.Random(f"turn {prompt_id} {turn}"), turn, first, found, least)
+        asked = _asked(random.Random(f"turn {prompt_id} {turn}"), turn, first, found, least)
         after = turn - 1 if asked.after_turn is None else asked.after_turn
+        found[turn] = replace(asked, is_scored=random.Random(f"scored {prompt_id} {turn}").random() < SCORED_SHARE)
         before = 0 if asked.is_prompt else least[after] if asked.first_token is None else asked.first_token
         least[turn] = before + len(asked.given) * (not asked.is_prompt) + TURN_LEAST_TOKENS
     return found

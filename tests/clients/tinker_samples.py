@@ -1,7 +1,8 @@
 """A program for Tinker's client in an environment of its own, without DORA: samples as its arguments say.
 
-Argument: a JSON object with ``model_path``, ``prompts`` (token ids), ``num_samples``, ``params``, and further
-``options`` of ``sample``; then the logprobs of the prompts ``scored``, and of the last token of each. Prints a JSON object with the results, or with the error.
+Argument: a JSON object with ``model_path``, ``prompts`` (token ids), ``num_samples``, ``params``, further ``options``
+of ``sample``, and prompts to be ``scored``: all their tokens, then the last one alone. Prints a JSON object with the
+results, or with the error.
 """
 
 import json

@@ -232,13 +232,15 @@ async def test_with_the_base_url_of_a_session_samples_are_its_turns() -> None:
 
 
 async def test_the_logprobs_of_a_prompt_come_once_with_its_samples() -> None:
-    """``prompt_logprobs_last_n`` leaves the earlier ones out. Of several samples the first session alone computes them."""
+    """``prompt_logprobs_last_n`` leaves the earlier ones out. The first of several samples alone computes them."""
     expected = prompt_logprobs_of([5, 6, 7])
+    asked: dict[str, Any]
     async with front() as (base, service, _), client(base) as api:
-        for number, (fields, none) in enumerate(
-            (({"num_samples": 2}, 1), ({"prompt_logprobs_last_n": 1}, 2), ({"prompt_logprobs": False}, 3))
+        for number, (name, value, none) in enumerate(
+            (("num_samples", 2, 1), ("prompt_logprobs_last_n", 1, 2), ("prompt_logprobs", False, 3))
         ):
-            request_id = await api.begin(seq_id=number, **{"prompt_logprobs": True, **fields})
+            asked = {"prompt_logprobs": True, name: value}
+            request_id = await api.begin(seq_id=number, **asked)
             _, result = await api.fetch(request_id)
             found = np.frombuffer(result.prompt_logprobs, "<f4")
             if none == 3:

@@ -35,8 +35,8 @@ _PARAMETERS: Final = ("max_tokens", "seed", "stop", "temperature", "top_k", "top
 
 @dataclass(frozen=True, slots=True)
 class SampleAsk:
-    """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks. ``scored``: of how many
-    last tokens of the prompt the logprobs are wanted.
+    """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks.
+    ``scored``: the number of last tokens of the prompt whose logprobs are wanted.
     """
 
     name: str
@@ -128,7 +128,7 @@ def sample_asked(body: Mapping[str, Any]) -> SampleAsk:
 
 
 def _scored(body: Mapping[str, Any], prompt_tokens: int) -> int:
-    """Returns of how many last tokens of the prompt the logprobs are wanted. Raises InvalidValue."""
+    """Returns the number of last tokens of the prompt whose logprobs are wanted. Raises InvalidValue."""
     wants, last = body.get("prompt_logprobs"), body.get("prompt_logprobs_last_n")
     if not isinstance(wants, bool | None):
         raise InvalidValue("prompt_logprobs", wants, "true or false")
