@@ -1,6 +1,7 @@
 """Runs a front as a process."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -8,18 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora.chat.tool_calls import FORMATS
+from dora.client.connection import Patience
 from dora.errors import InvalidValue, one_of
 from dora.front.app import Mount, serving
 from dora.front.door import Door, Limits
 from dora.front.listening import listening_socket
 from dora.front.model import served_model
-from dora.front.service import Service
+from dora.front.service import RECONNECT_S, Service
 from dora.rpc.channel import is_wildcard
+from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Tokens
 from dora.tls import Tls
 from dora.tls.authority import LOOPBACK
 from dora.tls.files import check_names
 from dora.tls.http import HttpTls
+
+log = logging.getLogger("dora.front")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class FrontOptions:
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
     mutual: bool = True
+    service_wait_s: float = RECONNECT_S  # how long a front without ``model`` waits for the service at its start
 
 
 @asynccontextmanager
@@ -63,7 +69,7 @@ async def _served(
     options: FrontOptions, listening: socket.socket, tls: HttpTls | None, mount: Mount | None
 ) -> AsyncIterator[str]:
     async with Service(options.service, options.token, tls=options.tls) as service:
-        folder = options.model or await service.model()
+        folder = options.model or await _model_of(service, options)
         if not folder.is_dir():
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
@@ -71,6 +77,20 @@ async def _served(
         door = Door(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
         async with serving(door, listening, mount) as url, service.told_of(url):
             yield url
+
+
+async def _model_of(service: Service, options: FrontOptions) -> Path:
+    """Returns the model's folder as the service names it, once it answers. Raises ServiceUnavailable if it does not."""
+    patience, is_told = Patience(options.service_wait_s), False
+    while True:
+        try:
+            return await service.model()
+        except ServiceUnavailable as error:
+            if not is_told:
+                most_s = options.service_wait_s
+                log.warning("waiting up to %g s for the service at %s: %s", most_s, options.service, error)
+            is_told = True
+            await patience.wait(error)
 
 
 async def run_front(

@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
+import pytest
 from openai import AsyncOpenAI
 
 import dora
@@ -18,8 +20,11 @@ from dora.config import Config
 from dora.data.trajectory import Trajectory
 from dora.front.child import FrontProcess
 from dora.front.run import FrontOptions, front
+from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
+from tests.e2e.restarts import Killed, settings_of
+from tests.refusals import refused
 from tests.service import check_promises, configured, running, train
 from tests.snippets import snippet
 
@@ -172,3 +177,30 @@ async def test_the_agent_of_the_documentation(tiny_dense: Path) -> None:
         )
     ((trajectory,),) = [group.trajectories for group in step]
     assert (trajectory.reward, len(trajectory.events), trajectory.branch_index) == (1.0, 2, 0)
+
+
+async def test_a_front_without_a_model_waits_for_its_service(
+    tiny_dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tells so once, and serves once the service is there; after its time it ends."""
+    service = Killed(tmp_path, settings_of(tiny_dense, tmp_path, kv__pool_mb=0))
+    await service.start()  # for its address and token
+    await service.kill()
+    options = FrontOptions(service.address, service.token, "127.0.0.1:0", service_wait_s=0.1)
+    with refused(ServiceUnavailable):
+        async with front(options):
+            raise AssertionError
+    caplog.clear()
+    serving = front(replace(options, service_wait_s=60.0))
+    starting = asyncio.create_task(serving.__aenter__())
+    try:
+        while not caplog.records:
+            await asyncio.wait([starting], timeout=0.01)
+        await service.start()
+        async with aiohttp.ClientSession() as http, http.get(f"{await starting}/health") as reply:
+            assert reply.status == 200
+        (told,) = [each for each in caplog.records if each.name == "dora.front"]
+        assert service.address in told.getMessage()
+        await serving.__aexit__(None, None, None)
+    finally:
+        await service.stop()
