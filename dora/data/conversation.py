@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -31,6 +31,7 @@ class TurnShown:
     after_s: Annotated[float | None, "when the tokens were given, in seconds after the admission; null: not known"]
     reward: Annotated[float | None, "the turn's own; null: it has none, or an earlier branch has it"]
     workers: Annotated[tuple[str, ...], "workers that sampled it, in order"]
+    sampling: Annotated[dict[str, object], "the turn's own sampling parameters that are not the session's"]
     token_ids: Annotated[tuple[int, ...], "its tokens"]
     text: Annotated[str | None, "the same as text, with special tokens; null without a tokenizer"]
 
@@ -187,6 +188,7 @@ def _turns(branch: Trajectory, is_sampled: BoolArray, decode: Decode | None) -> 
             after_s=None if event is None else event.at - branch.started_at,
             reward=reward,
             workers=_workers(branch, begin, begin + len(token_ids)) if speaker == SAMPLED else (),
+            sampling=_own_sampling(branch, begin) if speaker == SAMPLED else {},
             token_ids=tuple(token_ids),
             text=None if decode is None else decode(token_ids),
         )
@@ -209,6 +211,13 @@ def _turns(branch: Trajectory, is_sampled: BoolArray, decode: Decode | None) -> 
         yield shown(SAMPLED, place, response[place:last], turn=turn)
     if len(response) > max(last, place):
         yield shown(GIVEN, max(last, place), response[max(last, place) :])
+
+
+def _own_sampling(branch: Trajectory, begin: int) -> dict[str, object]:
+    """Returns the parameters of the turn that begins there, as far as they are not the branch's."""
+    usual = asdict(branch.sampling)
+    own = asdict(branch.turn_sampling.get(str(begin), branch.sampling))
+    return {name: value for name, value in own.items() if value != usual[name]}
 
 
 def _workers(branch: Trajectory, begin: int, end: int) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """A recorded session for people. Its texts are untrusted: control characters are shown as escapes."""
 
+import json
 from collections.abc import Iterator
 from typing import Final
 
@@ -78,6 +79,9 @@ def _heading(turn: TurnShown) -> Text:
     if turn.after_s is not None:
         text.append(f" after {duration(turn.after_s)}", "dim")
     text.append(f", {_tokens(len(turn.token_ids))}", "dim")
+    if turn.sampling:
+        said = (f"{name} {json.dumps(value)}" for name, value in turn.sampling.items())
+        text.append(f", sampled with {', '.join(said)}")
     if turn.reward is not None:
         text.append(f", reward {measured(turn.reward)}")
     return text

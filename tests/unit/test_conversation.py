@@ -15,6 +15,7 @@ from dora.data.types import EnvironmentEvent, Segment
 from dora.demo.folder import DEFAULT_RECORD
 from dora.errors import InvalidValue, NotFound
 from dora.models.tiny_vocabulary import VOCABULARY
+from dora.view.conversation import conversation_lines
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 from tests.unit.cli.service import dora
@@ -89,6 +90,16 @@ def test_turns_name_their_speakers_times_and_rewards(branches: list[Trajectory])
         (SAMPLED, "", 2, 8, 1, None, None),
     ]
     assert [each.workers for each in found.branches[0].turns if each.speaker == SAMPLED] == [("w0",), ("w1",), ("w1",)]
+
+
+def test_turns_have_the_sampling_that_is_their_own(branches: list[Trajectory]) -> None:
+    own = replace(branches[0].sampling, seed=99, stop=("\x1b[",))
+    found = conversation_of([replace(branches[0], turn_sampling={"4": own})], None)
+    (branch,) = found.branches
+    sampled = [turn.sampling for turn in branch.turns if turn.speaker == SAMPLED]
+    assert sampled == [{}, {"seed": 99, "stop": ("\x1b[",)}, {}]
+    lines = [each.plain for each in conversation_lines(found) if "sampled with" in each.plain]
+    assert len(lines) == 1 and 'sampled with seed 99, stop ["\\u001b["]' in lines[0]
 
 
 def test_a_fork_knows_what_was_sampled_of_the_tokens_that_it_shares(branches: list[Trajectory]) -> None:
