@@ -12,6 +12,17 @@ from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
 PROBE_TOKENS: Final = 1024  # response tokens on which a rank measures it: costs one short forward pass a step
 
 
+def probed(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The leading rows within PROBE_TOKENS, at least one."""
+    tokens = count = 0
+    for row in rows:
+        if count and tokens + row.trajectory.length_tokens > PROBE_TOKENS:
+            break
+        tokens += row.trajectory.length_tokens
+        count += 1
+    return tuple(rows[:count])
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Rows of a micro-batch with their logprobs before the optimiser step, (n,) without gradient."""
@@ -21,14 +32,10 @@ class Probe:
 
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: torch.Tensor) -> "Probe":
-        """The leading rows within PROBE_TOKENS, at least one. ``logprobs``: of all ``rows``, row after row."""
-        tokens = count = 0
-        for row in rows:
-            if count and tokens + row.trajectory.length_tokens > PROBE_TOKENS:
-                break
-            tokens += row.trajectory.length_tokens
-            count += 1
-        return cls(tuple(rows[:count]), logprobs[:tokens].detach())
+        """The ``probed`` rows of a micro-batch. ``logprobs``: of all ``rows``, row after row."""
+        leading = probed(rows)
+        tokens = sum(row.trajectory.length_tokens for row in leading)
+        return cls(leading, logprobs[:tokens].detach())
 
     def moved(self, logprobs: torch.Tensor) -> tuple[float, int]:
         """Returns the sum over sampled tokens of the divergence in nats, and their number.

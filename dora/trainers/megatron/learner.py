@@ -27,6 +27,7 @@ from dora.trainers.megatron.dealing import batches_from_bytes, batches_to_bytes,
 from dora.trainers.megatron.part import Part, Rows
 from dora.trainers.megatron.state import save_states
 from dora.trainers.megatron.weights import prints_of, write, write_index
+from dora.trainers.movement import Probe, probed
 from dora.trainers.objectives.batch import Row, TokenBatch, without_routing
 from dora.trainers.ranks import Order, Ranks, RanksDisagree
 from dora.trainers.router_replay import check_routing
@@ -67,6 +68,8 @@ class MegatronLearner:
         # At most a step's groups and replays, with their arrival times; a replay has none.
         self._come: deque[tuple[TrajectoryGroup, float | None]] = deque()
         self._sums = StepSums()
+        self._probed: Rows = ()  # of the shard's latest micro-batch
+        self._probe: Probe | None = None  # the same rows, on the last stage
 
     def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None:
         """As :meth:`dora.trainers.learner.Learner.add_group`."""
@@ -109,6 +112,8 @@ class MegatronLearner:
             batch = TokenBatch.of(rows, logprobs, reference=reference.get(id(rows)))
             terms = self._config.objective.terms(batch)
             value, units = self._config.objective.sum(batch, terms)
+            if rows is batches[-1]:
+                self._probe = Probe.of(rows, logprobs)
             if self.part.built.place.speaks:
                 self._sums.loss += float(value.detach())
                 self._sums.units += units
@@ -117,6 +122,7 @@ class MegatronLearner:
             return value
 
         self.part.accumulate(batches, loss)
+        self._probed = probed(batches[-1])
 
     def finish_step(self) -> StepMetrics:
         """Works off the queue, and takes one optimiser step. Begins a new step.
@@ -136,15 +142,27 @@ class MegatronLearner:
         units = max(units, 1.0)  # a step without a learning signal has a gradient of zero
         norm = self.part.reduce(units)
         self._ranks.agree({"step": self.step, "loss": loss, "grad_norm": norm, "tokens": tokens})
+        movement = math.nan
         try:
             check_step(loss, norm)
             if tokens:
                 self.part.take_step()
+                movement = self._movement()
         finally:
             self.part.forget()
+            self._probed, self._probe = (), None
         self._compare_copies()
         self.step += 1
-        return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm)
+        return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm, movement)
+
+    def _movement(self) -> float:
+        """The movement of the optimiser step just taken, over the probes of all shards."""
+        moved, tokens = 0.0, 0
+        found = self.part.logprobs([self._probed])
+        if self._probe is not None and self.part.built.place.speaks:
+            moved, tokens = self._probe.moved(found[0])
+        moved, tokens = self._ranks.sum(np.array([moved, tokens])).tolist()
+        return moved / tokens if tokens else math.nan
 
     def _compare_copies(self) -> None:
         """Compares the copies of weights on data-parallel ranks. Raises RanksDisagree if they differ."""
