@@ -41,7 +41,7 @@ class SimTrainer:
         self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit to the next request
         self.after_commit: Callable[[], None] = lambda: None  # called at each commit, before accelerators are released
         # signals of a step, sent with its commit
-        self.tells: Callable[[list[Group]], tuple[float, float]] = self._measured
+        self.tells: Callable[[list[Group]], tuple[float, ...]] = self._measured
         self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
         self._asked_s = 0.0  # time of the step's request

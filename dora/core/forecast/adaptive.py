@@ -9,18 +9,20 @@ apply in this order:
 2. *A trial*: each other change is a trial. A wider window stays if its steps are cheaper than the previous ones by half
    of ``window.wait_share``. A narrower one stays if its steps are not dearer by as much. Otherwise the window returns
    to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times
-   as many. If it is still unclear then, the narrower size wins.
+   as many. If it is still unclear then, the size that seems cheaper wins, or the narrower one if the trainer reports no
+   movement, because what its staleness costs is then unknown.
 3. *Staleness costs more than it saves*: by its steps' length when it was left, the next narrower window is cheaper now.
    It is tried, even while it rests.
 4. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
-   are far enough from their limits, and if it would be cheaper with no wait at all.
+   are far enough from their limits, and if it would be cheaper with half of the wait, or as long as it was before.
 5. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.
 
 The cost of steps is their length times the samples that their staleness costs (:func:`samples_factor`). The policy's
 movement is known in a window of 1 too, so a run begins narrow while its policy moves fast, and widens as it settles.
 
 A size that lost a trial rests: it is not tried for ``window.rest_steps``, and for twice as long each further time. So
-changes become rarer if conditions stay the same (hysteresis).
+changes become rarer if conditions stay the same (hysteresis). A narrower size rests for longer while the trainer waits
+even in the wider one: until its trial would cost a quarter of ``window.wait_share`` of the time since the last.
 
 Their length is measured in units of their training, time / (time - wait), which is independent of the amount of
 training in a batch. In *DORA* (section 7) the window is set by hand for each task.
@@ -40,6 +42,8 @@ CLEAR: Final = 2.0  # standard errors, for many steps
 STEPS_KEPT: Final = 64  # the latest steps of one size
 REST_MAX: Final = 1024  # in steps
 ROOM: Final = 0.7  # share of a signal's limit below which a wider window may be tried
+WAIT_SAVED: Final = 0.5  # share of a wait that the next wider window is expected to save: in dora-64 the first saves 0.6
+TRIALS_MAX: Final = 0.25  # of window.wait_share: the time that trials of a dear narrower size may cost
 TRAINED_MIN: Final = 1e-3  # of a step's time: the least that counts as training
 
 
@@ -116,6 +120,7 @@ class AdaptiveSize:
         self._trial: _Trial | None = None
         self._rest_until: dict[int, int] = {}  # size -> first step (a value of ``_steps``) that may try it again
         self._rest_steps: dict[int, int] = {}  # size -> length of its next rest
+        self._dear_until: dict[int, int] = {}  # size -> the same step while the trainer waits in the wider size too
         self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # durations and training times
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
@@ -154,6 +159,7 @@ class AdaptiveSize:
             "counts": [self._steps, self._settles, self._seen],
             "trial": None if trial is None else [trial.before, *astuple(trial.pace)],
             "factor": 1.0 if trial is None else trial.factor,
+            "dear": [list(pair) for pair in self._dear_until.items()],
             "rests": [[size, until, self._rest_steps[size]] for size, until in self._rest_until.items()],
             "seen": [list(values) for values in (self._times, self._clips, self._samples)],
             "moved": [list(values) for values in (self._movements, self._staleness)],
@@ -172,6 +178,7 @@ class AdaptiveSize:
             self._trial = _Trial(before, Pace(*pace), values.get("factor", 1.0)) if is_allowed else None
         self._rest_until = {size: until for size, until, _ in values["rests"]}
         self._rest_steps = {size: steps for size, _, steps in values["rests"]}
+        self._dear_until = dict(values.get("dear", ()))
         times, clips, samples = values["seen"]
         self._times.extend((took_s, trained_s) for took_s, trained_s in times)
         self._clips.extend(clips)
@@ -213,18 +220,25 @@ class AdaptiveSize:
                 change = f"the trainer waited {trial.pace.waited:.0%} of a step before, and {pace.waited:.0%} since"
                 return trial.before, f"{self.size} did not pay: {change}{self._cost_of_staleness()}"
             self._rest(trial.before)
+            self._rest_if_dear(trial, pace)
         return self._leave_staleness(pace) or self._try_wider(pace) or self._try_narrower(pace)
 
     def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
         """Whether the trial has shown that the new size is better; None: unclear so far."""
         wider = trial.before < self.size
-        dearer = pace.mean * self._factor() / (trial.pace.mean * trial.factor) - 1.0
+        dearer = self._dearer(trial, pace)
         error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
         least = self._config.wait_share / 2
         gain = -dearer - least if wider else least - dearer
         if self._looks_on and abs(gain) < _clear(min(pace.steps, trial.pace.steps)) * error:
             return None
+        if self._movements:
+            return gain >= 0.0
         return gain >= error if wider else gain >= -error
+
+    def _dearer(self, trial: _Trial, pace: Pace) -> float:
+        """The cost of steps now, relative to those before the trial, less 1."""
+        return pace.mean * self._factor() / (trial.pace.mean * trial.factor) - 1.0
 
     def _try_wider(self, pace: Pace) -> tuple[int, str] | None:
         size = self.size + 1
@@ -232,8 +246,9 @@ class AdaptiveSize:
             return None
         if not self._has_room() or (self._looks_on and pace.mean - 1.0 < _clear(pace.steps) * pace.error):
             return None
-        if pace.mean * self._factor() <= self._factor(1.0):
-            return None  # its staleness would cost more than the whole wait
+        length = min(self._lengths.get(size, pace.mean), 1.0 + (1.0 - WAIT_SAVED) * (pace.mean - 1.0))
+        if pace.mean * self._factor() <= length * self._factor(1.0):
+            return None  # its staleness would cost more than it saves
         self._trial = _Trial(self.size, pace, self._factor())
         return size, f"the trainer waited {pace.waited:.0%} of a step"
 
@@ -251,6 +266,8 @@ class AdaptiveSize:
     def _try_narrower(self, pace: Pace) -> tuple[int, str] | None:
         size = self.size - 1
         if size < self._config.least or self._rests(size) or 2 * self._seen < self._config.rest_steps:
+            return None
+        if pace.waited > self._config.wait_share and self._steps < self._dear_until.get(size, 0):
             return None
         self._trial = _Trial(self.size, pace, self._factor())
         return size, f"whether {size} will do is tried: the trainer waited {pace.waited:.0%} of a step"
@@ -301,6 +318,13 @@ class AdaptiveSize:
         steps = self._rest_steps.get(size, self._config.rest_steps)
         self._rest_until[size] = self._steps + steps
         self._rest_steps[size] = min(2 * steps, REST_MAX)
+
+    def _rest_if_dear(self, trial: _Trial, pace: Pace) -> None:
+        """After a wider size has stayed: the rest of the narrower one that bounds the cost of its trials."""
+        dear = 1.0 / (1.0 + self._dearer(trial, pace)) - 1.0
+        if trial.before < self.size:
+            lost = (self.size + self._config.look_steps) * dear  # steps' worth, in one trial
+            self._dear_until[trial.before] = self._steps + int(lost / (TRIALS_MAX * self._config.wait_share))
 
 
 def _clear(steps: int) -> float:

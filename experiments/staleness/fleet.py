@@ -1,0 +1,122 @@
+"""The simulated fleet learns: the step times and staleness of the simulator, with the learning that the map measured.
+
+The trainer of a fixed window tells no movement, so its steps are those of every regime. That of an adaptive window
+tells the movement of a policy that has learnt what its steps so far could teach it, at the staleness that they had.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dora.config import WindowConfig
+from dora.sim.ledger import Group
+from dora.sim.presets import scenario_for
+from dora.sim.scenario import Scenario
+from dora.sim.world import World
+from experiments.convergence.fleet import PREDICTOR
+from experiments.convergence.plan import read_json, write_json
+from experiments.freshness import scaled
+from experiments.staleness.regimes import Reached, Regime, SimStep, prolonged, reached
+from experiments.tables import split
+
+SYNC: Final = "sync"
+AUTO: Final = "auto"
+ROWS: Final[tuple[int | str, ...]] = (SYNC, 1, 2, 3, 4, AUTO)  # sync, and the sizes of a window
+SPLITS: Final = {"as the paper has it": 24, "as planned for it": 28}  # of dora-64: accelerators that generate
+SCALE: Final = 8  # an eighth of each batch, of the slots and of the KV: an engine step takes as long
+FIXED_STEPS: Final = 40  # of a fixed window; in longer runs those from SETTLED on repeat
+SETTLED: Final = 8
+STEPS_MAX: Final = 1000
+LIMIT_S: Final = 1e8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """When a row reaches the level in a regime, on one split."""
+
+    split: str
+    regime: str
+    row: int | str
+    seed: int
+    reached: Reached
+
+
+def scenario(row: int | str, rollout_gpus: int) -> Scenario:
+    """dora-64 in small. Sync takes turns on all accelerators, as its preset does."""
+    if row == SYNC:
+        made = scenario_for("dora-64", "sync")
+    else:
+        made = split(scenario_for("dora-64", "laxity", 1), rollout_gpus)
+        made = made.model_copy(update={"window": WindowConfig(size=row)})  # type: ignore[arg-type]
+    balance = made.balance.model_copy(update={"predictor": PREDICTOR})
+    return scaled(made.model_copy(update={"balance": balance}), SCALE)
+
+
+class Learning:
+    """One simulated run. ``regime``: None: the trainer tells no movement, and the run ends after FIXED_STEPS."""
+
+    def __init__(self, of: Scenario, regime: Regime | None, seed: int) -> None:
+        self.steps: list[SimStep] = []
+        self.sizes: list[int] = []  # of the window, at each step's commit
+        self._regime, self._progress = regime, 0.0
+        self._world = World(of, seed)
+        self._world.trainer.on_step = self._step
+        self._wait_of = self._world.trainer.tells
+        self._world.trainer.tells = self._tells
+
+    def run(self) -> None:
+        """Runs to the level of reward, or to the last step. Raises Stalled if the service stands still."""
+        self._world.run_until(self._has_ended, LIMIT_S)
+
+    def _has_ended(self) -> bool:
+        if self._regime is None:
+            return len(self.steps) >= FIXED_STEPS
+        return self._progress >= self._regime.steps or len(self.steps) >= STEPS_MAX
+
+    def _step(self, step: int, began_s: float, ended_s: float, groups: list[Group], _busy: object) -> None:
+        staleness = sum(step - group.version for group in groups) / max(1, len(groups))
+        self.steps.append(SimStep((ended_s - began_s) / 60, staleness))
+        self.sizes.append(self._world.machine.state.window.size)
+
+    def _tells(self, groups: list[Group]) -> tuple[float, ...]:
+        waited_s, clipped = self._wait_of(groups)[:2]
+        if self._regime is None:
+            return waited_s, clipped
+        movement = self._regime.at(self._progress)
+        self._progress += self._regime.learnt(self._progress, self.steps[-1].staleness)
+        return waited_s, clipped, -1.0, movement
+
+
+def outcomes(of: Sequence[tuple[int, Sequence[Regime]]], folder: Path, say: Callable[[str], None]) -> list[Outcome]:
+    """Simulates what is missing in ``folder``. ``of``: seeds, with the regimes of each."""
+    found = []
+    for seed, regimes in of:
+        for name, gpus in SPLITS.items():
+            for row in ROWS:
+                for regime in regimes:
+                    steps = _steps(row, gpus, regime if row == AUTO else None, seed, folder, say)
+                    ended = reached(regime, steps if row == AUTO else prolonged(steps, STEPS_MAX, SETTLED))
+                    found += [Outcome(name, regime.name, row, seed, ended)] if ended is not None else []
+    return found
+
+
+def _steps(
+    row: int | str, gpus: int, regime: Regime | None, seed: int, folder: Path, say: Callable[[str], None]
+) -> list[SimStep]:
+    """The stored run of the same scenario and regime, or else a new one."""
+    of = scenario(row, gpus)
+    name = f"{gpus}-{row}-{regime.name if regime else 'any'}-seed{seed}"
+    asked: dict[str, Any] = {"scenario": of.model_dump(mode="json"), "seed": seed, "fixed_steps": FIXED_STEPS}
+    asked["regime"] = None if regime is None else {key: list(value) if isinstance(value, tuple) else value
+                                                   for key, value in asdict(regime).items()}  # fmt: skip
+    path = folder / f"{name}.json"
+    kept = read_json(path)
+    if kept is None or kept["asked"] != asked:
+        run = Learning(of, regime, seed)
+        run.run()
+        kept = {"asked": asked, "steps": [asdict(each) for each in run.steps], "sizes": run.sizes}
+        write_json(path, kept)
+        took = sum(each.took_min for each in run.steps) / len(run.steps)
+        say(f"simulated {name}: {len(run.steps)} steps of {took:.1f} min")
+    return [SimStep(**each) for each in kept["steps"]]
