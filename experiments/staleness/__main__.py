@@ -1,4 +1,7 @@
-"""``python -m experiments.staleness``: runs the missing cells of the map and writes its tables and its figure."""
+"""``python -m experiments.staleness``: runs the missing cells of the map and writes its tables and its figure.
+
+``--fleet`` then simulates fleets that learn as the map says, and writes their table too.
+"""
 
 import argparse
 import json
@@ -10,12 +13,16 @@ from typing import Final
 
 from experiments.convergence.page import with_results
 from experiments.staleness.cell import TASKS
-from experiments.staleness.grid import LAGS, cells, make, result_of
+from experiments.staleness.fleet import Outcome, outcomes
+from experiments.staleness.fleet_page import fleet_markdown
+from experiments.staleness.grid import LAGS, Result, cells, make, result_of
 from experiments.staleness.page import draw, markdown
-from experiments.staleness.report import best_rates, points, rule
+from experiments.staleness.regimes import regimes
+from experiments.staleness.report import Point, best_rates, points, rule
 
 OBJECTIVE_NAMES: Final = ("dapo", "decoupled-ppo", "truncated", "cispo")
 MARK: Final = "<!-- map: written by python -m experiments.staleness -->"
+FLEET_MARK: Final = "<!-- fleet: written by python -m experiments.staleness --fleet -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         torch.set_num_threads(options.threads)
-        make(wanted, options.out / "cells", options.minutes, lambda text: print(text, file=sys.stderr, flush=True))
+        make(wanted, options.out / "cells", options.minutes, _say)
     results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
     found, best = points(results), best_rates(results)
     of_all = rule(found)
@@ -34,10 +41,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"rule": asdict(of_all), "points": [asdict(each) for each in found]}, indent=1))
     else:
         print(markdown(found, of_all, best))
+    if options.fleet:
+        table = fleet_markdown(_simulated(options, results, found))
+        print(table)
+        if options.page is not None:
+            options.page.write_text(with_results(options.page.read_text(), table, FLEET_MARK))
     if options.page is not None:
         draw(found, of_all, options.page.with_name("staleness-map.svg"))
         options.page.write_text(with_results(options.page.read_text(), markdown(found, of_all, best), MARK))
     return 0 if len(results) == len(wanted) else 1
+
+
+def _simulated(options: argparse.Namespace, results: Sequence[Result], found: Sequence[Point]) -> list[Outcome]:
+    of = [(seed, regimes(results, found, seed)) for seed in range(options.fleet_seeds)]
+    return outcomes(of, options.out / "fleet", _say, simulates=not options.tell_only)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no cell after so long; 0: no limit")
     parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
+    parser.add_argument("--fleet", action="store_true", help="simulate fleets that learn as the map says")
+    parser.add_argument("--fleet-seeds", type=int, default=1, help="of these simulations (%(default)s)")
     parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced")
     parser.add_argument("--out", type=Path, default=Path("out/staleness"))
     parser.add_argument("--json", action="store_true", help="one JSON document for programs")

@@ -4,6 +4,7 @@ The trainer of a fixed window tells no movement, so its steps are those of every
 tells the movement of a policy that has learnt what its steps so far could teach it, at the staleness that they had.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ SYNC: Final = "sync"
 AUTO: Final = "auto"
 ROWS: Final[tuple[int | str, ...]] = (SYNC, 1, 2, 3, 4, AUTO)  # sync, and the sizes of a window
 SPLITS: Final = {"as the paper has it": 24, "as planned for it": 28}  # of dora-64: accelerators that generate
-SCALE: Final = 8  # an eighth of each batch, of the slots and of the KV: an engine step takes as long
+SCALE: Final = 16  # a sixteenth of each batch, of the slots and of the KV: an engine step takes as long
 FIXED_STEPS: Final = 40  # of a fixed window; in longer runs those from SETTLED on repeat
 SETTLED: Final = 8
 STEPS_MAX: Final = 1000
@@ -48,7 +49,7 @@ def scenario(row: int | str, rollout_gpus: int) -> Scenario:
         made = scenario_for("dora-64", "sync")
     else:
         made = split(scenario_for("dora-64", "laxity", 1), rollout_gpus)
-        made = made.model_copy(update={"window": WindowConfig(size=row)})  # type: ignore[arg-type]
+        made = made.model_copy(update={"window": WindowConfig(size=row)})
     balance = made.balance.model_copy(update={"predictor": PREDICTOR})
     return scaled(made.model_copy(update={"balance": balance}), SCALE)
 
@@ -88,35 +89,55 @@ class Learning:
         return waited_s, clipped, -1.0, movement
 
 
-def outcomes(of: Sequence[tuple[int, Sequence[Regime]]], folder: Path, say: Callable[[str], None]) -> list[Outcome]:
-    """Simulates what is missing in ``folder``. ``of``: seeds, with the regimes of each."""
+def outcomes(
+    of: Sequence[tuple[int, Sequence[Regime]]], folder: Path, say: Callable[[str], None], simulates: bool = True
+) -> list[Outcome]:
+    """The outcomes of all rows that are in ``folder``, or can be simulated. ``of``: seeds, with the regimes of each."""
     found = []
     for seed, regimes in of:
         for name, gpus in SPLITS.items():
             for row in ROWS:
                 for regime in regimes:
-                    steps = _steps(row, gpus, regime if row == AUTO else None, seed, folder, say)
+                    run = Run(row, gpus, regime if row == AUTO else None, seed)
+                    steps = run.stored(folder) or (run.made(folder, say) if simulates else None)
+                    if steps is None:
+                        continue
                     ended = reached(regime, steps if row == AUTO else prolonged(steps, STEPS_MAX, SETTLED))
                     found += [Outcome(name, regime.name, row, seed, ended)] if ended is not None else []
     return found
 
 
-def _steps(
-    row: int | str, gpus: int, regime: Regime | None, seed: int, folder: Path, say: Callable[[str], None]
-) -> list[SimStep]:
-    """The stored run of the same scenario and regime, or else a new one."""
-    of = scenario(row, gpus)
-    name = f"{gpus}-{row}-{regime.name if regime else 'any'}-seed{seed}"
-    asked: dict[str, Any] = {"scenario": of.model_dump(mode="json"), "seed": seed, "fixed_steps": FIXED_STEPS}
-    asked["regime"] = None if regime is None else {key: list(value) if isinstance(value, tuple) else value
-                                                   for key, value in asdict(regime).items()}  # fmt: skip
-    path = folder / f"{name}.json"
-    kept = read_json(path)
-    if kept is None or kept["asked"] != asked:
-        run = Learning(of, regime, seed)
-        run.run()
-        kept = {"asked": asked, "steps": [asdict(each) for each in run.steps], "sizes": run.sizes}
-        write_json(path, kept)
-        took = sum(each.took_min for each in run.steps) / len(run.steps)
-        say(f"simulated {name}: {len(run.steps)} steps of {took:.1f} min")
-    return [SimStep(**each) for each in kept["steps"]]
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulated run, wholly specified. ``regime``: of an adaptive window; None: any."""
+
+    row: int | str
+    rollout_gpus: int
+    regime: Regime | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rollout_gpus}-{self.row}-{self.regime.name if self.regime else 'any'}-seed{self.seed}"
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """As it reads in a result."""
+        of = scenario(self.row, self.rollout_gpus).model_dump(mode="json")
+        return json.loads(json.dumps({"scenario": of, "fixed_steps": FIXED_STEPS, **asdict(self)}))
+
+    def stored(self, folder: Path) -> list[SimStep] | None:
+        """None: there is no result, or it is of another specification."""
+        found = read_json(folder / f"{self.name}.json")
+        if found is None or found["run"] != self.specification:
+            return None
+        return [SimStep(**each) for each in found["steps"]]
+
+    def made(self, folder: Path, say: Callable[[str], None]) -> list[SimStep]:
+        """Simulates and stores it."""
+        learning = Learning(scenario(self.row, self.rollout_gpus), self.regime, self.seed)
+        learning.run()
+        steps = [asdict(each) for each in learning.steps]
+        write_json(folder / f"{self.name}.json", {"run": self.specification, "steps": steps, "sizes": learning.sizes})
+        say(f"simulated {self.name}: {len(steps)} steps, windows {''.join(map(str, learning.sizes))}")
+        return learning.steps

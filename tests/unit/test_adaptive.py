@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dora.config import WindowConfig
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.forecast.adaptive import AdaptiveSize, StepSignals, samples_factor
+from dora.core.forecast.adaptive import AdaptiveSize, StepSignals, price_of, samples_factor
 from dora.errors import InvalidValue
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
@@ -173,6 +173,40 @@ def test_it_settles_where_time_to_learn_is_shortest(movement: float) -> None:
     assert sizes.count(usual) > 0.75 * len(sizes)
 
 
+SAVINGS = st.lists(st.floats(0.4, 0.9), min_size=3, max_size=3)
+
+
+def shrinking(wait: float, savings: Sequence[float]) -> list[float]:
+    """Waits as shares of a step in windows of 1, 2, ..., of which each saves such a share of the previous one's."""
+    lengths = [1.0 / (1.0 - wait)]
+    for saved in savings:
+        lengths.append(1.0 + (1.0 - saved) * (lengths[-1] - 1.0))
+    return [1.0 - 1.0 / length for length in lengths]
+
+
+@given(st.floats(0.1, 0.8), SAVINGS)
+@settings(max_examples=50)
+def test_staleness_that_costs_nothing_leaves_the_widest_window_that_saves_time(
+    wait: float, savings: list[float]
+) -> None:
+    shares = shrinking(wait, savings)
+    sizes = moving(lambda step: 0.0, shares)[80:]
+    usual = max(set(sizes), key=sizes.count)
+    lengths = [1.0 / (1.0 - share) for share in shares]
+    assert lengths[usual - 1] <= (1.0 + WindowConfig().wait_share) * lengths[-1]
+
+
+@given(st.floats(0.0, 0.95), SAVINGS, st.floats(0.2, 5.0))
+@settings(max_examples=50)
+def test_a_policy_that_moves_fast_has_one_version_at_a_time(wait: float, savings: list[float], movement: float) -> None:
+    assert set(moving(lambda step: movement, shrinking(wait, savings))) == {1}
+
+
+def test_a_narrower_window_that_is_far_dearer_is_tried_rarely() -> None:
+    sizes = moving(lambda step: 0.0, (0.5, 0.3, 0.3, 0.3))
+    assert sizes[4:].count(1) <= 6, "one trial in 300 steps would cost 1% of them"
+
+
 def test_a_movement_that_differs_from_step_to_step_does_not_drive_it_to_and_fro() -> None:
     random = Random(5)
     sizes = moving(lambda step: 2e-3 * random.lognormvariate(0.0, 0.5))
@@ -195,6 +229,17 @@ def test_what_it_has_learnt_of_movement_outlives_a_crash() -> None:
         again.size = one.size
         again.learn_again(json.loads(json.dumps(one.learnt())))
         assert run(again, 40, signals, first=steps) == run(one, 40, signals, first=steps)
+        assert again.price == one.price > 0.0
+
+
+def test_staleness_has_a_price_while_the_policy_moves_and_admission_gets_it() -> None:
+    assert price_of(0.0, 0.0, 2.5) == 0.0
+    assert price_of(0.0, 0.04, 2.5) == pytest.approx(0.5) and price_of(2.0, 0.04, 2.5) == pytest.approx(0.25)
+    bench = Bench(window="auto", groups=1)
+    bench.start("w0")
+    for step, movement in enumerate((0.04, 0.01, 0.01, 0.0001)):
+        train(bench, step, waited_s=0.5, movement=movement)
+    assert bench.state.freshness.price == pytest.approx(0.25, abs=0.01), "from the median of the last steps"
 
 
 def test_a_step_that_says_nothing_changes_nothing() -> None:

@@ -50,6 +50,16 @@ def test_what_is_wanted_until_groups_of_the_next_version_are_ready_begins_at_a_p
     assert wanted(*steady())[0] == 8 + 2 + 2
 
 
+def test_staleness_that_has_a_price_has_fewer_groups_begin_and_the_trainer_wait_more() -> None:
+    """An eighth of a step's 8 groups; a waiting trainer asks for more only if it waits for longer than that."""
+    freshness, window = steady()
+    freshness.price = 2.5
+    assert wanted(freshness, window)[0] == 11
+    freshness.published(2.1 * TRAINING_S, 0.1 * TRAINING_S)
+    freshness.opened(2.1 * TRAINING_S)
+    assert wanted(freshness, window, now_s=2.1 * TRAINING_S)[0] <= 11
+
+
 def test_what_is_open_counts_and_what_was_begun_since_the_forecast() -> None:
     freshness, window = steady()
     for _ in range(5):

@@ -42,7 +42,7 @@ CLEAR: Final = 2.0  # standard errors, for many steps
 STEPS_KEPT: Final = 64  # the latest steps of one size
 REST_MAX: Final = 1024  # in steps
 ROOM: Final = 0.7  # share of a signal's limit below which a wider window may be tried
-WAIT_SAVED: Final = 0.5  # share of a wait that the next wider window is expected to save: in dora-64 the first saves 0.6
+WAIT_SAVED: Final = 0.5  # share of a wait that a wider window is expected to save; the first one in dora-64: 0.6
 TRIALS_MAX: Final = 0.25  # of window.wait_share: the time that trials of a dear narrower size may cost
 TRAINED_MIN: Final = 1e-3  # of a step's time: the least that counts as training
 
@@ -100,6 +100,14 @@ def samples_factor(staleness: float, movement: float, weight: float) -> float:
     return 1.0 + weight * staleness * sqrt(movement)
 
 
+def price_of(staleness: float, movement: float, weight: float) -> float:
+    """The share of the time to a level that one version of staleness less would save, with steps of the same length.
+
+    It follows from :func:`samples_factor`, and is 0 for a policy that does not move.
+    """
+    return weight * sqrt(movement) / samples_factor(staleness, movement, weight)
+
+
 @dataclass(frozen=True, slots=True)
 class _Trial:
     before: int  # the previous size
@@ -113,6 +121,7 @@ class AdaptiveSize:
     def __init__(self, config: WindowConfig) -> None:
         self.size = config.least
         self.last: Resize | None = None
+        self.price = 0.0  # of a version of staleness at present, see ``price_of``; 0: no movement is reported
         self._config = config
         self._steps = 0  # since the start
         self._settles = 0  # future steps to ignore
@@ -124,6 +133,7 @@ class AdaptiveSize:
         self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # durations and training times
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
+        self._latest: deque[float] = deque(maxlen=config.look_steps)  # movements, of ignored steps too
         self._movements: deque[float] = deque(maxlen=config.look_steps)
         self._staleness: deque[float] = deque(maxlen=config.look_steps)
         self._lengths: dict[int, float] = {}  # size -> the latest Pace.mean that a change ended
@@ -134,6 +144,9 @@ class AdaptiveSize:
         ``signals``: None if the step is not comparable, as when a trainer started again.
         """
         self._steps += 1
+        if signals is not None and signals.movement is not None:
+            self._latest.append(signals.movement)
+            self.price = price_of(signals.staleness, median(self._latest), self._config.staleness_cost)
         if self._settles or signals is None:
             self._settles = max(0, self._settles - 1)
             return None
@@ -163,6 +176,7 @@ class AdaptiveSize:
             "rests": [[size, until, self._rest_steps[size]] for size, until in self._rest_until.items()],
             "seen": [list(values) for values in (self._times, self._clips, self._samples)],
             "moved": [list(values) for values in (self._movements, self._staleness)],
+            "priced": [self.price, *self._latest],
             "lengths": [list(pair) for pair in self._lengths.items()],
             "last": None if self.last is None else [*astuple(self.last)],
         }
@@ -185,6 +199,8 @@ class AdaptiveSize:
         self._samples.extend(samples)
         for kept, values_of in zip((self._movements, self._staleness), values.get("moved", ()), strict=False):
             kept.extend(values_of)  # an older DORA knew none
+        self.price, *latest = values.get("priced", (0.0,))
+        self._latest.extend(latest)
         self._lengths = dict(values.get("lengths", ()))
         self.last = None if values["last"] is None else Resize(*values["last"])
 

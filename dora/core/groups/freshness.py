@@ -24,6 +24,11 @@ If generation does not keep up, ``later`` falls ever further behind ``demand``, 
 begins. If it keeps up, the groups wanted until those of the next version are ready begin right after a publish, and
 then nothing more. Forecasts err: after a step in which the trainer waited though groups were held back, more are begun;
 after other steps that surplus shrinks.
+
+With an adaptive window whose trainer reports the policy's movement, staleness has a price: the share of the time to a
+level that one version less saves (forecast/adaptive.py). The last groups that prevent a wait prevent it rarely. If the
+need for more than ``k`` steps' worth falls as exp(-k / SPREAD), the wait that is worth its freshness is SPREAD times
+the price. It is permitted if it is above ``window.freshness``.
 """
 
 from collections import deque
@@ -48,6 +53,7 @@ SMOOTHING: Final = 1 / 64  # weight of one group in running means
 SURELY: Final = 1.0 - 1e-12  # a chance
 STOCK_KEPT: Final = 0.9  # factor of the stock after each step without waits
 STOCK_MAX: Final = 1.0  # steps' worth: waits that more stock does not end have another cause
+SPREAD: Final = 0.05  # steps' worth: mean error of the forecast where it errs
 _LEARNT: Final = ("_lead", "_group_s", "_kept", "_stock", "_held_back")
 
 
@@ -57,6 +63,7 @@ class Freshness:
     def __init__(self, freshness: float) -> None:
         """``freshness``: share of a step's time that the trainer may wait for fresher groups; 0: none is held back."""
         self._freshness = freshness
+        self.price = 0.0  # of a version of staleness, as a share of the time to a level
         self._opened_s = self._filled_s = 0.0  # times at which the last step was requested and filled
         self._training_s: deque[float] = deque(maxlen=LAST_STEPS)
         self._lead = 1.0
@@ -91,7 +98,7 @@ class Freshness:
         self._training_s.append(training_s)
         # at most the time after the last group: less if the step was filled before the trainer needed it
         self._lead = min(self._lead, (now_s - self._filled_s) / training_s)
-        over = waited_s / took_s - self._freshness
+        over = waited_s / took_s - self._permitted
         if over <= 0.0:
             self._stock *= STOCK_KEPT
             self._lead *= LEAD_TRIED if self._lead < STREAMS else 1.0
@@ -158,12 +165,17 @@ class Freshness:
         unfinished = _unfinished_groups(requests, rows, ahead_s / pace_s) if pace_s else np.zeros(1)
         step_groups = float(window.groups_per_step)
         lacking = self._demand(now_s, ahead_s, window) - self._kept * (window.open_groups - unfinished)
-        more = (self._stock - self._freshness) * step_groups
+        more = (self._stock - self._permitted) * step_groups
         later = [room * step_groups * np.maximum(0.0, ahead_s - begin_s - group_s) for begin_s in (next_s, 0.0)]
         newest, older = (float((lacking - each).max()) + more for each in later)
         # groups that the trainer's present step lacks, whatever the forecast: otherwise it might never end
         at_once = max(0, window.left - window.open_groups) if window.step == window.newest else 0
         self._wanted = (max(at_once, newest / self._kept), older / self._kept)
+
+    @property
+    def _permitted(self) -> float:
+        """The share of a step's time that the trainer may wait for fresher groups."""
+        return max(self._freshness, SPREAD * self.price)
 
     def _usual_s(self) -> float:
         """The trainer's time for a step without any wait."""

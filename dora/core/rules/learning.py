@@ -44,3 +44,4 @@ def learn_again(state: State, text: str) -> None:
         state.pauses.learn_again(parts["pauses"])
     if state.adaptive is not None and "adaptive" in parts:
         state.adaptive.learn_again(parts["adaptive"])
+        state.freshness.price = state.adaptive.price

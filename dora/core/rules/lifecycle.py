@@ -300,6 +300,7 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None, stalenes
         waited_s, clipped, sample, movement = (value if value >= 0.0 else None for value in measured)
         signals = StepSignals(took_s, waited_s, clipped, sample, movement, staleness)
     resize = state.adaptive.saw(event.step, signals)
+    state.freshness.price = state.adaptive.price
     if resize is not None:
         state.window.set_size(resize.size)
         state.out.append(do.ResizeWindow(resize.size, resize.reason))
