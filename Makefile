@@ -79,7 +79,7 @@ experiments: setup ## the papers' tables: their tests, then a short form of each
 	@$(BIN)/pytest experiments
 	@$(BIN)/python -m experiments $(or $(ARGS),tables all --short)
 
-convergence: setup ## learning curves by window, into docs/convergence.md (about an hour, goes on where it was); ARGS="--minutes 20"
+convergence: setup ## learning curves by window and the map of staleness, into docs/convergence.md (hours, goes on where it was); ARGS="--minutes 20"
 	@$(BIN)/python -m experiments.convergence --page docs/convergence.md $(ARGS)
 
 stress: setup ## mixtures of experts under KV pressure, moves and kills, every logprob checked; ARGS="--trajectories 200"

@@ -4,7 +4,8 @@
     python -m experiments.convergence --report                      # the report of what is there
     python -m experiments.convergence --parts modes --rows sync window-3 --lr 1e-3 --minutes 20
 
-The learning rate is chosen once, on sync, with seeds of its own. Runs are made one at a time, seed by seed.
+The learning rate is chosen once, on sync, with seeds of its own. Runs are made one at a time, seed by seed. The part
+``map`` is ``python -m experiments.staleness --fleet``, into the folder ``staleness`` beside that of ``--out``.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from experiments.convergence.plots import draw_limits, draw_reward
 from experiments.convergence.report import Runs, built, end_reward
 from experiments.convergence.rows import LIMITS, MODES, RATES, SYNC
 from experiments.convergence.trial import tried
+from experiments.staleness.__main__ import main as make_map
 
-PARTS = ("rates", "fleet", "modes", "limits")
+PARTS = ("rates", "fleet", "modes", "limits", "map")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session = Session(options)
     if not options.report:
         session.make()
-    return session.tell()
+    code = session.tell()
+    if "map" in options.parts:
+        session.map()
+    return code
 
 
 class Session:
@@ -95,6 +100,16 @@ class Session:
         for sentence in self._failed:
             _say(f"FAILED {sentence}")
         return int(bool(self._failed))
+
+    def map(self) -> None:
+        """Makes and tells the map of staleness and its fleets, in the time that is left."""
+        arguments = ["--fleet", "--out", str(self._store.root.with_name("staleness"))]
+        if self._options.page:
+            arguments += ["--page", str(self._options.page)]
+        if self._options.minutes:
+            left = self._options.minutes - (time.monotonic() - self._began_s) / 60
+            arguments += ["--minutes", str(left)] if left > 0 else ["--tell-only"]
+        make_map([*arguments, *(["--tell-only"] if self._options.report else [])])
 
     def _each(self, wanted: Sequence[Run]) -> None:
         """Tries each run that is not there, one at a time, until the time is up. A failure is kept."""

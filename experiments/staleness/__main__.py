@@ -5,7 +5,9 @@
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +29,7 @@ FLEET_MARK: Final = "<!-- fleet: written by python -m experiments.staleness --fl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every wanted cell has a result, else 1."""
-    options = _parser().parse_args(arguments)
+    options, began_s = _parser().parse_args(arguments), time.monotonic()
     wanted = list(cells(options.tasks, options.objectives, options.lags, options.seeds))
     if not options.tell_only:
         import torch
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(markdown(found, of_all, best))
     if options.fleet:
-        table = fleet_markdown(_simulated(options, results, found))
+        table = fleet_markdown(_simulated(options, results, found, began_s))
         print(table)
         if options.page is not None:
             options.page.write_text(with_results(options.page.read_text(), table, FLEET_MARK))
@@ -52,9 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if len(results) == len(wanted) else 1
 
 
-def _simulated(options: argparse.Namespace, results: Sequence[Result], found: Sequence[Point]) -> list[Outcome]:
+def _simulated(
+    options: argparse.Namespace, results: Sequence[Result], found: Sequence[Point], began_s: float
+) -> list[Outcome]:
     of = [(seed, regimes(results, found, seed)) for seed in range(options.fleet_seeds)]
-    return outcomes(of, options.out / "fleet", _say, simulates=not options.tell_only)
+    until_s = began_s + 60 * options.minutes if options.minutes else math.inf
+    return outcomes(of, options.out / "fleet", _say, lambda: not options.tell_only and time.monotonic() < until_s)
 
 
 def _say(text: str) -> None:
@@ -68,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lags", nargs="+", type=int, default=list(LAGS))
     parser.add_argument("--seeds", type=int, default=5, help="of each cell (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no cell after so long; 0: no limit")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="begin no cell or simulation after so long; 0: no limit"
+    )
     parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
     parser.add_argument("--fleet", action="store_true", help="simulate fleets that learn as the map says")
     parser.add_argument("--fleet-seeds", type=int, default=1, help="of these simulations (%(default)s)")

@@ -20,7 +20,9 @@ LEVEL_STEPS: Final = 5  # the level is reached by the mean reward of so many ver
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task to learn. ``level``: the reward to reach. ``layers``: that are trained, the last ones; 0: all."""
+    """A task to learn. ``level``: the reward to reach. ``layers``: that are trained, the last ones; 0: all.
+    ``probed``: responses of a step on which the movement of the policy is measured.
+    """
 
     model: str
     source: Callable[[ChatTokenizer, int], PromptSource]
@@ -30,6 +32,7 @@ class Task:
     group_size: int
     max_tokens: int
     layers: int = 0
+    probed: int = 16
 
     def reward(self, prompt: Prompt, text: str, token_ids: list[int]) -> float:
         found = self.score(prompt.text, text, token_ids, json.loads(prompt.verifier_json))
@@ -38,8 +41,9 @@ class Task:
 
 TASKS: Final[Mapping[str, Task]] = {
     "tiny": Task("tiny", tiny_source, tiny_score, level=0.9, groups=8, group_size=8, max_tokens=32),
+    # perfect answers, cut to so many tokens, have a reward of 0.96; the model begins at 0.2
     "counting": Task(
-        "smollm2", counting_source, counting_score, level=0.8, groups=4, group_size=8, max_tokens=48, layers=4
+        "smollm2", counting_source, counting_score, level=0.7, groups=4, group_size=4, max_tokens=32, layers=4, probed=4
     ),
 }
 

@@ -26,8 +26,9 @@ AUTO: Final = "auto"
 ROWS: Final[tuple[int | str, ...]] = (SYNC, 1, 2, 3, 4, AUTO)  # sync, and the sizes of a window
 SPLITS: Final = {"as the paper has it": 24, "as planned for it": 28}  # of dora-64: accelerators that generate
 SCALE: Final = 16  # a sixteenth of each batch, of the slots and of the KV: an engine step takes as long
-FIXED_STEPS: Final = 40  # of a fixed window; in longer runs those from SETTLED on repeat
-SETTLED: Final = 8
+FIXED_STEPS: Final = 40  # simulated of a fixed window,
+AUTO_STEPS: Final = 96  # and at most of an adaptive one
+REPEATED: Final = 32  # the last steps, which stand for those of a longer run
 STEPS_MAX: Final = 1000
 LIMIT_S: Final = 1e8
 
@@ -73,7 +74,7 @@ class Learning:
     def _has_ended(self) -> bool:
         if self._regime is None:
             return len(self.steps) >= FIXED_STEPS
-        return self._progress >= self._regime.steps or len(self.steps) >= STEPS_MAX
+        return self._progress >= self._regime.steps or len(self.steps) >= AUTO_STEPS
 
     def _step(self, step: int, began_s: float, ended_s: float, groups: list[Group], _busy: object) -> None:
         staleness = sum(step - group.version for group in groups) / max(1, len(groups))
@@ -90,19 +91,22 @@ class Learning:
 
 
 def outcomes(
-    of: Sequence[tuple[int, Sequence[Regime]]], folder: Path, say: Callable[[str], None], simulates: bool = True
+    of: Sequence[tuple[int, Sequence[Regime]]],
+    folder: Path,
+    say: Callable[[str], None],
+    may_simulate: Callable[[], bool],
 ) -> list[Outcome]:
-    """The outcomes of all rows that are in ``folder``, or can be simulated. ``of``: seeds, with the regimes of each."""
+    """The outcomes of all rows that are in ``folder``, or may be simulated. ``of``: seeds, with the regimes of each."""
     found = []
     for seed, regimes in of:
         for name, gpus in SPLITS.items():
             for row in ROWS:
                 for regime in regimes:
                     run = Run(row, gpus, regime if row == AUTO else None, seed)
-                    steps = run.stored(folder) or (run.made(folder, say) if simulates else None)
+                    steps = run.stored(folder) or (run.made(folder, say) if may_simulate() else None)
                     if steps is None:
                         continue
-                    ended = reached(regime, steps if row == AUTO else prolonged(steps, STEPS_MAX, SETTLED))
+                    ended = reached(regime, prolonged(steps, STEPS_MAX, REPEATED))
                     found += [Outcome(name, regime.name, row, seed, ended)] if ended is not None else []
     return found
 
@@ -124,7 +128,7 @@ class Run:
     def specification(self) -> dict[str, Any]:
         """As it reads in a result."""
         of = scenario(self.row, self.rollout_gpus).model_dump(mode="json")
-        return json.loads(json.dumps({"scenario": of, "fixed_steps": FIXED_STEPS, **asdict(self)}))
+        return json.loads(json.dumps({"scenario": of, **asdict(self)}))
 
     def stored(self, folder: Path) -> list[SimStep] | None:
         """None: there is no result, or it is of another specification."""

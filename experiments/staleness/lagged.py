@@ -25,7 +25,6 @@ from experiments.staleness.cell import LEVEL_STEPS, TASKS, Cell
 from experiments.staleness.sampling import Response, divergence, sampled, token_distributions
 
 WINDOW: Final = 4  # versions, which bounds the staleness of replays
-PROBED: Final = 16  # responses of a step on which the movement of the policy is measured
 SIGNALS: Final = ("clip_fraction", "effective_sample", "ratio_p99", "entropy", "grad_norm")
 
 
@@ -69,7 +68,7 @@ class Lagged:
         responses = sampled(self._sampler, token_ids, limits, self._ends, self._generator)
         groups = self._groups(step, version, prompts, responses)
         self._take(step, groups)
-        probed = random.Random(f"probe {self.cell.seed} {step}").sample(range(len(rows)), min(PROBED, len(rows)))
+        probed = random.Random(f"probe {self.cell.seed} {step}").sample(range(len(rows)), self.task.probed)
         probe = [token_ids[row] for row in probed], [responses[row] for row in probed]
         before = token_distributions(self._learner.module, *probe)
         numbers = self._learner.finish_step().numbers()

@@ -10,7 +10,7 @@ from experiments.staleness.grid import TRIED_SEEDS, Result
 from experiments.staleness.report import Point, steps_to_level, weight
 
 RECORDED: Final = {"fast": 3e-3, "slower": 1e-3, "fine-tuning": 1e-4}  # of these learning rates, as the map has them
-SETTLING_STEPS: Final = 120  # of the regime whose movement falls from that of "fast" to that of "fine-tuning"
+SETTLING_STEPS: Final = 80  # of the regime whose movement falls from that of "fast" to that of "fine-tuning"
 SETTLING_FLAT: Final = 1 / 4  # share of its steps at either end in which movement stays as it is
 
 
@@ -68,10 +68,11 @@ def reached(regime: Regime, steps: Sequence[SimStep]) -> Reached | None:
     return None
 
 
-def prolonged(steps: Sequence[SimStep], count: int, first: int) -> list[SimStep]:
-    """``count`` steps: those of a run, then again and again those from ``first`` on."""
-    return [steps[index if index < len(steps) else first + (index - first) % (len(steps) - first)]
-            for index in range(count)]  # fmt: skip
+def prolonged(steps: Sequence[SimStep], count: int, repeated: int) -> list[SimStep]:
+    """``count`` steps: those of a run, then again and again its last ``repeated`` ones."""
+    last = steps[-repeated:]
+    more = count - len(steps)
+    return [*steps[:count], *(last[index % len(last)] for index in range(more))]
 
 
 def regimes(results: Sequence[Result], points: Sequence[Point], seed: int) -> list[Regime]:
