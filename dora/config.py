@@ -87,7 +87,7 @@ class WindowConfig(Section):
     freshness: Share = Field(
         0.005,
         description="share of a step's time that the trainer may wait for groups to begin later, under newer versions; "
-        "0: they begin as early as the window allows",
+        "0: they begin as early as the window allows; size auto: more than this while staleness costs more",
     )
     min: Versions = Field(1, description="auto: the narrowest window, with which a run begins")
     max: Versions = Field(4, description="auto: the widest window")

@@ -128,7 +128,8 @@ class Run:
     def specification(self) -> dict[str, Any]:
         """As it reads in a result."""
         of = scenario(self.row, self.rollout_gpus).model_dump(mode="json")
-        return json.loads(json.dumps({"scenario": of, **asdict(self)}))
+        most = AUTO_STEPS if self.regime else FIXED_STEPS
+        return json.loads(json.dumps({"scenario": of, "most_steps": most, **asdict(self)}))
 
     def stored(self, folder: Path) -> list[SimStep] | None:
         """None: there is no result, or it is of another specification."""
