@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dora.config import WindowConfig
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.forecast.adaptive import AdaptiveSize, StepSignals, price_of, samples_factor
+from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
+from dora.core.forecast.staleness import price_of, samples_factor
 from dora.errors import InvalidValue
 from tests.refusals import refused
 from tests.unit.test_machine import Bench

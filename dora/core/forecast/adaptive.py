@@ -17,8 +17,8 @@ apply in this order:
    are far enough from their limits, and if it would be cheaper with half of the wait, or as long as it was before.
 5. *Nothing has changed* for half of ``window.rest_steps``: a narrower window is tried.
 
-The cost of steps is their length times the samples that their staleness costs (:func:`samples_factor`). The policy's
-movement is known in a window of 1 too, so a run begins narrow while its policy moves fast, and widens as it settles.
+The cost of steps is their length times the samples that their staleness costs (staleness.py). The policy's movement is
+known in a window of 1 too, so a run begins narrow while its policy moves fast, and widens as it settles.
 
 A size that lost a trial rests: it is not tried for ``window.rest_steps``, and for twice as long each further time. So
 changes become rarer if conditions stay the same (hysteresis). A narrower size rests for longer while the trainer waits
@@ -36,9 +36,10 @@ from statistics import median
 from typing import Any, Final
 
 from dora.config import WindowConfig
+from dora.core.forecast.pace import Pace, clear
+from dora.core.forecast.staleness import price_of, samples_factor
 
 PATIENCE: Final = 4
-CLEAR: Final = 2.0  # standard errors, for many steps
 STEPS_KEPT: Final = 64  # the latest steps of one size
 REST_MAX: Final = 1024  # in steps
 ROOM: Final = 0.7  # share of a signal's limit below which a wider window may be tried
@@ -67,45 +68,6 @@ class Resize:
     before: int
     size: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Duration of steps as a multiple of their training time, at least 1, with its standard error."""
-
-    mean: float
-    error: float  # 0 if all steps are equal
-    steps: int
-
-    @classmethod
-    def of(cls, steps: "deque[tuple[float, float]]") -> "Pace":
-        """From (duration, training time) of each step: the ratio of the sums, with the error of such a ratio."""
-        took_s, trained_s = (sum(parts) for parts in zip(*steps, strict=True))
-        mean = took_s / trained_s
-        residual = sum((took - mean * trained) ** 2 for took, trained in steps)
-        return cls(mean, sqrt(residual * len(steps) / max(1, len(steps) - 1)) / trained_s, len(steps))
-
-    @property
-    def waited(self) -> float:
-        """Share of the steps' time without training."""
-        return 1.0 - 1.0 / self.mean
-
-
-def samples_factor(staleness: float, movement: float, weight: float) -> float:
-    """The samples to a level of reward at this mean staleness, relative to fresh ones.
-
-    ``weight``: ``window.staleness_cost``. A policy that is ``staleness`` steps of one direction away has a divergence
-    of ``staleness ** 2 * movement``, whose square root this is linear in (docs/convergence.md has the measurements).
-    """
-    return 1.0 + weight * staleness * sqrt(movement)
-
-
-def price_of(staleness: float, movement: float, weight: float) -> float:
-    """The share of the time to a level that one version of staleness less would save, with steps of the same length.
-
-    It follows from :func:`samples_factor`, and is 0 for a policy that does not move.
-    """
-    return weight * sqrt(movement) / samples_factor(staleness, movement, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +208,7 @@ class AdaptiveSize:
         error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
         least = self._config.wait_share / 2
         gain = -dearer - least if wider else least - dearer
-        if self._looks_on and abs(gain) < _clear(min(pace.steps, trial.pace.steps)) * error:
+        if self._looks_on and abs(gain) < clear(min(pace.steps, trial.pace.steps)) * error:
             return None
         if self._movements:
             return gain >= 0.0
@@ -260,7 +222,7 @@ class AdaptiveSize:
         size = self.size + 1
         if pace.waited <= self._config.wait_share or size > self._config.most or self._rests(size):
             return None
-        if not self._has_room() or (self._looks_on and pace.mean - 1.0 < _clear(pace.steps) * pace.error):
+        if not self._has_room() or (self._looks_on and pace.mean - 1.0 < clear(pace.steps) * pace.error):
             return None
         length = min(self._lengths.get(size, pace.mean), 1.0 + (1.0 - WAIT_SAVED) * (pace.mean - 1.0))
         if pace.mean * self._factor() <= length * self._factor(1.0):
@@ -341,8 +303,3 @@ class AdaptiveSize:
         if trial.before < self.size:
             lost = (self.size + self._config.look_steps) * dear  # steps' worth, in one trial
             self._dear_until[trial.before] = self._steps + int(lost / (TRIALS_MAX * self._config.wait_share))
-
-
-def _clear(steps: int) -> float:
-    """Standard errors that make a difference clear, for errors estimated from ``steps`` steps (Student's t)."""
-    return CLEAR * (1.0 + 2.0 / max(1, steps - 1))

@@ -26,7 +26,7 @@ then nothing more. Forecasts err: after a step in which the trainer waited thoug
 after other steps that surplus shrinks.
 
 With an adaptive window whose trainer reports the policy's movement, staleness has a price: the share of the time to a
-level that one version less saves (forecast/adaptive.py). The last groups that prevent a wait prevent it rarely. If the
+level that one version less saves (forecast/staleness.py). The last groups that prevent a wait prevent it rarely. If the
 need for more than ``k`` steps' worth falls as exp(-k / SPREAD), the wait that is worth its freshness is SPREAD times
 the price. It is permitted if it is above ``window.freshness``.
 """
