@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from experiments.convergence.page import with_results
 from experiments.staleness.cell import TASKS
@@ -38,19 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make(wanted, options.out / "cells", options.minutes, _say)
     results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
     found, best = points(results), best_rates(results)
-    of_all = rule(found)
+    of_all, learnt = rule(found), _simulated(options, results, found, began_s) if options.fleet else []
+    texts = {MARK: markdown(found, of_all, best) if found else "", FLEET_MARK: fleet_markdown(learnt)}
     if options.json:
-        print(json.dumps({"rule": asdict(of_all), "points": [asdict(each) for each in found]}, indent=1))
+        told = {"rule": of_all, "points": found, "fleet": learnt}
+        print(json.dumps({name: _plain(value) for name, value in told.items()}, indent=1))
     else:
-        print(markdown(found, of_all, best))
-    if options.fleet:
-        table = fleet_markdown(_simulated(options, results, found, began_s))
-        print(table)
-        if options.page is not None:
-            options.page.write_text(with_results(options.page.read_text(), table, FLEET_MARK))
+        print("\n".join(text for text in texts.values() if text))
     if options.page is not None:
-        draw(found, of_all, options.page.with_name("staleness-map.svg"))
-        options.page.write_text(with_results(options.page.read_text(), markdown(found, of_all, best), MARK))
+        for mark in (mark for mark, text in texts.items() if text):
+            options.page.write_text(with_results(options.page.read_text(), texts[mark], mark))
+        if found:
+            draw(found, of_all, options.page.with_name("staleness-map.svg"))
     return 0 if len(results) == len(wanted) else 1
 
 
@@ -60,6 +59,10 @@ def _simulated(
     of = [(seed, regimes(results, found, seed)) for seed in range(options.fleet_seeds)]
     until_s = began_s + 60 * options.minutes if options.minutes else math.inf
     return outcomes(of, options.out / "fleet", _say, lambda: not options.tell_only and time.monotonic() < until_s)
+
+
+def _plain(value: Any) -> Any:
+    return [asdict(each) for each in value] if isinstance(value, list) else asdict(value)
 
 
 def _say(text: str) -> None:

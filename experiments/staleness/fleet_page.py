@@ -17,13 +17,13 @@ ByRow = Mapping[int | str, Sequence[Outcome]]  # of one split and regime: each r
 
 
 def fleet_markdown(outcomes: Sequence[Outcome]) -> str:
-    """A table for each split, and the bars. Rows without all seeds are left out."""
+    """A table for each split, and the bars; empty without outcomes. Rows without all seeds are left out."""
     parts = []
     for name in dict.fromkeys(each.split for each in outcomes):
         of_split = [each for each in outcomes if each.split == name]
         by_regime = {regime: _by_row(of_split, regime) for regime in dict.fromkeys(each.regime for each in of_split)}
         parts += [f"**Split {name}.**", _table(by_regime), _bars(by_regime)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(each for each in parts if each)
 
 
 def _by_row(outcomes: Sequence[Outcome], regime: str) -> ByRow:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora.models import resolve_model
-from experiments.staleness.__main__ import main
+from experiments.convergence.page import END
+from experiments.staleness.__main__ import FLEET_MARK, MARK, main
 from experiments.staleness.cell import Cell
 from experiments.staleness.lagged import Lagged
 from experiments.staleness.page import markdown
@@ -124,4 +125,7 @@ def test_replay_is_compared_with_the_same_seeds_without_it(tmp_path: Path, capsy
 def test_the_command_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tell-only", "--lags", "0", "--objectives", "dapo", "--seeds", "1", "--out", str(tmp_path)]
     assert main(arguments) == 1, "no cell has a result"
-    assert "movement" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    page.write_text(before := f"{MARK}\nkept\n{END}\n{FLEET_MARK}\nkept\n{END}\n")
+    assert main([*arguments, "--fleet", "--page", str(page), "--json"]) == 1
+    assert '"points": []' in capsys.readouterr().out and page.read_text() == before
