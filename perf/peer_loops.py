@@ -131,7 +131,7 @@ class Loop:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
         config = LearnerConfig(learning_rate=task.learning_rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         self._learner = Learner(module, config)
-        self._thread = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (task.threads,))
+        self._thread = ThreadPoolExecutor(1, "learner")
         self._publish(0)
 
     def steps(self) -> range:

@@ -28,7 +28,7 @@ CONTEXT_TOKENS: Final = 512  # of the engine: prompt and response
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The same for every peer. ``threads``: of each engine and each trainer."""
+    """The same for every peer."""
 
     steps: int = 40
     groups: int = 12
@@ -36,7 +36,6 @@ class Task:
     learning_rate: float = 1e-3
     longest_tokens: int = 400
     slots: int = 64  # requests that all engines of a peer decode at once
-    threads: int = 1
     seed: int = 0
     limit_s: float = 400.0  # a peer that takes longer ends after its present step; a run of DORA fails
 

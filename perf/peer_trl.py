@@ -139,7 +139,6 @@ def row_of(index: int, prompt: Prompt) -> dict[str, Any]:
 
 def run(folder: Path) -> None:
     task = read_task(folder)
-    torch.set_num_threads(task.threads)
     model_folder = model_of(folder)
     record, prompts, lengths = Record(folder / RECORD_FOLDER), Prompts(task, model_folder), Lengths()
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)

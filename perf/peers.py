@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,9 @@ LOOP_CODE: Final = ("Reloading", "Engine", "_response", "Loop", "loop_in")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``code``: the functions and classes of ``module`` that a user writes; empty: two commands."""
+    """``code``: the functions and classes of ``module`` that a user writes; empty: two commands. ``threads``: of each
+    engine and trainer.
+    """
 
     name: str
     title: str
@@ -44,6 +46,7 @@ class Peer:
     arguments: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     python: Path = Path(sys.executable)
+    threads: int = 1
 
     @property
     def effort(self) -> str:
@@ -56,13 +59,25 @@ def _dora(name: str, title: str, *settings: str) -> Peer:
     return Peer(name, title, "perf.peer_dora", settings)
 
 
+def _twice(peer: Peer) -> tuple[Peer, Peer]:
+    """With one thread, and with two: its engine and its trainer take turns, so each has two cores."""
+    return peer, replace(peer, name=f"{peer.name}-2-threads", title=f"{peer.title}, 2 threads", threads=2)
+
+
+_TRL: Final = Peer("trl", "TRL", "perf.peer_trl", (), ("reward_of_characters", "trainer_of"), TRL_PYTHON)
+
+
+def _loop(name: str, title: str) -> Peer:
+    return Peer(name, title, "perf.peer_loops", (name,), (*LOOP_CODE, name))
+
+
 PEERS: Final = (
     _dora("dora-sync", "DORA sync", "balance.policy=sync", "window.size=1"),
     _dora("dora-2", "DORA window 2", "balance.policy=laxity", "window.size=2"),
     _dora("dora-auto", "DORA window auto", "balance.policy=laxity", "window.size=auto"),
-    Peer("trl", "TRL, transformers", "perf.peer_trl", (), ("reward_of_characters", "trainer_of"), TRL_PYTHON),
-    Peer("waiting", "loop that waits", "perf.peer_loops", ("waiting",), (*LOOP_CODE, "waiting")),
-    Peer("partial", "loop with partial rollouts", "perf.peer_loops", ("partial",), (*LOOP_CODE, "partial")),
+    *_twice(_TRL),
+    *_twice(_loop("waiting", "loop that waits")),
+    _loop("partial", "loop with partial rollouts"),
 )
 
 
@@ -104,7 +119,7 @@ def _ran(peer: Peer, folder: Path, task: Task) -> dict[str, Any] | None:
     task.write(folder)
     began_s = time.monotonic()
     _say(f"{peer.name} begins")
-    code, used = _watched(peer, folder, task)
+    code, used = _watched(peer, folder)
     if code:
         words = (folder / "log").read_text(errors="replace").splitlines()[-1:]
         _say(f"{peer.name} failed with exit code {code}: {' '.join(words)}; {folder / 'log'}")
@@ -116,9 +131,9 @@ def _ran(peer: Peer, folder: Path, task: Task) -> dict[str, Any] | None:
     return figures
 
 
-def _watched(peer: Peer, folder: Path, task: Task) -> tuple[int, list[tuple[float, float]]]:
+def _watched(peer: Peer, folder: Path) -> tuple[int, list[tuple[float, float]]]:
     """The exit code, and the CPU time of all processes over time."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(peer.threads), "PYTHONPATH": str(ROOT)}
     used = []
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
