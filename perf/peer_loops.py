@@ -192,7 +192,7 @@ async def partial(folder: Path) -> None:
 
     Responses go on while the weights are replaced, so several versions may have sampled one.
     """
-    async with loop_in(folder) as loop:
+    async with loop_in(folder) as loop, asyncio.TaskGroup() as tasks:
         indexes = itertools.count()
         ended: asyncio.Queue[tuple[int, Sampled]] = asyncio.Queue(loop.task.groups)
 
@@ -200,7 +200,7 @@ async def partial(folder: Path) -> None:
             for index in indexes:
                 await ended.put((index, await loop.group(index)))
 
-        samplers = [asyncio.create_task(sample()) for _ in range(loop.task.groups)]
+        samplers = [tasks.create_task(sample()) for _ in range(loop.task.groups)]
         for step in loop.steps():
             taken = [await ended.get() for _ in range(loop.task.groups)]
             await loop.train(step, [trajectories_of(str(index), *each, step) for index, each in taken])

@@ -22,7 +22,7 @@ from dora.data.types import Prompt
 from dora.models.tiny_vocabulary import CLASSES, EOS_ID
 from perf.peer_record import RECORD_FOLDER, Prompts, Record, Response, Task, model_of, read_task, trajectories_of
 
-ROWS: Final = 16  # in a micro-batch
+ROWS_MOST: Final = 16  # in a micro-batch
 
 
 def reward_of_characters(completions: Sequence[Any], characters: Sequence[str], **columns: Any) -> list[float]:
@@ -35,6 +35,8 @@ def reward_of_characters(completions: Sequence[Any], characters: Sequence[str], 
 
 def trainer_of(task: Task, model: Any, rows: list[dict[str, Any]], out: Path) -> "Recorded":
     """A user's program: GRPO with the objective, optimiser and batch of the other peers."""
+    rows_of_step = task.groups * task.group_size
+    micro_batch = min(ROWS_MOST, rows_of_step)
     return Recorded(
         model=model,
         reward_funcs=reward_of_characters,
@@ -42,8 +44,8 @@ def trainer_of(task: Task, model: Any, rows: list[dict[str, Any]], out: Path) ->
         args=GRPOConfig(
             output_dir=str(out),
             num_generations=task.group_size,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=task.groups * task.group_size // ROWS,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=rows_of_step // micro_batch,
             max_completion_length=task.longest_tokens,
             max_steps=task.steps,
             learning_rate=task.learning_rate,

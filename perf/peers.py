@@ -12,10 +12,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -119,7 +121,7 @@ def _ran(peer: Peer, folder: Path, task: Task) -> dict[str, Any] | None:
     task.write(folder)
     began_s = time.monotonic()
     _say(f"{peer.name} begins")
-    code, used = _watched(peer, folder)
+    code, used = _watched(peer, folder, task.limit_s)
     if code:
         words = (folder / "log").read_text(errors="replace").splitlines()[-1:]
         _say(f"{peer.name} failed with exit code {code}: {' '.join(words)}; {folder / 'log'}")
@@ -131,21 +133,22 @@ def _ran(peer: Peer, folder: Path, task: Task) -> dict[str, Any] | None:
     return figures
 
 
-def _watched(peer: Peer, folder: Path) -> tuple[int, list[tuple[float, float]]]:
-    """The exit code, and the CPU time of all processes over time."""
+def _watched(peer: Peer, folder: Path, limit_s: float) -> tuple[int, list[tuple[float, float]]]:
+    """The exit code, and the CPU time of all processes over time. A peer of twice ``limit_s`` is ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(peer.threads), "PYTHONPATH": str(ROOT)}
     used = []
+    ends_s = time.monotonic() + 2 * limit_s
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [peer.python, "-m", peer.module, folder, *peer.arguments], env=environment, cwd=ROOT, stdout=log, stderr=log
-        )
+        argv = [str(peer.python), "-m", peer.module, str(folder), *peer.arguments]
+        process = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
-            while process.poll() is None:
+            while process.poll() is None and time.monotonic() < ends_s:
                 used.append((time.time(), _cpu_seconds(process.pid)))
                 time.sleep(LOOK_S)
         finally:
-            process.kill()
-    return process.returncode, used
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # an engine's process may outlive its loop
+    return process.wait(), used
 
 
 def _cpu_seconds(pid: int) -> float:
