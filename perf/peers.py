@@ -172,7 +172,17 @@ def markdown(found: Mapping[str, Mapping[str, Any]], task: Task) -> str:
         f"{cores} cores; load average {min(loads, default=0):.1f} to {max(loads, default=0):.1f}. The level is a mean "
         f"reward of {LEVEL:g} over {LEVEL_STEPS} steps."
     )
-    heads = ["", "samples/s", "tokens/s", "s to the level", "reward at the end", "staleness", "mixed", "logprob error"]
+    heads = [
+        "",
+        "steps",
+        "samples/s",
+        "tokens/s",
+        "s to the level",
+        "reward at the end",
+        "staleness",
+        "mixed",
+        "logprob error",
+    ]
     heads += ["largest", "cores used", "core-ms a sample", "lines"]
     rows = [_row(peer, found[peer.name]) for peer in PEERS if peer.name in found]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
@@ -183,6 +193,7 @@ def _row(peer: Peer, figures: Mapping[str, Any]) -> list[str]:
     end = figures["rewards"][-LEVEL_STEPS:]
     return [
         peer.title,
+        str(figures["steps"] + 1),
         f"{figures['samples_s']:.1f}",
         f"{figures['tokens_s']:.0f}",
         _number(figures["seconds_to_level"], ".0f"),
