@@ -20,9 +20,9 @@ from experiments.staleness.fleet_page import fleet_markdown
 from experiments.staleness.grid import LAGS, Result, cells, make, result_of
 from experiments.staleness.page import draw, markdown
 from experiments.staleness.regimes import regimes
-from experiments.staleness.report import Point, best_rates, points, rule
+from experiments.staleness.report import Point, best_rates, costs, points
 
-OBJECTIVE_NAMES: Final = ("dapo", "decoupled-ppo", "truncated", "cispo")
+OBJECTIVE_NAMES: Final = ("truncated", "dapo", "decoupled-ppo", "cispo")
 MARK: Final = "<!-- map: written by python -m experiments.staleness -->"
 FLEET_MARK: Final = "<!-- fleet: written by python -m experiments.staleness --fleet -->"
 
@@ -38,18 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make(wanted, options.out / "cells", options.minutes, _say)
     results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
     found, best = points(results), best_rates(results)
-    of_all, learnt = rule(found), _simulated(options, results, found, began_s) if options.fleet else []
-    texts = {MARK: markdown(found, of_all, best) if found else "", FLEET_MARK: fleet_markdown(learnt)}
+    learnt = _simulated(options, results, found, began_s) if options.fleet else []
+    texts = {MARK: markdown(found, best) if found else "", FLEET_MARK: fleet_markdown(learnt)}
     if options.json:
-        told = {"rule": of_all, "points": found, "fleet": learnt}
-        print(json.dumps({name: _plain(value) for name, value in told.items()}, indent=1))
+        told = {"costs": costs(found), "points": _plain(found), "fleet": _plain(learnt)}
+        print(json.dumps(told, indent=1))
     else:
         print("\n".join(text for text in texts.values() if text))
     if options.page is not None:
         for mark in (mark for mark, text in texts.items() if text):
             options.page.write_text(with_results(options.page.read_text(), texts[mark], mark))
         if found:
-            draw(found, of_all, options.page.with_name("staleness-map.svg"))
+            draw(found, options.page.with_name("staleness-map.svg"))
     return 0 if len(results) == len(wanted) else 1
 
 
@@ -61,8 +61,8 @@ def _simulated(
     return outcomes(of, options.out / "fleet", _say, lambda: not options.tell_only and time.monotonic() < until_s)
 
 
-def _plain(value: Any) -> Any:
-    return [asdict(each) for each in value] if isinstance(value, list) else asdict(value)
+def _plain(values: Sequence[Any]) -> list[Any]:
+    return [asdict(each) for each in values]
 
 
 def _say(text: str) -> None:

@@ -5,28 +5,31 @@ from pathlib import Path
 from typing import Any
 
 from experiments.convergence.plots import COLOURS, GRID, SOFT, STYLE
-from experiments.staleness.report import COST_MAX, Point, Rule, weight
+from experiments.staleness.report import COST_MAX, Point, costs
 
 
-def markdown(points: Sequence[Point], rule: Rule, best: Mapping[tuple[str, str, int], float]) -> str:
+def markdown(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -> str:
     """The section of docs/convergence.md."""
-    parts = [_rule(rule, points), _table(points)]
+    parts = [_rule(points), _table(points)]
     if best:
         parts += ["**With the learning rate chosen for each lag**, on two seeds of their own.", _best(points, best)]
     return "\n\n".join(parts) + "\n"
 
 
-def _rule(rule: Rule, points: Sequence[Point]) -> str:
+def _rule(points: Sequence[Point]) -> str:
+    """The cost of each objective: the slope over lag x √movement, and how far it allows."""
     cost = f"{COST_MAX - 1:.0%}"
-    held = f"Every mode with lag x √movement up to {rule.holds_to:.2g} costs at most {cost} of the samples."
-    if rule.fails_from is None:
-        return held + " No measured mode costs more."
-    fit = f"Over all modes, samples are 1 + {weight(points):.2g} x lag x √movement by least squares."
-    if not rule.holds_to:
-        return (
-            f"The mode nearest to 0, at lag x √movement = {rule.fails_from:.2g}, costs more than {cost} already. {fit}"
+    lines = [
+        "Samples are about 1 + cost x lag x √movement, by least squares for each objective.",
+        "",
+        f"| objective | cost | {cost} of the samples at lag x √movement |",
+        "|---|---:|---:|",
+    ]
+    for name, slope in costs(points).items():
+        lines.append(
+            f"| {name} | {slope:.2g} | {(COST_MAX - 1) / slope:.2g} |" if slope > 0 else f"| {name} | 0 | any |"
         )
-    return f"{held} The first mode that costs more is at {rule.fails_from:.2g}. {fit}"
+    return "\n".join(lines)
 
 
 def _table(points: Sequence[Point]) -> str:
@@ -51,7 +54,7 @@ def _best(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -
     return "\n".join(lines)
 
 
-def draw(points: Sequence[Point], rule: Rule, path: Path) -> None:
+def draw(points: Sequence[Point], path: Path) -> None:
     """Samples to the level over lag times the square root of movement; one colour an objective."""
     import matplotlib
 
@@ -71,8 +74,6 @@ def draw(points: Sequence[Point], rule: Rule, path: Path) -> None:
             half = [each.samples.half or 0.0 for each in own]
             where = [each.far for each in own], [each.samples.mean for each in own]
             axes.errorbar(*where, yerr=half, fmt="o", markersize=4, linewidth=0.8, color=colour, label=name)
-        if rule.fails_from is not None:
-            axes.axvspan(axes.get_xlim()[0], rule.holds_to, color=GRID, alpha=0.5, linewidth=0)
         axes.legend(frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
+from dora.trainers.objectives.presets import DEFAULT
 from experiments.staleness.grid import TRIED_SEEDS, Result
 from experiments.staleness.report import Point, steps_to_level, weight
 
@@ -76,8 +77,8 @@ def prolonged(steps: Sequence[SimStep], count: int, repeated: int) -> list[SimSt
 
 
 def regimes(results: Sequence[Result], points: Sequence[Point], seed: int) -> list[Regime]:
-    """The regimes that the map's results of ``dapo`` allow. Movement and steps are those of one seed."""
-    own = [each for each in points if (each.task, each.objective) == ("tiny", "dapo")]
+    """The regimes that the map's results of the default objective allow. Movement and steps are those of one seed."""
+    own = [each for each in points if (each.task, each.objective) == ("tiny", DEFAULT)]
     found = {name: regime for name, rate in RECORDED.items() if (regime := _recorded(name, rate, results, own, seed))}
     if {"fast", "fine-tuning"} <= found.keys():
         ends = [median(found[name].movement) for name in ("fast", "fine-tuning")]
@@ -91,7 +92,7 @@ def _recorded(name: str, rate: float, results: Sequence[Result], points: Sequenc
     seeds = {
         each["cell"]["seed"]: each
         for each in results
-        if (each["cell"]["task"], each["cell"]["objective"]) == ("tiny", "dapo")
+        if (each["cell"]["task"], each["cell"]["objective"]) == ("tiny", DEFAULT)
         and (each["cell"]["learning_rate"], each["cell"]["lag"]) == (rate, 0)
         and each["cell"]["seed"] not in TRIED_SEEDS
     }

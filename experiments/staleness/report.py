@@ -37,14 +37,6 @@ class Point:
         return self.lag * math.sqrt(self.movement)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """``far`` up to which every point costs at most COST_MAX, and the least above which some point costs more."""
-
-    holds_to: float
-    fails_from: float | None
-
-
 def steps_to_level(result: Result) -> int | None:
     """Optimiser steps before the first version whose reward, as a mean of LEVEL_STEPS, is the level."""
     cell = result["cell"]
@@ -96,15 +88,10 @@ def counted(result: Result) -> float:
     return NEVER * result["cell"]["steps"] if found is None else float(max(1, found))
 
 
-def rule(of: Sequence[Point]) -> Rule:
-    """The rule over all points with a lag."""
-    lagged = sorted((point for point in of if point.lag), key=lambda point: point.far)
-    holds_to = 0.0
-    for point in lagged:
-        if point.samples.mean > COST_MAX:
-            return Rule(holds_to, point.far)
-        holds_to = point.far
-    return Rule(holds_to, None)
+def costs(of: Sequence[Point]) -> dict[str, float]:
+    """The cost of staleness by objective, see ``weight``."""
+    names = sorted({each.objective for each in of})
+    return {name: weight([each for each in of if each.objective == name]) for name in names}
 
 
 def weight(of: Sequence[Point]) -> float:

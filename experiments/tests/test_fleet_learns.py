@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dora.trainers.objectives.presets import DEFAULT
 from experiments.staleness.cell import Cell
 from experiments.staleness.fleet import AUTO, SYNC, Learning, Outcome, outcomes, scenario
 from experiments.staleness.fleet_page import fleet_markdown
@@ -37,7 +38,7 @@ def test_a_longer_run_repeats_the_last_steps() -> None:
 
 def curve(rate: float, lag: int, gains: int, movement: float) -> Result:
     """A policy of the tiny task whose reward rises evenly over ``gains`` steps."""
-    cell = Cell("tiny", "dapo", rate, lag, 0, steps=200)
+    cell = Cell("tiny", DEFAULT, rate, lag, 0, steps=200)
     rewards = [0.0] * lag + [min(1.0, step / gains) for step in range(200)]
     return {"cell": cell.specification, "steps": [{"reward": each, "movement": movement} for each in rewards]}
 

@@ -18,7 +18,7 @@ from experiments.staleness.page import markdown
 from experiments.staleness.replays import gains
 from experiments.staleness.replays import main as replays_command
 from experiments.staleness.replays import markdown as table
-from experiments.staleness.report import best_rates, points, rule, steps_to_level
+from experiments.staleness.report import best_rates, costs, points, steps_to_level
 from experiments.staleness.sampling import divergence, sampled, token_distributions
 
 
@@ -44,14 +44,13 @@ def test_a_lag_is_paired_with_the_same_seeds_without_one() -> None:
     assert 1.8 < lagged.samples.mean < 2.0, "twice as slow a rise, and the same five versions at its end"
 
 
-def test_the_rule_holds_up_to_the_first_mode_that_costs_more() -> None:
-    fast = [result(lag, seed, 20 + 10 * lag, 0.1, 1e-3) for lag in (0, 1) for seed in range(2)]
-    slow = [result(lag, seed, 20, 0.001, 1e-4) for lag in (0, 1) for seed in range(2)]
-    results = slow + fast
-    found = rule(points(results))
-    assert (found.holds_to, found.fails_from) == (pytest.approx(0.001**0.5), pytest.approx(0.1**0.5))
-    assert "more is at 0.32" in markdown(points(results), found, {})
-    assert rule(points(slow)).fails_from is None
+def test_each_objective_has_its_own_cost() -> None:
+    fast = [result(lag, seed, 20 + 10 * lag, 0.25, 1e-3) for lag in (0, 1) for seed in range(2)]
+    slow = [result(lag, seed, 20, 0.01, 1e-4) for lag in (0, 1) for seed in range(2)]
+    found = points(slow + fast)
+    (lost,) = (each.samples.mean - 1.0 for each in found if each.lag and each.learning_rate == 1e-3)
+    assert costs(found) == {"dapo": pytest.approx(lost * 0.5 / (0.5**2 + 0.1**2))}
+    assert costs(points(slow)) == {"dapo": 0.0} and "| dapo | 0 | any |" in markdown(points(slow), {})
 
 
 def test_rates_are_chosen_on_seeds_that_are_not_compared() -> None:
