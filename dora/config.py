@@ -99,11 +99,12 @@ class WindowConfig(Section):
         0.5, description="auto: a narrower window where the effective sample size is below this"
     )
     staleness_cost: float = Field(
-        2.5,
+        0.7,
         ge=0.0,
         le=1000.0,
         description="auto: share of the samples that a version of staleness costs, divided by the square root of the "
-        "policy's movement in a step (the metric movement, in nats); 0: staleness is taken to cost nothing",
+        "policy's movement in a step (the metric movement, in nats); about 2.7 for the objective dapo; 0: staleness is "
+        "taken to cost nothing",
     )
     look_steps: int = Field(4, ge=1, le=256, description="auto: steps that are looked at before a change")
     rest_steps: int = Field(

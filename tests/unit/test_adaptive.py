@@ -21,10 +21,11 @@ from tests.unit.test_machine import Bench
 SHARE = st.none() | st.floats(0.0, 1.0)
 SIGNALS = st.none() | st.builds(StepSignals, st.floats(0.5, 2.0), SHARE, SHARE, SHARE, SHARE)
 LOOK = 4
+COST = 2.5  # of staleness
 
 
 def adaptive(least: int = 1, most: int = 4, look_steps: int = LOOK) -> AdaptiveSize:
-    return AdaptiveSize(WindowConfig(size="auto", min=least, max=most, look_steps=look_steps))
+    return AdaptiveSize(WindowConfig(size="auto", min=least, max=most, look_steps=look_steps, staleness_cost=COST))
 
 
 def run(window: AdaptiveSize, steps: int, signals: Callable[[int], StepSignals], first: int = 0) -> list[int]:
@@ -164,10 +165,7 @@ def test_a_policy_that_moves_faster_than_before_makes_it_narrower_again() -> Non
 def test_it_settles_where_time_to_learn_is_shortest(movement: float) -> None:
     """Length of a step times the samples that staleness costs, within 3% of the best window's."""
     shares = (0.38, 0.21, 0.10, 0.095)
-    cost = [
-        samples_factor(size - 1, movement, WindowConfig().staleness_cost) / (1.0 - share)
-        for size, share in enumerate(shares, start=1)
-    ]
+    cost = [samples_factor(size - 1, movement, COST) / (1.0 - share) for size, share in enumerate(shares, start=1)]
     sizes = moving(lambda step: movement, shares)[60:]
     usual = max(set(sizes), key=sizes.count)
     assert cost[usual - 1] <= 1.03 * min(cost)
@@ -240,7 +238,8 @@ def test_staleness_has_a_price_while_the_policy_moves_and_admission_gets_it() ->
     bench.start("w0")
     for step, movement in enumerate((0.04, 0.01, 0.01, 0.0001)):
         train(bench, step, waited_s=0.5, movement=movement)
-    assert bench.state.freshness.price == pytest.approx(0.25, abs=0.01), "from the median of the last steps"
+    price = 0.1 * WindowConfig().staleness_cost
+    assert bench.state.freshness.price == pytest.approx(price, abs=0.01), "from the median of the last steps"
 
 
 def test_a_step_that_says_nothing_changes_nothing() -> None:
