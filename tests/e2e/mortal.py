@@ -47,7 +47,7 @@ def around(owner: Any, name: str, before: str = "", after: str = "", at: Callabl
 
 def service() -> None:
     from dora.core import commands as do
-    from dora.orchestrator import executor, main
+    from dora.orchestrator import executor, starting
     from dora.weights.store import WeightStore
     from dora.weights.upload import Upload
 
@@ -55,7 +55,7 @@ def service() -> None:
     around(WeightStore, "publish", before="publish", after="published")
     around(executor, "worker_message", before="load", at=lambda command, *_: isinstance(command, do.LoadVersion))
     relay()
-    mortal_workers(main)
+    mortal_workers(starting)
 
 
 def agent() -> None:

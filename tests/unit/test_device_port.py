@@ -73,7 +73,7 @@ def test_one_function_gives_workers_their_gpus() -> None:
                 value = ast.unparse(node.func.value)
                 callers += [name] if value.endswith("placement") else []
     assert set(writers) == {"dora/host/placement.py", "dora/orchestrator/first_canary.py"}, "the canary uses no GPU"
-    assert set(callers) == {"dora/host/runtime.py", "dora/orchestrator/main.py"}
+    assert set(callers) == {"dora/host/runtime.py", "dora/orchestrator/starting.py"}
 
 
 class _Recorded(list[str]):

@@ -30,6 +30,8 @@ from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, ScriptedService, make_group, make_trajectory, start_service
 from tests.refusals import data_words, refused
 
+DAPO = objective("dapo")
+
 
 def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob: float = -1.0) -> TrajectoryGroup:
     members = tuple(
@@ -116,7 +118,7 @@ def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
     expected = [parameter.grad.clone() for parameter in module.parameters()]
     norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in expected))
 
-    learner = Learner(load(model_folder), LearnerConfig(grad_norm_max=1e9))
+    learner = Learner(load(model_folder), LearnerConfig(objective=DAPO, grad_norm_max=1e9))
     for group in groups:
         learner.add_group(group)
     metrics = learner.finish_step()
@@ -131,7 +133,7 @@ def test_movement_is_the_divergence_of_the_step_on_its_own_tokens(model_folder: 
     found = {}
     for rate in (1e-4, 5e-5):
         module = load(model_folder)
-        learner = Learner(module, LearnerConfig(learning_rate=rate))
+        learner = Learner(module, LearnerConfig(objective=DAPO, learning_rate=rate))
         before = torch.cat([response_logprobs(module, [each])[0] for each in group.trajectories]).detach()
         learner.add_group(group)
         found[rate] = learner.finish_step().numbers()["movement"]
@@ -241,7 +243,7 @@ async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
 ) -> None:
     """The fake service's logprobs are far above the model's: responses with a negative advantage are clipped."""
     service = await start_service(tmp_path / "store", model_folder)
-    loud = GrpoConfig(service.address, TOKEN, groups=2, steps=1, learner=LearnerConfig(clip_alarm=0.0))
+    loud = GrpoConfig(service.address, TOKEN, groups=2, steps=1, learner=LearnerConfig(objective=DAPO, clip_alarm=0.0))
     report = (await train(loud)).steps[0]
     sent = service.service.commits[0].metrics
     assert sent["alarm_clip_fraction"] == 0.0 < sent["clip_fraction"] == report.metrics.signals.clip_fraction
@@ -249,7 +251,7 @@ async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
     assert [each.getMessage() for each in caplog.records if each.name == "dora.trainers.grpo"] == [
         f"step 0: clip_fraction {sent['clip_fraction']:.3g} is above 0"
     ]
-    await train(replace(loud, learner=LearnerConfig(clip_alarm=1.0)))
+    await train(replace(loud, learner=LearnerConfig(objective=DAPO, clip_alarm=1.0)))
     warned = [each for each in caplog.records if each.name == "dora.trainers.grpo"]
     assert "alarm_clip_fraction" not in service.service.commits[1].metrics and len(warned) == 1
     await service.server.stop(None)

@@ -313,6 +313,7 @@ def test_a_summary_of_the_demo_fits() -> None:
         "engines_idle_share": 0.1,
         "reward_first": 0.123,
         "reward_last": 0.987,
+        "groups_replayed": 10**12,
         "answer_first": "1 2 " * 99,
         "answer_last": "1 2 3 " * 20,
     }
