@@ -1,4 +1,4 @@
-"""The short form of ``make convergence``: fake engines, one step, two modes; simulated on a small cluster."""
+"""The short form of ``make convergence``: one step, two modes; simulated on a small cluster."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,7 @@ from experiments.convergence.page import BEGIN, END
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
-# A fake engine's logprobs are not the trainer's model's, so it would refuse the second version.
-SHORT = ("--steps", "1", "--seeds", "1", "--lr", "1e-3", "--set", "workers.engine=fake", "--parts", "fleet", "modes")
+SHORT = ("--steps", "1", "--seeds", "1", "--lr", "1e-3", "--parts", "fleet", "modes")
 FLEET = ("--preset", "small", "--fleet-steps", "2", "--fleet-warmup", "1")
 
 
