@@ -316,7 +316,7 @@ async def _read_balance(operator: Operator) -> GroupBalance:
     for _ in range(COUNTER_READS_MAX):
         held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)
         after = await operator.status()
-        if all(before.counters[name] == after.counters[name] for name in ("groups_admitted", "groups_taken")):
+        if all(before.counters.get(name) == after.counters.get(name) for name in ("groups_admitted", "groups_taken")):
             open_groups = {row.group_id for row in held.trajectories}
             overdue = {
                 row.group_id

@@ -27,7 +27,7 @@ def news(before: Status, after: Status) -> list[str]:
         f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"
         for step in new
     ]
-    if new and (turns := int(after.counters["turns_ended"] - before.counters["turns_ended"])):
+    if new and (turns := int(after.counters.get("turns_ended", 0) - before.counters.get("turns_ended", 0))):
         lines.append(f"turns of sessions ended: {turns:,}; {sessions_idle(after):,} sessions are in tool time")
     known = {each.version for each in before.evaluated}
     lines += [f"evaluated {evaluated_line(each)}" for each in after.evaluated if each.version not in known]
@@ -41,7 +41,7 @@ def news(before: Status, after: Status) -> list[str]:
     if after.prompts_failed and not before.prompts_failed:
         lines.append(f"the prompt source failed: {after.prompts_failed}")
     for name, what in COUNTED_EVENTS.items():
-        more = int(after.counters[name] - before.counters[name])
+        more = int(after.counters.get(name, 0) - before.counters.get(name, 0))
         if more > 0:
             lines.append(f"{what}: {more}")
     return lines

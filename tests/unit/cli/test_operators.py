@@ -156,6 +156,8 @@ def test_news_names_what_changed_between_two_statuses() -> None:
         "requests migrated with their KV: 3",
     ]
     assert news(after, after) == []
+    empty = pb.Status()
+    assert news(empty, empty) == [] and empty == pb.Status(), "a look at a counter adds none"
 
 
 def test_an_alarm_of_the_trainer_is_told_once() -> None:
