@@ -1,6 +1,7 @@
 """Ranks of a trainer as processes, forked from one that has loaded torch and transformers: a rank starts at once."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -15,6 +16,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["transformers.models.qwen3.modeling_qwen3", "dora.trainers.grpo", "tests.trainer_ranks"]
 )
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -34,9 +36,7 @@ def start_ranks(count: int, folder: Path, work: Callable[..., object], *argument
     What it returns is the exit code, 0 for None. Output goes to files in ``folder``, which is made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _port()
     ranks = []
     for rank in range(count):
         output = folder / f"rank-{rank}.log"
@@ -44,6 +44,17 @@ def start_ranks(count: int, folder: Path, work: Callable[..., object], *argument
         process.start()
         ranks.append(Rank(process, output))
     return ranks
+
+
+def _port() -> int:
+    """A free port below those that the kernel gives to connections, so none takes it before rank 0 listens."""
+    first, last = 20_000, 32_000
+    for number in range(last - first):
+        port = first + (64 * os.getpid() + next(_NUMBERS) + number) % (last - first)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port from {first} to {last} is free")
 
 
 def ended(ranks: list[Rank], timeout_s: float = 240.0) -> list[int]:
