@@ -1,7 +1,7 @@
 // The window: open groups of each version over time, stacked, with the commits of steps.
 
 import { colour, versionColour } from "./colours.js";
-import { begin, count, nice, timeAxis } from "./drawing.js";
+import { begin, count, levels, nice, timeAxis } from "./drawing.js";
 
 const HEIGHT = 210;
 const LEFT = 44;
@@ -19,7 +19,7 @@ export function drawBands(canvas, model, from, to) {
   const top = nice(Math.max(1, ...shown.map((each) => each[8].reduce((sum, row) => sum + row[1] + row[2], 0))));
   const x = (at) => LEFT + ((at - from) / (to - from)) * (right - LEFT);
   const y = (groups) => bottom - (groups / top) * (bottom - TOP);
-  grid(context, top, y, right);
+  levels(context, top, y, LEFT, right, (value) => (value === Math.round(value) ? count(value) : ""));
   context.save();
   context.beginPath();
   context.rect(LEFT, 0, right - LEFT, bottom);
@@ -102,20 +102,4 @@ function commits(context, model, from, x, bottom) {
     }
   }
   context.globalAlpha = 1;
-}
-
-function grid(context, top, y, right) {
-  context.strokeStyle = colour("line");
-  context.fillStyle = colour("muted");
-  context.textAlign = "right";
-  context.textBaseline = "middle";
-  context.lineWidth = 1;
-  for (const share of [0, 0.5, 1]) {
-    const place = Math.round(y(top * share)) + 0.5;
-    context.beginPath();
-    context.moveTo(LEFT, place);
-    context.lineTo(right, place);
-    context.stroke();
-    if (top * share === Math.round(top * share)) context.fillText(count(top * share), LEFT - 5, place);
-  }
 }

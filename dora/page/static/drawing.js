@@ -1,4 +1,4 @@
-// What all canvases share: their size in device pixels, and the axis of time.
+// What the page's modules share: canvases in device pixels, their axes, numbers, and texts that change.
 
 import { colour } from "./colours.js";
 
@@ -44,6 +44,23 @@ export function timeAxis(context, from, to, left, right, bottom) {
   }
 }
 
+// Draws the levels 0, half of `top` and `top`, each with what `text` says of it.
+export function levels(context, top, y, left, right, text) {
+  context.strokeStyle = colour("line");
+  context.fillStyle = colour("muted");
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.lineWidth = 1;
+  for (const share of [0, 0.5, 1]) {
+    const place = Math.round(y(top * share)) + 0.5;
+    context.beginPath();
+    context.moveTo(left, place);
+    context.lineTo(right, place);
+    context.stroke();
+    context.fillText(text(top * share), left - 5, place);
+  }
+}
+
 export function clock(at, withSeconds = true) {
   const time = new Date(at * 1000);
   const parts = [time.getHours(), time.getMinutes(), ...(withSeconds ? [time.getSeconds()] : [])];
@@ -58,4 +75,9 @@ export function nice(value, least = 1) {
 
 export function count(value) {
   return Math.round(value).toLocaleString("en");
+}
+
+// Sets the text of an element where it is another one.
+export function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
 }

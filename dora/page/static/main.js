@@ -4,7 +4,7 @@ import { act } from "./acting.js";
 import { drawBands } from "./bands.js";
 import { Charts } from "./charts.js";
 import { read } from "./colours.js";
-import { count } from "./drawing.js";
+import { count, write } from "./drawing.js";
 import { Lanes, told } from "./lanes.js";
 import { Model } from "./model.js";
 import { StepTimes } from "./steptimes.js";
@@ -157,10 +157,6 @@ function showVersions() {
       write(body.rows[place].cells[cell], text);
     });
   });
-}
-
-function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
 }
 
 function showWorker(place) {

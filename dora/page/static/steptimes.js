@@ -1,7 +1,7 @@
 // The times of steps, stacked by what they went to, with a list of the chosen step's parts.
 
 import { colour, partColour } from "./colours.js";
-import { begin, nice } from "./drawing.js";
+import { begin, levels, nice, write } from "./drawing.js";
 
 const HEIGHT = 230;
 const HEIGHT_BESIDE = 300; // with the list of parts beside it
@@ -35,7 +35,7 @@ export class StepTimes {
     const bottom = high - BOTTOM;
     const y = (seconds) => bottom - (seconds / top) * (bottom - TOP);
     this.each = Math.min(BAR_MOST, (width - LEFT) / Math.max(1, this.shown.length));
-    grid(context, top, y, width);
+    levels(context, top, y, LEFT, width, seconds);
     this.shown.forEach((step, place) => this.bar(context, step, LEFT + place * this.each, y));
     this.labels(context, bottom, width);
     this.tell();
@@ -137,26 +137,6 @@ export class StepTimes {
 function totalOf(step) {
   const parts = step[8].reduce((sum, each) => sum + each, 0);
   return step[2] >= 0 ? Math.max(step[2], parts) : parts;
-}
-
-function grid(context, top, y, width) {
-  context.strokeStyle = colour("line");
-  context.fillStyle = colour("muted");
-  context.textAlign = "right";
-  context.textBaseline = "middle";
-  context.lineWidth = 1;
-  for (const share of [0, 0.5, 1]) {
-    const place = Math.round(y(top * share)) + 0.5;
-    context.beginPath();
-    context.moveTo(LEFT, place);
-    context.lineTo(width, place);
-    context.stroke();
-    context.fillText(seconds(top * share), LEFT - 6, place);
-  }
-}
-
-function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
 }
 
 export function seconds(value) {
