@@ -10,8 +10,9 @@ FOREVER: Final = float("inf")
 
 
 class Stretch(NamedTuple):
-    """What a worker, or nobody, did for it. ``kind``: sampled, tools (the environment worked) or queue (it waited for a
-    worker, or its first token). Times are of the wall clock.
+    """A part of a trajectory's time. Times are of the wall clock.
+
+    ``kind``: sampled; tools: the environment worked; queue: it waited for a worker, or for its first token.
     """
 
     kind: str

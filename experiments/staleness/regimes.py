@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
+from dora.core.forecast.staleness import samples_factor
 from dora.trainers.objectives.presets import DEFAULT
 from experiments.staleness.grid import TRIED_SEEDS, Result
 from experiments.staleness.report import Point, steps_to_level, weight
@@ -37,7 +38,7 @@ class Regime:
     def learnt(self, progress: float, staleness: float) -> float:
         """What a step at this mean staleness teaches, as a share of one without any."""
         if not self.samples:
-            return 1.0 / (1.0 + self.weight * staleness * math.sqrt(self.at(progress)))
+            return 1.0 / samples_factor(staleness, self.at(progress), self.weight)
         return 1.0 / _interpolated(staleness, self.staleness, self.samples)
 
 
