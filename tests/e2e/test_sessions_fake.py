@@ -247,10 +247,12 @@ async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path
     assert all(each.verifier_log.startswith("broken off: OSError: its sandbox died") for each in failed)
 
 
-async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: Path) -> None:
-    """It dies while sessions wait for their tools and while they sample. They go on under their version."""
+async def through_restarts(
+    model: Path, tmp_path: Path, work: Callable[[Session], Awaitable[None]], *, prompts: int, groups: int, steps: int
+) -> list[list[TrajectoryGroup]]:
+    """Returns what a trainer took in ``steps`` steps of sessions driven by ``work``, with a kill in each step."""
     settings = settings_of(
-        tiny_dense,
+        model,
         tmp_path,
         prompts="none",
         reward__function="dora.rewards.tiny:score",
@@ -261,13 +263,19 @@ async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: P
     service = Killed(tmp_path, settings)
     await service.start()
     try:
-        async with dora.Prompts(service.address, service.token) as prompts:
-            await prompts.submit(prompts_of(5 * GROUPS))
-        driver = asyncio.create_task(drive_through_restarts(service, "tool", several_turns))
-        steps = await during(driver, train_through_restarts(service, tiny_dense, groups=GROUPS, steps=3))
-        driver.cancel()
+        async with dora.Prompts(service.address, service.token) as source:
+            await source.submit(prompts_of(prompts))
+        driving = asyncio.create_task(drive_through_restarts(service, "tool", work))
+        taken = await during(driving, train_through_restarts(service, model, groups=groups, steps=steps))
+        driving.cancel()
     finally:
         await service.stop()
+    return taken
+
+
+async def test_a_killed_orchestrator_costs_no_turn(tiny_dense: Path, tmp_path: Path) -> None:
+    """It dies while sessions wait for their tools and while they sample. They go on under their version."""
+    steps = await through_restarts(tiny_dense, tmp_path, several_turns, prompts=5 * GROUPS, groups=GROUPS, steps=3)
     check_sessions(steps)
 
 
@@ -295,25 +303,7 @@ async def scored_turns(session: Session) -> None:
 
 
 async def test_prompt_logprobs_survive_the_orchestrator(tiny_dense: Path, tmp_path: Path) -> None:
-    settings = settings_of(
-        tiny_dense,
-        tmp_path,
-        prompts="none",
-        reward__function="dora.rewards.tiny:score",
-        window__size=2,
-        rollout__max_tokens=12,
-        rollout__ignore_eos=False,
-    )
-    service = Killed(tmp_path, settings)
-    await service.start()
-    try:
-        async with dora.Prompts(service.address, service.token) as prompts:
-            await prompts.submit(prompts_of(4))
-        driving = asyncio.create_task(drive_through_restarts(service, "tool", scored_turns))
-        steps = await during(driving, train_through_restarts(service, tiny_dense, groups=2, steps=1))
-        driving.cancel()
-    finally:
-        await service.stop()
+    steps = await through_restarts(tiny_dense, tmp_path, scored_turns, prompts=4, groups=2, steps=1)
     trajectories = [each for step in steps for group in step for each in group.trajectories]
     assert [each.reward for each in trajectories] == [4.0] * 2 * GROUP_SIZE
     assert not any("~" in each.trajectory_id for each in trajectories), "no driver has failed"
