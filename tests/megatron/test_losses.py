@@ -91,14 +91,14 @@ class Trained:
         found = self._answer[name]["canary"]
         return Canary(tuple(found["token_ids"]), tuple(found["logprobs"]))
 
-    def plain(self, name: str) -> list[dict[str, float]]:
+    def plain(self, name: str, dtype: torch.dtype = torch.float32) -> list[dict[str, float]]:
         """As :meth:`steps`, by the plain trainer; once for all layouts."""
         case, count = CASES[name], self._steps[name]
-        key = f"{case.kind} {case.learner}"
+        key = f"{case.kind} {case.learner} {dtype}"
         if len(self._plain.get(key, ())) < count:
             config = learner_config({**SETTINGS, **case.learner})
             module, reference = (
-                AutoModelForCausalLM.from_pretrained(self.models[case.kind], dtype=torch.float32) for _ in range(2)
+                AutoModelForCausalLM.from_pretrained(self.models[case.kind], dtype=dtype) for _ in range(2)
             )
             learner = Learner(module, config, reference=reference if config.objective.needs_reference else None)
             self._plain[key] = []
@@ -146,10 +146,11 @@ def test_the_policy_moves_as_far_in_a_step_as_with_the_plain_trainer(name: str, 
     assert 0.5 < sorted(ratios)[len(ratios) // 2] < 2.0, ratios
 
 
-def test_losses_in_bfloat16_are_near_those_in_float32(trained: Trained) -> None:
+def test_bfloat16_rounds_losses_as_it_does_those_of_the_plain_trainer(trained: Trained) -> None:
     few = CASES["bfloat16"].steps  # rounding adds up from step to step
     steps, plain = trained.steps("bfloat16")[:few], trained.plain("bfloat16")[:few]
-    assert 0 < largest_gap(steps, plain, "loss") <= 5e-3
+    rounded = trained.plain("bfloat16", torch.bfloat16)[:few]
+    assert 0 < largest_gap(steps, plain, "loss") <= 2 * largest_gap(rounded, plain, "loss")
     assert largest_gap(steps, plain, "logprob_gap") <= 1e-2
 
 
