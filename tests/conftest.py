@@ -5,15 +5,18 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from dora.models import resolve_model
 from dora.models.tiny import make_tiny
+
+if TYPE_CHECKING:
+    from tests.contract.trainer_service import StartService
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, not even asked for
 # A thread of torch that has no core of its own keeps the others waiting, who spin: processes of tests share the cores.
@@ -76,6 +79,25 @@ def logged_as_before() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+async def start_service() -> "AsyncIterator[StartService]":
+    """Starts scripted services for trainers, and stops them at the test's end, passed or failed.
+
+    A gRPC server that is left to the garbage collector keeps its process from ending.
+    """
+    from tests.contract import trainer_service
+
+    started = []
+
+    async def start(store_folder: Path, reference: Path, **options: Any) -> trainer_service.Running:
+        started.append(await trainer_service.start_service(store_folder, reference, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        await each.server.stop(None)
 
 
 @pytest.fixture(scope="session")

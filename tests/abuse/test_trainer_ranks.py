@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dora.models.tiny import make_tiny
 from dora.trainers.grpo import main
 from dora.trainers.learner import Learner
 from tests.contract import trainer_service
-from tests.contract.trainer_service import TOKEN, Running, make_group, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService, make_group
 from tests.private_token import with_token
 from tests.trainer_ranks import Rank, ended, start_ranks
 
@@ -34,10 +34,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def service(tmp_path: Path, model_folder: Path) -> AsyncIterator[Running]:
-    running = await start_service(tmp_path / "store", model_folder)
-    yield running
-    await running.server.stop(None)
+async def service(start_service: StartService, tmp_path: Path, model_folder: Path) -> Running:
+    return await start_service(tmp_path / "store", model_folder)
 
 
 # --------------------------------------------------------------------------------------- what a rank does, of a sudden

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.prime_rl_batches import samples_of, train, until
-from tests.contract.trainer_service import TOKEN, make_group, start_service
+from tests.contract.trainer_service import TOKEN, StartService, make_group
 
 FIELDS = ("token_ids", "mask", "logprobs", "temperatures", "advantages")
 
@@ -46,17 +46,16 @@ class Ranks(threading.Thread):
             (offered / ".finished").touch()
 
 
-async def test_policies_that_the_trainer_offers_become_versions(tmp_path: Path, tiny_dense: Path) -> None:
+async def test_policies_that_the_trainer_offers_become_versions(
+    start_service: StartService, tmp_path: Path, tiny_dense: Path
+) -> None:
     """Five groups, of which the third step of two is short."""
     service = await start_service(tmp_path / "store", tiny_dense, total_groups=5)
     base = load_file(tiny_dense / "model.safetensors")
     ranks, sent = Ranks(tmp_path / "run", base, 3), list[tuple[int, int]]()
     ranks.start()
     options = Namespace(address=service.address, folder=ranks.folder, groups=2, steps=0, task="dora")
-    try:
-        await asyncio.to_thread(train, options, TOKEN, lambda step: lambda rows: sent.append((step, len(rows))))
-    finally:
-        await service.server.stop(None)
+    await asyncio.to_thread(train, options, TOKEN, lambda step: lambda rows: sent.append((step, len(rows))))
     ranks.join()
     assert sent == [(1, 4), (1, 4), (1, 2)]
     assert [commit.version for commit in service.service.commits] == [1, 2, 3]

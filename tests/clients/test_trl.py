@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.clients.environments import run_in
-from tests.contract.trainer_service import TOKEN, Running, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService
 from tests.snippets import ROOT, snippet
 
 CHANGED_LINES_MAX = 15  # of a program with TRL's trainer, as issue 56 limits them
@@ -25,14 +25,12 @@ def weights_of(service: Running, version: int) -> dict[str, torch.Tensor]:
     return load_file(service.service.store.folder(version) / "model.safetensors")
 
 
-async def test_trl_trains_whole_models_and_adapters(tmp_path: Path, tiny_dense: Path) -> None:
+async def test_trl_trains_whole_models_and_adapters(
+    start_service: StartService, tmp_path: Path, tiny_dense: Path
+) -> None:
     """Five groups: the third step of two is short."""
     full, lora = [await start_service(tmp_path / name, tiny_dense, total_groups=5) for name in ("full", "lora")]
-    try:
-        found = await ran(ROOT / "tests/clients/trl_runs.py", str(tiny_dense), full.address, lora.address)
-    finally:
-        for service in (full, lora):
-            await service.server.stop(None)
+    found = await ran(ROOT / "tests/clients/trl_runs.py", str(tiny_dense), full.address, lora.address)
     assert found["merging"] and found["refused_adapter"].startswith("peft_config")
     assert found["refused"] == "args.num_generations"
     base = load_file(tiny_dense / "model.safetensors")

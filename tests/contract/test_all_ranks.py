@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dora.models.tiny import make_tiny
-from tests.contract.trainer_service import TOKEN, start_service
+from tests.contract.trainer_service import TOKEN, StartService
 from tests.trainer_ranks import ended, start_ranks
 
 GROUPS = 2
@@ -48,7 +48,7 @@ def work(address: str, model: str, fault: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-async def test_all_ranks_publish_one_version(kind: Any, tmp_path: Path) -> None:
+async def test_all_ranks_publish_one_version(start_service: StartService, kind: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = make_tiny(kind, tmp_path / "model")
@@ -60,10 +60,9 @@ async def test_all_ranks_publish_one_version(kind: Any, tmp_path: Path) -> None:
     expected = load_file(model / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(bool((found[name] == tensor * 1.5).all()) for name, tensor in expected.items())
-    await service.server.stop(None)
 
 
-async def test_weights_that_do_not_fit_are_told_on_every_rank(tmp_path: Path) -> None:
+async def test_weights_that_do_not_fit_are_told_on_every_rank(start_service: StartService, tmp_path: Path) -> None:
     model = make_tiny("dense", tmp_path / "model")
     service = await start_service(tmp_path / "store", model)
     ranks = await asyncio.to_thread(start_ranks, 2, tmp_path / "ranks", work, service.address, str(model), "misshapen")
@@ -73,4 +72,3 @@ async def test_weights_that_do_not_fit_are_told_on_every_rank(tmp_path: Path) ->
     assert "refused: weights: model.norm.weight: shape = [3]" in texts[0]
     assert "accepted by the leading rank" in texts[1]
     assert service.service.store.versions() == (0,)
-    await service.server.stop(None)

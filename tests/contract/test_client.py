@@ -24,7 +24,7 @@ from dora.rpc.convert import trajectory_to_wire
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
 from dora.weights.canary import compute_canary
 from tests.contract.awaited import AwaitedPrompts, AwaitedTrainer
-from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService, make_trajectory
 from tests.refusals import refused
 
 GROUPS = 2
@@ -45,11 +45,10 @@ by_hand = pytest.mark.parametrize("client", ["asynchronous"], indirect=True)
 
 
 @pytest.fixture
-async def service(client: str, tmp_path: Path, model_folder: Path) -> AsyncIterator[Running]:
+async def service(start_service: StartService, client: str, tmp_path: Path, model_folder: Path) -> Running:
     running = await start_service(tmp_path / "store", model_folder)
     running.client = client
-    yield running
-    await running.server.stop(None)
+    return running
 
 
 @pytest.fixture
@@ -410,7 +409,12 @@ async def test_another_host_uploads(service: Running, tensors: dict[str, Any], m
 
 
 async def test_steps_end_with_the_prompts(
-    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any], caplog: pytest.LogCaptureFixture
+    start_service: StartService,
+    client: str,
+    tmp_path: Path,
+    model_folder: Path,
+    tensors: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     service = await start_service(tmp_path / "store", model_folder, total_groups=4)
     service.client = client
@@ -426,11 +430,10 @@ async def test_steps_end_with_the_prompts(
         assert [step.number async for step in trainer.steps()] == []
     said = [record.getMessage() for record in caplog.records if record.name == "dora.client"]
     assert said == [ENDED % (2, service.address, UNSAID)]
-    await service.server.stop(None)
 
 
 async def test_a_short_last_step_is_the_end(
-    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
+    start_service: StartService, client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
 ) -> None:
     service = await start_service(tmp_path / "store", model_folder, total_groups=3)
     service.client = client
@@ -442,7 +445,6 @@ async def test_a_short_last_step_is_the_end(
         assert step.end_of_prompts
     assert taken == [2, 1]
     assert service.service.next_step == 2
-    await service.server.stop(None)
 
 
 # -------------------------------------------------------------------------------------------------- rejected versions

@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -257,6 +257,12 @@ class Running:
         """Stops the server as if its process were gone and starts another one at the same address."""
         await self.server.stop(None)
         self.server, _ = await _start(self.service, self.address)
+
+
+class StartService(Protocol):
+    """As :func:`start_service`; the fixture of that name stops the server at the test's end."""
+
+    async def __call__(self, store_folder: Path, reference: Path, **options: Any) -> Running: ...
 
 
 async def start_service(store_folder: Path, reference: Path, **options: Any) -> Running:

@@ -17,7 +17,7 @@ from dora.trainers.options import GrpoConfig
 from dora.verify.check import read_trajectories
 from dora.verify.committed import groups_replayed, missing
 from dora.verify.invariants import violations
-from tests.contract.trainer_service import TOKEN, start_service
+from tests.contract.trainer_service import TOKEN, StartService
 from tests.refusals import refused
 from tests.service import check_promises, configured, running
 
@@ -106,7 +106,9 @@ async def test_a_window_of_one_version_is_refused(tiny_dense: Path, tmp_path: Pa
             await anext(trainer.steps(GROUPS))
 
 
-async def test_the_reference_trainer_replays_the_same_groups_after_a_restart(tmp_path: Path, tiny_dense: Path) -> None:
+async def test_the_reference_trainer_replays_the_same_groups_after_a_restart(
+    start_service: StartService, tmp_path: Path, tiny_dense: Path
+) -> None:
     commits = []
     for name, lives in (("straight", [6]), ("restarted", [3, 3]), ("without checkpoints", [3, 3])):
         service = await start_service(tmp_path / name / "store", tiny_dense)
@@ -119,7 +121,6 @@ async def test_the_reference_trainer_replays_the_same_groups_after_a_restart(tmp
         for steps in lives:
             report = await train(replace(config, steps=steps))
         commits.append({commit.step: list(commit.replayed_groups) for commit in service.service.commits})
-        await service.server.stop(None)
     straight, restarted, without = commits
     assert straight == restarted == {0: [], **{step: [f"s{step - 1}-g0", f"s{step - 1}-g1"] for step in range(1, 6)}}
     assert without == {**straight, 3: []}, "it begins with an empty buffer"

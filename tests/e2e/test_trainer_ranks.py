@@ -4,7 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from dora.trainers.objectives.presets import objective
 from dora.trainers.options import GrpoConfig
 from dora.trainers.ranks import Ranks, joined
 from dora.trainers.start import Start, make_learner
-from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService, make_trajectory
 from tests.private_token import with_token
 from tests.refusals import refused
 from tests.trainer_ranks import ended, start_ranks
@@ -158,11 +158,8 @@ def test_what_is_gone_on_from_is_what_was_left(model_folder: Path, tmp_path: Pat
 
 
 @pytest.fixture
-async def services(model_folder: Path, tmp_path: Path) -> AsyncIterator[tuple[Running, Running]]:
-    one, other = [await start_service(tmp_path / name, model_folder) for name in ("one", "other")]
-    yield one, other
-    for each in (one, other):
-        await each.server.stop(None)
+async def services(start_service: StartService, model_folder: Path, tmp_path: Path) -> tuple[Running, Running]:
+    return await start_service(tmp_path / "one", model_folder), await start_service(tmp_path / "other", model_folder)
 
 
 @pytest.mark.full  # two runs, one after the other

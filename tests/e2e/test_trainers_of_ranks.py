@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from examples.grpo_loop import train
-from tests.contract.trainer_service import TOKEN, Running, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService
 from tests.snippets import ROOT
 
 STEPS, LEARNING_RATE = 2, 1e-3
@@ -44,7 +44,7 @@ async def ran(launcher: list[str], name: str, service: Running) -> str:
     ids=["fsdp2", "accelerate"],
 )
 async def test_two_ranks_publish_what_one_process_does(
-    tmp_path: Path, tiny_dense: Path, launcher: list[str], name: str
+    start_service: StartService, tmp_path: Path, tiny_dense: Path, launcher: list[str], name: str
 ) -> None:
     two, one = [await start_service(tmp_path / each, tiny_dense) for each in ("two", "one")]
     out = await ran(launcher, name, two)
@@ -61,5 +61,3 @@ async def test_two_ranks_publish_what_one_process_does(
     assert theirs.keys() == ours.keys()
     for tensor in ours:  # Adam makes steps as large as others where a gradient is its own rounding: a few elements
         assert ((theirs[tensor] - ours[tensor]).abs() > 2e-5).float().mean() < 5e-3, tensor
-    for each in (two, one):
-        await each.server.stop(None)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dora.models.tiny import make_tiny
 from dora.trainers.checkpoint import path_of, steps_in
 from dora.verify.recompute import load_model
 from dora.weights.canary import compute_canary
-from tests.contract.trainer_service import TOKEN, Running, start_service
+from tests.contract.trainer_service import TOKEN, Running, StartService
 from tests.megatron.world import WORLD, start
 from tests.private_token import with_token
 from tests.trainer_ranks import Rank, ended
@@ -31,10 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def service(tmp_path: Path, model: Path) -> AsyncIterator[Running]:
-    running = await start_service(tmp_path / "store", model, total_groups=12)
-    yield running
-    await running.server.stop(None)
+async def service(start_service: StartService, tmp_path: Path, model: Path) -> Running:
+    return await start_service(tmp_path / "store", model, total_groups=12)
 
 
 def command(arguments: list[str], plant: str = "") -> int:
@@ -79,7 +76,9 @@ def tensors_in(folder: Path) -> dict[str, Any]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-async def test_versions_are_committed_and_a_later_trainer_goes_on(tmp_path: Path, service: Running) -> None:
+async def test_versions_are_committed_and_a_later_trainer_goes_on(
+    start_service: StartService, tmp_path: Path, service: Running
+) -> None:
     checkpoints = tmp_path / "checkpoints"
     given = options(service, "--checkpoints", str(checkpoints), "--steps")
     whole = start(tmp_path / "whole", command, [*given, "4", "--tp", "2"])
@@ -108,7 +107,6 @@ async def test_versions_are_committed_and_a_later_trainer_goes_on(tmp_path: Path
     ranks = start(tmp_path / "other", command, [*given, "1", "--pp", "2"])
     assert await outcome(ranks) == [1] * WORLD
     assert "step-4: layout" in ranks[0].text() and "'tp': 2" in ranks[0].text()
-    await again.server.stop(None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from dora.trainers.options import GrpoConfig, multiplies_bfloat16, parse_argumen
 from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trainers.report import step_json, step_line
 from dora.verify.recompute import recomputed_logprobs
-from tests.contract.trainer_service import TOKEN, ScriptedService, make_group, make_trajectory, start_service
+from tests.contract.trainer_service import TOKEN, ScriptedService, StartService, make_group, make_trajectory
 from tests.refusals import data_words, refused
 
 DAPO = objective("dapo")
@@ -239,7 +239,7 @@ def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> 
 
 
 async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
-    tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
+    start_service: StartService, tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The fake service's logprobs are far above the model's: responses with a negative advantage are clipped."""
     service = await start_service(tmp_path / "store", model_folder)
@@ -254,10 +254,11 @@ async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
     await train(replace(loud, learner=LearnerConfig(objective=DAPO, clip_alarm=1.0)))
     warned = [each for each in caplog.records if each.name == "dora.trainers.grpo"]
     assert "alarm_clip_fraction" not in service.service.commits[1].metrics and len(warned) == 1
-    await service.server.stop(None)
 
 
-async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_folder: Path) -> None:
+async def test_the_trainer_trains_and_publishes_over_grpc(
+    start_service: StartService, tmp_path: Path, model_folder: Path
+) -> None:
     service = await start_service(tmp_path / "store", model_folder)
     seen = []
     config = GrpoConfig(service.address, TOKEN, groups=2, steps=2, learner=LearnerConfig(learning_rate=1e-3))
@@ -277,7 +278,6 @@ async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_
     assert again.steps[0].step == 2
     third = load(store.folder(3)).state_dict()
     assert all(torch.allclose(second[name], third[name], atol=1e-6) for name in second)
-    await service.server.stop(None)
 
 
 class Gates:
@@ -335,7 +335,7 @@ async def test_a_learner_that_fails_ends_the_wait_for_groups(model_folder: Path)
 
 
 async def test_the_wait_for_the_first_group_of_a_step_is_told(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    start_service: StartService, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_s: list[float] = []
 
@@ -354,10 +354,11 @@ async def test_the_wait_for_the_first_group_of_a_step_is_told(
     assert told == [step.waited_s for step in report.steps]
     assert all(waited_s >= held for waited_s, held in zip(told, held_s, strict=False)) and len(told) == 2
     assert all(step.waited_s < step.seconds for step in report.steps)
-    await service.server.stop(None)
 
 
-async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_folder: Path) -> None:
+async def test_a_rejected_version_is_published_anew_once(
+    start_service: StartService, tmp_path: Path, model_folder: Path
+) -> None:
     service = await start_service(tmp_path / "store", model_folder)
     service.service.faults.rejections = {1: 1}
     config = GrpoConfig(service.address, TOKEN, groups=2, steps=2)
@@ -370,7 +371,6 @@ async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_f
     with refused(VersionRejected, field="version", value=3, names=("w0", "w1")):
         await train(config)
     assert [each.version for each in service.service.republished] == [1, 3]
-    await service.server.stop(None)
 
 
 def test_arguments_and_limits() -> None:

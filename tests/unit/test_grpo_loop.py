@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.objectives.presets import objective
 from examples.grpo_loop import GRADIENT_NORM_MAX, micro_batches, policy_gradient, train
-from tests.contract.trainer_service import TOKEN, start_service
+from tests.contract.trainer_service import TOKEN, StartService
 from tests.unit.test_grpo import responses
 
 
@@ -51,7 +51,9 @@ def test_a_step_is_that_of_the_reference_trainer(tiny_dense: Path, rows: int) ->
     assert float(norm) == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
-async def test_it_publishes_each_step_and_a_rejected_version_once_more(tmp_path: Path, tiny_dense: Path) -> None:
+async def test_it_publishes_each_step_and_a_rejected_version_once_more(
+    start_service: StartService, tmp_path: Path, tiny_dense: Path
+) -> None:
     service = await start_service(tmp_path / "store", tiny_dense)
     service.service.faults.rejections = {1: 1}
     history = await asyncio.to_thread(train, options(service.address, steps=2), TOKEN)
@@ -60,4 +62,3 @@ async def test_it_publishes_each_step_and_a_rejected_version_once_more(tmp_path:
     assert [each.version for each in service.service.republished] == [1]
     first, second = (load(service.service.store.folder(version)).state_dict() for version in (1, 2))
     assert any(not torch.equal(first[name], second[name]) for name in first)
-    await service.server.stop(None)
