@@ -21,7 +21,7 @@ from dora.session.guarded import check_credentials
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
 from dora.system.private import PRIVATE_UMASK
-from dora.system.signals import stop_on_signals
+from dora.system.signals import ignore_notices, stop_on_signals
 from dora.tls.options import add_options, tls_of
 
 MEGABYTE = 10**6
@@ -64,6 +64,7 @@ class PoolMember(LinkedMember):
 
 
 def main(argv: list[str] | None = None) -> int:
+    ignore_notices()
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.pool_id} %(levelname)s %(message)s")
     stop = threading.Event()

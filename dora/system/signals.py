@@ -43,9 +43,15 @@ def drain_on_signals(drain: Callable[[], None], end: Callable[[], object]) -> No
         signal.signal(number, signal.SIG_IGN)
 
 
-def stop_on_signals(stop: Callable[[], None]) -> None:
-    """The signals of a worker or pool."""
-    for number in CHILD_STOP:
-        signal.signal(number, lambda *_: stop())
+def ignore_notices() -> None:
+    """Ignores what a terminal or a scheduler sends to every process. A worker or pool calls it before it begins, as an
+    engine loads for a minute.
+    """
     for number in CHILD_IGNORED:
         signal.signal(number, signal.SIG_IGN)
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """Calls ``stop`` at the signals that end a worker or pool."""
+    for number in CHILD_STOP:
+        signal.signal(number, lambda *_: stop())

@@ -22,7 +22,7 @@ from dora.session.linked import Address, LinkedMember
 from dora.system.interfaces import restrict_groups
 from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
-from dora.system.signals import stop_on_signals
+from dora.system.signals import ignore_notices, stop_on_signals
 from dora.tls.options import add_options, tls_of
 from dora.worker.device.choice import device_named
 from dora.worker.device.port import KINDS
@@ -58,6 +58,7 @@ class WorkerMember(LinkedMember):
 
 
 def main(argv: list[str] | None = None) -> int:
+    ignore_notices()
     gc.disable()  # imported modules are permanent: collecting them again and again costs 12 to 25% of the time
     bound = bind()  # before threads and ranks, which inherit it
     if sys.argv[1:] == ["--wait"]:

@@ -79,6 +79,13 @@ def is_gone(folder: str) -> bool:
     return not Path(folder).exists()
 
 
+def ignores(process: psutil.Process, numbers: tuple[signal.Signals, ...]) -> bool:
+    """Returns whether the process ignores all of these. Source: proc(5), SigIgn."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return all(mask >> (number - 1) & 1 for number in numbers)
+
+
 def runs(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
@@ -120,10 +127,12 @@ async def test_a_terminals_signals_reach_the_service_alone_and_its_workers_ignor
         modules = {"dora.worker", "dora.pool"}
         members = [child for child in children if modules & set(child.cmdline())]
         assert len(members) == 2 and all(os.getpgid(child.pid) != process.pid for child in members)
-        for child in members:
-            for number in CHILD_IGNORED:
-                child.send_signal(number)
         async with attached(ready):
+            async with Operator(ready["address"], ready["token"]) as operator:
+                await until(operator, lambda _: all(ignores(child, CHILD_IGNORED) for child in members))
+            for child in members:
+                for number in CHILD_IGNORED:
+                    child.send_signal(number)
             assert all(runs(child) for child in members)
             assert [child.pid for child in psutil.Process(process.pid).children()] == [each.pid for each in children]
             for number, child in zip(CHILD_STOP, members, strict=True):
