@@ -1,0 +1,72 @@
+"""The whole configuration: frozen, validated once. One TOML file plus dotted overrides (``--set window.size=3``).
+
+Field names carry their units. No value is silently corrected: a bad one raises :class:`dora.errors.InvalidValue` with
+the dotted field, the value and what is allowed.
+"""
+
+from dora.config.planning import (
+    DEFAULT_POLICY,
+    BalanceConfig,
+    CostConfig,
+    DoraConfig,
+    RolloutConfig,
+    SelectionConfig,
+    WindowConfig,
+    WindowSize,
+)
+from dora.config.processes import KvConfig, ServiceConfig, TlsConfig, WorkersConfig
+from dora.config.reading import (
+    Override,
+    Setting,
+    given,
+    load_config,
+    merged,
+    settings_tree,
+    tree_of,
+    upgraded,
+    validated,
+    value_at,
+)
+from dora.config.section import Section
+from dora.config.tasks import (
+    ColumnsConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    PromptsConfig,
+    RewardConfig,
+    SessionsConfig,
+)
+from dora.config.whole import Config
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "BalanceConfig",
+    "ColumnsConfig",
+    "Config",
+    "CostConfig",
+    "DoraConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "KvConfig",
+    "Override",
+    "PromptsConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "Section",
+    "SelectionConfig",
+    "ServiceConfig",
+    "SessionsConfig",
+    "Setting",
+    "TlsConfig",
+    "WindowConfig",
+    "WindowSize",
+    "WorkersConfig",
+    "given",
+    "load_config",
+    "merged",
+    "settings_tree",
+    "tree_of",
+    "upgraded",
+    "validated",
+    "value_at",
+]
