@@ -43,7 +43,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Sessions/Turn": _SESSION,
         "Sessions/EndSession": _SESSION,
         "Sessions/FailSession": _SESSION,
-        "Sessions/ServeFront": _SUBMITTER,
+        "Sessions/ServeFront": _ENVIRONMENT,
         "Operator/GetStatus": _READER,
         "Operator/WatchStatus": _READER,
         "Operator/ListTrajectories": _OPERATOR,

@@ -21,6 +21,7 @@ LEAST = {
         "Sessions/Turn",
         "Sessions/EndSession",
         "Sessions/FailSession",
+        "Sessions/ServeFront",
     },
     Role.WORKER: {"Worker/Connect"},
     Role.HOST: {"Host/Join", "Host/ListFiles", "Host/FetchFile"},

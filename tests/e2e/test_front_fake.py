@@ -31,7 +31,7 @@ from tests.snippets import snippet
 GROUPS = 3
 
 
-def config_of(model: Path) -> Config:
+def config_of(model: Path, **fields: Any) -> Config:
     return configured(
         model,
         workers__engine="fake",
@@ -39,6 +39,7 @@ def config_of(model: Path) -> Config:
         reward__function="tests.unit.reward_functions:process_id",
         window__size=2,
         rollout__max_tokens=8,
+        **fields,
     )
 
 
@@ -139,10 +140,21 @@ async def test_choices_branches_and_single_turns(tiny_dense: Path) -> None:
     assert tokens_of(session.trajectories[0]) == first
 
 
+async def listed(metrics: str, url: str) -> None:
+    """Returns once Prometheus discovers the front of this URL."""
+    async with aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://{metrics}/sd") as reply:
+                fronts = [each["targets"] for each in await reply.json() if each["labels"]["role"] == "front"]
+            if [url.removeprefix("http://")] in fronts:
+                return
+
+
 async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
     """Agents keep their address and their sessions: a request that comes meanwhile only waits."""
 
-    async def work(process: FrontProcess) -> None:
+    async def work(metrics: str, process: FrontProcess) -> None:
+        await listed(metrics, process.url)
         first = await converse(process.url, "s", turns=2)
         (child,) = [each for each in descendants() if "front" in psutil.Process(each).cmdline()]
         os.kill(child, signal.SIGKILL)
@@ -155,11 +167,12 @@ async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
         await told(process.url, "s", reward=1.0)
 
     seen: list[int] = []
-    async with running(config_of(tiny_dense)) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+    config = config_of(tiny_dense, service__metrics="127.0.0.1:0")
+    async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
         process = FrontProcess("127.0.0.1:0")
         process.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
         try:
-            (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(process))
+            (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(handle.metrics, process))
         finally:
             await process.stop()
     assert [tokens_of(each) for group in step for each in group.trajectories] == [seen]
