@@ -172,7 +172,9 @@ async def test_a_front_that_dies_is_started_again(tiny_dense: Path) -> None:
         process = FrontProcess("127.0.0.1:0")
         process.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
         try:
-            (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(handle.metrics, process))
+            (step, *_), _ = await asyncio.gather(
+                train(handle, trainer, steps=1, groups=1), work(handle.metrics, process)
+            )
         finally:
             await process.stop()
     assert [tokens_of(each) for group in step for each in group.trajectories] == [seen]
