@@ -98,13 +98,15 @@ class TurnAsked:
     """An environment continues an idle session with ``tokens`` given tokens.
 
     A fork: ``after_tokens`` is their place within the response of some branch (-1: no fork), or ``is_prompt``: they are
-    the prompt of a branch of their own, which an idle session without a prompt needs first.
+    the prompt of a branch of their own, which an idle session without a prompt needs first. ``is_on_branch``: the place
+    is on the session's present branch, so the turn can begin with that branch's KV.
     """
 
     request_id: str
     tokens: int
     after_tokens: int = NO_FORK
     is_prompt: bool = False
+    is_on_branch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ class State:
                 "rests_until_s": np.float64,  # a move of it failed: not planned again before then
                 "session": np.bool_,  # an environment ends it
                 "given": np.int64,  # of ``tokens``: the newest turn's given tokens, until a worker has them
+                "left": np.int64,  # of a fork: the KV of the branch that it leaves, until a worker has its given tokens
                 "began_s": np.float64,  # sessions: start of the first turn; 0: not yet
                 "idle_s": np.float64,  # sessions: end of the last turn
                 "paused_s": np.float64,  # sessions: time between turns so far
@@ -404,7 +405,7 @@ class State:
         requests["status"][indexes] = RequestStatus.RUNNING
         requests["placed_s"][indexes], requests["placed_tokens"][indexes] = self.now_s, held
         requests["worker"][indexes], requests["claim"][indexes] = worker.index + 1, claims
-        requests["starting"][indexes] = requests["given"][indexes] = 0
+        requests["starting"][indexes] = requests["given"][indexes] = requests["left"][indexes] = 0
         worker.rows.update(rows)
         worker.kv_claimed += int(claims.sum())
         worker.kv_change += int(context.sum())
@@ -437,8 +438,12 @@ class State:
         self.request_id[row], self.request_row[request_id] = request_id, row
 
     def kv_of(self, row: int) -> int:
-        """KV tokens of a request where it lies: without the given tokens that no worker has yet."""
+        """KV tokens of a request where it lies: without the given tokens that no worker has yet, and of a fork that no
+        worker has yet those of the branch that it leaves.
+        """
         requests = self.requests
+        if left := int(requests["left"][row]):
+            return left
         return int(requests["prompt_tokens"][row] + requests["tokens"][row] - requests["given"][row])
 
     def idles(self, row: int) -> None:

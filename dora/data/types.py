@@ -4,7 +4,7 @@ Units are in the names: ``_s`` seconds, ``_ms`` milliseconds, ``_tokens`` tokens
 A *request* is one response being generated; its id is the trajectory's id.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
@@ -116,19 +116,35 @@ class RequestSpec:
         )
 
     def extended(
-        self, given_token_ids: tuple[int, ...], sampling: SamplingParams, *, prompt_logprobs: bool = False
+        self,
+        given_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        after: int | None = None,
+        prompt_logprobs: bool = False,
     ) -> "RequestSpec":
-        """Returns the request with a next turn, which is sampled as ``sampling`` says."""
-        outputs = len(self.output_token_ids)
+        """Returns the request with a next turn, which is sampled as ``sampling`` says. ``after``: the outputs that it
+        follows, without the later ones; None: all.
+        """
+        after = len(self.output_token_ids) if after is None else after
         return replace(
             self,
             sampling=sampling,
-            output_token_ids=self.output_token_ids + given_token_ids,
-            logprobs=self.logprobs + (0.0,) * len(given_token_ids),
-            given=(*self.given, (outputs, outputs + len(given_token_ids))),
+            output_token_ids=self.output_token_ids[:after] + given_token_ids,
+            logprobs=self.logprobs[:after] + (0.0,) * len(given_token_ids),
+            given=tuple(given_after(self.given, after, len(given_token_ids))),
             kept=False,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def given_after(given: Iterable[tuple[int, int]], after: int, tokens: int) -> list[tuple[int, int]]:
+    """Returns the given runs of a response of which the first ``after`` outputs stay, with so many given ones after
+    them. Adjacent runs are one.
+    """
+    stay = [(first, min(end, after)) for first, end in given if first < after]
+    first = stay.pop()[0] if stay and stay[-1][1] == after else after
+    return [*stay, (first, after + tokens)]
 
 
 def pending_of(given: tuple[tuple[int, int], ...], outputs: int) -> int:

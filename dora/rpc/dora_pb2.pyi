@@ -1803,20 +1803,22 @@ class StartRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ..., keeps: _Optional[bool] = ..., given: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token", "prompt_logprobs")
+    __slots__ = ("request_id", "given_token_ids", "sampling", "row", "first_token", "prompt_logprobs", "dropped_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GIVEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     given_token_ids: bytes
     sampling: Sampling
     row: int
     first_token: int
     prompt_logprobs: bool
-    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    dropped_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., given_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., row: _Optional[int] = ..., first_token: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)

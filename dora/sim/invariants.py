@@ -161,6 +161,9 @@ def check_requests(state: State) -> None:
                 raise Violation(f"{state.request_id[row]} of version {version[row]} waits for {of_version} (C1)")
     if unplaced:
         raise Violation(f"{', '.join(state.request_id[row] for row in sorted(unplaced))}: nowhere (C2)")
+    left = state.requests["left"]
+    if (odd := np.flatnonzero((left > 0) & (state.requests["status"] != WAITING))).size:
+        raise Violation(f"{_names(state, odd.tolist())}: the KV of an earlier branch counts, and no fork of it waits")
     asked_at = {worker.index for worker in state.workers.values() if worker.asked}
     on_workers = sum(len(worker.rows) + len(worker.kept) for worker in state.workers.values())
     if asked_at != state.asked_at or np.count_nonzero(state.requests["worker"]) != on_workers:

@@ -72,6 +72,7 @@ class Response:
     ended: bool = False  # sessions: the environment has ended it
     troubled: bool = False  # sessions: its environment has failed or stands still
     forked: bool = False  # sessions: the present turn has left the branch of the one before
+    cut_tokens: int = 0  # sessions: tokens that the KV of that branch loses to serve the turn; 0: it does not serve it
 
     @classmethod
     def of(cls, group_id: str, version: int, index: int, prompt: SimPrompt) -> "Response":
@@ -209,15 +210,16 @@ class Ledger:
         """The environment asks a session's next turn, which may fork."""
         response = self.responses[request_id]
         prompt, turn = response.prompt, response.turn
-        response.turn, response.idle, response.forked = turn + 1, False, turn < 0
+        response.turn, response.idle, response.forked, response.cut_tokens = turn + 1, False, turn < 0, 0
         if response.forked:
             return on.TurnAsked(request_id, prompt.prompt_tokens, is_prompt=True)
         given, left = given_tokens(prompt.turns_of(response.index)[turn]), prompt.tokens_left(response.index, turn)
         response.tokens += given
         if not left:
             return on.TurnAsked(request_id, given)
-        response.forked = True
-        return on.TurnAsked(request_id, given + left, response.tokens - given - left)
+        response.forked, is_on_branch = True, not prompt.forks_elsewhere(response.index, turn)
+        response.cut_tokens = left if is_on_branch else 0
+        return on.TurnAsked(request_id, given + left, response.tokens - given - left, is_on_branch=is_on_branch)
 
     def replace(self, command: do.ReplaceRequest) -> None:
         """Another session begins in place of one that has failed."""

@@ -47,5 +47,6 @@ def _ask_wrongly(world: UnreliableWorld, request_id: str, response: Response) ->
     if not response.idle or response.turn < 0:
         world.ask(on.TurnAsked(request_id, 5), refused=True)
     world.ask(on.TurnAsked(request_id, 5, after_tokens=-2), refused=True)
+    world.ask(on.TurnAsked(request_id, 5, after_tokens=response.tokens + 1, is_on_branch=True), refused=True)
     if not response.tokens:
         world.ask(on.SessionEnded(request_id), refused=True)

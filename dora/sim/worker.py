@@ -68,7 +68,7 @@ def _session(response: Response, request_id: str) -> SimRequest:
     end, length = spans[turn][1], spans[-1][1]
     return SimRequest(
         request_id, response.group_id, response.version, prompt.prompt_tokens, tokens, end - tokens, length, turns,
-        turn, keeps=True, forked=response.forked,
+        turn, keeps=True, forked=response.forked, cut_tokens=response.cut_tokens,
     )  # fmt: skip
 
 
@@ -189,11 +189,12 @@ class SimWorker:
         if bad == "unknown_request" or kept is None:
             self.engine.remove(command.request_id)
             return self._failed(command, f"{command.request_id} is not here", "unknown_request")
-        if request is not None and request.forked:
+        if request is not None and request.forked and not request.cut_tokens:
             raise Violation(f"{command.request_id} is extended on {self.worker_id}, which has another branch (C1)")
         if bad or request is None or not kept.is_kept or kept.turn + 1 != request.turn:
             return self._failed(command, f"{command.request_id} cannot be extended", bad or "invalid")
-        self.engine.extend(kept, request.tokens - kept.tokens, request.left)
+        given_tokens = request.tokens - kept.tokens + request.cut_tokens
+        self.engine.extend(kept, given_tokens, request.left, request.cut_tokens)
         return self._done(command)
 
     def _copy_out(self, world: Environment, command: do.CopyOut, bad: str) -> Outcome:

@@ -32,6 +32,7 @@ from dora.sim_engine.request import Turn
 FEATURES = 4
 BLOCK = 512  # prompts drawn at once, so that calls of any size see the same stream
 FILTERED = "filtered: it teaches nothing"  # reason of a filtered group's cancellation
+ELSEWHERE = 0.3  # share of the forks that follow another branch than the present one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ class SimPrompt:
         drawn = Random(f"fork {self.key} {index} {turn}")
         most = self.spans(index)[turn][1] - 1  # the first token stays
         return drawn.randint(1, most) if drawn.random() < self.forks and most else 0
+
+    def forks_elsewhere(self, index: int, turn: int) -> bool:
+        """Whether the turn after this one, if it forks, follows another branch than the present one."""
+        return Random(f"branch {self.key} {index} {turn}").random() < ELSEWHERE
 
     def spans(self, index: int) -> tuple[tuple[int, int], ...]:
         """The first and the last position, exclusive, of each turn's sampled tokens in one session."""

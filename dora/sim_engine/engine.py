@@ -97,10 +97,16 @@ class SimEngine:
             self._queue_first(request)
             self._admit()
 
-    def extend(self, request: SimRequest, given_tokens: int, turn_tokens: int) -> None:
-        """Begins the next turn of a kept request: the given tokens are prefilled, then so many are sampled."""
+    def extend(self, request: SimRequest, given_tokens: int, turn_tokens: int, cut_tokens: int = 0) -> None:
+        """Begins the next turn of a kept request: its last ``cut_tokens`` go, the given tokens are prefilled, then so
+        many are sampled.
+        """
         request.turn += 1
         request.left = turn_tokens
+        if request.resident:
+            self.kv -= cut_tokens
+            self.unread -= cut_tokens * request.unread
+        request.tokens -= cut_tokens
         self._give(request, given_tokens)
         request.tokens += given_tokens
         self._queue_first(request)

@@ -42,6 +42,7 @@ class SimRequest:
     resident: bool = False  # its KV lies on the engine
     unread: bool = False  # and no step reads it: since its environment was called, until it runs again
     forked: bool = False  # a session: its present turn has left the branch of the one before
+    cut_tokens: int = 0  # tokens that the KV of that branch loses to serve this turn; 0: it does not serve it
     keeps: bool = False  # a session: it stays at the end of each turn, and its tokens include the answers
     phase: Phase = WAITING
     since_step: float = 0.0

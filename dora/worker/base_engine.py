@@ -89,6 +89,7 @@ class BaseEngine(Generic[Live], ABC):
         given_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
+        after: int | None = None,
         prompt_logprobs: bool = False,
     ) -> None:
         live = self._find(request_id)
@@ -96,8 +97,10 @@ class BaseEngine(Generic[Live], ABC):
         if not request.kept or self._is_frozen(request_id):
             why = "is frozen" if request.kept else "is not kept"
             raise Conflict("request_id", request_id, "a kept request that is not frozen", why)
-        check_extension(request, given_token_ids, sampling, self._capability)
-        self._extend(live, request.extended(tuple(given_token_ids), sampling, prompt_logprobs=prompt_logprobs))
+        after = len(request.output_token_ids) if after is None else after
+        check_extension(request, given_token_ids, sampling, self._capability, after)
+        given = tuple(given_token_ids)
+        self._extend(live, request.extended(given, sampling, after=after, prompt_logprobs=prompt_logprobs), after)
 
     def request(self, request_id: str) -> RequestSpec:
         return self._so_far(self._find(request_id))
@@ -176,9 +179,9 @@ class BaseEngine(Generic[Live], ABC):
     def _is_frozen(self, request_id: str) -> bool: ...
 
     @abstractmethod
-    def _extend(self, live: Live, request: RequestSpec) -> None:
-        """Continues a kept request; ``request`` has the given tokens. If it owes prompt logprobs, its KV is freed and
-        computed again.
+    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+        """Continues a kept request after this many outputs; ``request`` has the given tokens. If it owes prompt
+        logprobs, or its KV cannot be cut, that is freed and computed again.
         """
 
     @abstractmethod

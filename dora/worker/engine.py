@@ -12,6 +12,11 @@ until then.
 The engine does not give up a kept request's KV: to make room, its owner removes it and later adds it with all its
 tokens.
 
+A kept request may also continue after an earlier output. Its KV is then cut there, and only the given tokens are
+computed. If other requests hold the block of the cut, the block's tokens before the cut are computed again. If the KV
+waits for blocks, if a sliding window has left some of it behind, or if the model's state is more than lists of blocks,
+all tokens are. Both are counted. A request that was cut does not move before its next token.
+
 A request with ``prompt_logprobs`` brings the logprobs of all tokens before its turn with the turn's first token. Its
 prefill reads no cache, and until then its KV does not move. A request that is resumed after its turn's first token
 brings none.
@@ -74,14 +79,16 @@ class RolloutEngine(Protocol):
         given_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
+        after: int | None = None,
         prompt_logprobs: bool = False,
     ) -> None:
         """Continues a kept request: appends given tokens, then samples a turn as ``sampling`` says.
 
         It precedes waiting requests without KV. With ``prompt_logprobs`` it gives its KV up and is prefilled whole.
-        Raises NotFound as ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no
-        tokens, tokens outside the vocabulary, more than the context has room for with one to sample, or sampling that
-        ``add`` would refuse. A refusal changes nothing.
+        ``after``: the given tokens follow so many outputs, and later ones are dropped; None: all outputs. Raises
+        NotFound as ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no tokens,
+        tokens outside the vocabulary, more than the context has room for with one to sample, more outputs than there
+        are, or sampling that ``add`` would refuse. A refusal changes nothing.
         """
 
     def step(self) -> list[TokenDelta]:

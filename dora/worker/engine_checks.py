@@ -38,10 +38,16 @@ def check_request(request: RequestSpec, capability: EngineCapability, known: Req
 
 
 def check_extension(
-    request: RequestSpec, given_token_ids: Sequence[int], sampling: SamplingParams, capability: EngineCapability
+    request: RequestSpec,
+    given_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    capability: EngineCapability,
+    after: int,
 ) -> None:
-    """Raises InvalidValue unless a kept request can be extended by these tokens."""
-    left = capability.max_model_len_tokens - 1 - len(request.prompt_token_ids) - len(request.output_token_ids)
+    """Raises InvalidValue unless a kept request can be extended by these tokens, after its first ``after`` outputs."""
+    if not 0 <= after <= len(request.output_token_ids):
+        raise InvalidValue("after", after, f"0 to {len(request.output_token_ids)}, its outputs")
+    left = capability.max_model_len_tokens - 1 - len(request.prompt_token_ids) - after
     if not 1 <= len(given_token_ids) <= left:
         allowed = (
             f"1 to {left} tokens, which leaves room for one in the context" if left > 0 else "none: the context is full"

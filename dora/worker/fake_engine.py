@@ -26,7 +26,7 @@ from dora.models import routing
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
 from dora.worker.engine_checks import CanaryBound
-from dora.worker.fake_kv import Live, blocks_from, bring_kv, full_blocks_of, with_ahead
+from dora.worker.fake_kv import Live, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
 from dora.worker.fake_model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
 from dora.worker.fake_turns import FakeTurns
 from dora.worker.reservation import Reservation
@@ -135,13 +135,13 @@ class FakeEngine(BaseEngine[Live]):
         if live.snapshot is not None:
             blocks = with_ahead(live.snapshot, live.reserved)
             return replace(live.snapshot, request=request, rng_draws=draws, blocks=blocks, ahead=0)
-        if not live.kv or live.owes_prompt:
+        if not live.decodes:
             return None
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks_from(self._layout, live, first), first)
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)
-        if not live.kv or live.owes_prompt:
+        if not live.decodes:
             why = "is preempted" if live.preemptions else "waits for a slot, or is in prefill"
             raise Conflict("request_id", request_id, "a request that decodes", why)
         return (live.entry, live.preemptions), (live.kv_tokens - 1) // self._capability.block_tokens
@@ -198,14 +198,16 @@ class FakeEngine(BaseEngine[Live]):
     def _is_frozen(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def _extend(self, live: Live, request: RequestSpec) -> None:
+    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+        is_cut = after == len(live.outputs) or cut_kv(self._layout, live, after)
         live.request = request
         live.length, live.outputs, live.logprobs, live.watch = self._turns.begin(request)
         self._kept.discard(request.request_id)
-        if request.owes_prompt:
+        starts_anew = request.owes_prompt or not is_cut
+        if starts_anew:
             live.kv, live.snapshot, live.reserved = {}, None, None
             live.preemptions += 1  # the segment of its KV ends
-        place = len(self._waiting) if request.owes_prompt else self._with_kv_waiting()
+        place = len(self._waiting) if starts_anew else self._with_kv_waiting()
         self._waiting.insert(place, request.request_id)
 
     def _with_kv_waiting(self) -> int:

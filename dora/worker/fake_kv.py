@@ -12,6 +12,8 @@ from dora.worker.fake_model import KV_BYTES, LAYERS, FakeModel, Kv
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopWatch
 
+_entries = count(1)
+
 
 @dataclass(slots=True)
 class Live:
@@ -23,7 +25,7 @@ class Live:
     logprobs: list[float]
     watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
-    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
+    entry: int = field(default_factory=_entries.__next__)  # no other request has it, nor this one if it comes again
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
     reserved: Reservation | None = None  # has the blocks that arrived before the snapshot
     preemptions: int = 0
@@ -40,6 +42,12 @@ class Live:
     @property
     def kv_tokens(self) -> int:
         return len(self.kv[LAYERS[0]]) // KV_BYTES if self.kv else 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has the KV of the tokens before the last sampled one, and no more, and owes no prompt logprobs."""
+        expected = len(self.request.prompt_token_ids) + len(self.outputs) - 1 - self.pending
+        return bool(self.kv) and self.kv_tokens <= expected and not self.owes_prompt
 
     @property
     def owes_prompt(self) -> bool:
@@ -70,6 +78,22 @@ def bring_kv(layout: KvLayout, model: FakeModel, live: Live) -> int:
     for token_id in known:
         model.append_kv(live.kv, token_id)
     return len(known) if live.outputs else 0
+
+
+def cut_kv(layout: KvLayout, live: Live, after: int) -> bool:
+    """Drops the KV of a kept request's outputs from ``after`` on. Returns False, and changes nothing, if the KV before
+    them is not there: it is still in the snapshot, or a window has left it behind.
+    """
+    kv_tokens = min(live.kv_tokens, len(live.request.prompt_token_ids) + after)
+    windows = layout.windowed
+    if not kv_tokens or any(
+        _first_block(layout, name, kv_tokens) < _first_block(layout, name, live.kv_tokens) for name in windows
+    ):
+        return False
+    for raw in live.kv.values():
+        del raw[kv_tokens * KV_BYTES :]
+    live.entry = next(_entries)
+    return True
 
 
 def blocks_from(layout: KvLayout, live: Live, first: int) -> dict[str, list[np.ndarray]]:

@@ -136,15 +136,16 @@ class EngineLoop(CommandLoop[Reporting]):
         """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
         given = convert.token_ids_from_wire(order.given_token_ids, "given_token_ids")
         held = self._engine.request(order.request_id)
-        if len(held.output_token_ids) != order.first_token:
-            why, allowed = "has other tokens", f"{order.first_token} outputs before the given tokens"
+        after, outputs = order.first_token, order.first_token + order.dropped_tokens
+        if len(held.output_token_ids) != outputs:
+            why, allowed = "has other tokens", f"{outputs} outputs before the given tokens"
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
         sampling = convert.sampling_from_wire(order.sampling)
-        self._engine.extend(order.request_id, given, sampling, prompt_logprobs=order.prompt_logprobs)
-        whole = len(held.prompt_token_ids) + len(held.output_token_ids) if order.prompt_logprobs else 0
+        self._engine.extend(order.request_id, given, sampling, after=after, prompt_logprobs=order.prompt_logprobs)
+        whole = len(held.prompt_token_ids) + after if order.prompt_logprobs else 0
         self._voice.begin(order.request_id, order.row, arrives=True, computes=whole + len(given))
         if self._responses is not None:
-            self._responses.extend(order.request_id, given, sampling)
+            self._responses.extend(order.request_id, given, sampling, after)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False, computes: int = 0) -> None:
         """Enters a request that the engine has taken. ``computes``: as in ``Reporting.begin``."""

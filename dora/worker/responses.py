@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora.data.given_digest import beginning_digest, given_digest
-from dora.data.types import FinishReason, RequestSpec, SamplingParams, TokenDelta
+from dora.data.types import FinishReason, RequestSpec, SamplingParams, TokenDelta, given_after
 from dora.rpc import dora_pb2 as pb
 
 KEPT_BYTES_MAX: Final = 256 << 20
@@ -97,12 +97,13 @@ class Responses:
             request.sampling,
         )
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Adds the given tokens of the next turn of a kept request."""
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams, after: int) -> None:
+        """Adds the given tokens of the next turn of a kept request after its first ``after`` tokens; the others go."""
         response = self._kept[request_id]
         self._ended_bytes -= response.size_bytes
-        before = len(response.token_ids)
-        response.given.append((before, before + len(given_token_ids)))
+        response.given = given_after(response.given, after, len(given_token_ids))
+        del response.token_ids[after:], response.logprobs[after:]
+        response.first_sampled = min(response.first_sampled, after)
         response.token_ids.extend(given_token_ids)
         response.logprobs.extend([0.0] * len(given_token_ids))
         response.finish_reason, response.stop, response.sampling = None, "", sampling

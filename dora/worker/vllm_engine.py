@@ -112,6 +112,7 @@ class VllmEngine(BaseEngine[Live]):
         self._store = self._scheduler.connector.store = self._ranks.store
         self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
         self._takes_ahead = vllm_core.takes_ahead(self._core)
+        self._why_unmovable = vllm_core.why_unmovable(self._core)
         layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
@@ -132,7 +133,7 @@ class VllmEngine(BaseEngine[Live]):
             self._store,
             self._layout,
             self._groups,
-            vllm_core.why_unmovable(self._core),
+            self._why_unmovable,
             self._takes_ahead,
         )
         self._tier: Any = None
@@ -273,9 +274,11 @@ class VllmEngine(BaseEngine[Live]):
     def _is_frozen(self, request_id: str) -> bool:
         return self._live[request_id].engine_id in self._scheduler.held
 
-    def _extend(self, live: Live, request: RequestSpec) -> None:
-        if not request.owes_prompt:
-            self._turns.extend(live, request)
+    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+        is_cut = after < len(live.outputs)
+        if not (request.owes_prompt or (is_cut and self._why_unmovable)) and self._turns.extend(live, request, after):
+            if is_cut and self._tier is not None:
+                self._tier.cut(live.engine_id)
             return
         made = self._make_ahead(request)  # before anything changes: it may refuse the sampling
         self.remove(request.request_id)

@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dora.worker.prefixes import Prefixes
 from dora.worker.reservation import Reservation
+from dora.worker.vllm_cut import cut_blocks
 from dora.worker.vllm_routing import Fed, RoutingRows
 
 
@@ -39,6 +40,7 @@ class HoldingScheduler(Scheduler):
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
         self._pending: dict[str, int] = {}  # by request with earlier turns: given tokens of its turn's beginning
+        self._had: dict[str, int] = {}  # by request that was cut: the tokens before the cut that had KV
         self._brought: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
         self._ahead: dict[str, int] = {}  # how many of these are written
         self._unknown: dict[str, int] = {}  # the same of requests that have them, until the prefix cache knows them
@@ -136,8 +138,27 @@ class HoldingScheduler(Scheduler):
         """Notes that a request has earlier turns, and its given tokens, which have no KV yet."""
         self._pending[request_id] = pending
 
-    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: Any) -> None:
-        """Continues a kept request by a next turn."""
+    def cut(self, request_id: str, tokens: int) -> bool:
+        """Drops the tokens of a kept request from ``tokens`` on, with their KV. Returns False, and changes nothing, if
+        the KV before them is not there: it waits for blocks, or a window has left it behind.
+        """
+        request = self.kept[request_id]
+        self.prefixes.sweep()  # what it holds alone is not shared
+        had = min(request.num_computed_tokens, tokens)
+        kv_tokens = cut_blocks(self.kv_cache_manager, request_id, had, self.block_size) if had else 0
+        if not kv_tokens:
+            return False
+        if request_id in self._unknown:
+            self._unknown[request_id] = min(self._unknown[request_id], kv_tokens // self.block_size)
+        del request._all_token_ids[tokens:]
+        del request.prompt_token_ids[tokens - 1 :]  # ``extend`` gives the last one again
+        request.num_prompt_tokens = len(request.prompt_token_ids)
+        request.num_computed_tokens = kv_tokens
+        self._had[request_id] = had
+        return True
+
+    def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: Any, pending: int) -> None:
+        """Continues a kept request by a next turn. ``pending``: the length of the given run that it begins with."""
         request = self.kept.pop(request_id)
         new = [request.all_token_ids[-1], *given_token_ids]
         computed_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens - 1
@@ -146,7 +167,7 @@ class HoldingScheduler(Scheduler):
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()  # of this turn's sampling
         request.num_computed_tokens = computed_tokens  # 0: its KV waits for blocks
         request.stop_reason = None
-        self.begin_turn(request_id, len(given_token_ids))
+        self.begin_turn(request_id, pending)
         self._enqueue_waiting_request(request)
         self._put_offered_first(request)
 
@@ -163,6 +184,7 @@ class HoldingScheduler(Scheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._pending.pop(request.request_id, None)
+        self._had.pop(request.request_id, None)
         self.kept.pop(request.request_id, None)
         self.keeps.discard(request.request_id)
         return super()._free_request(request, delay_free_blocks)
@@ -193,7 +215,8 @@ class HoldingScheduler(Scheduler):
         arrived = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id in arrived:
             self._has_blocks(request_id)
-            without_kv = self._without_kv(self.requests[request_id])
+            request, had = self.requests[request_id], self._had.pop(request_id, 0)
+            without_kv = request.num_tokens - had if had else self._without_kv(request)
             if without_kv:  # the others had KV before: on another engine, or here before a preemption
                 self.reprefilled_tokens += max(0, output.num_scheduled_tokens[request_id] - without_kv)
         has_slots = self.max_num_active_reqs > 0

@@ -28,6 +28,7 @@ KNOWN_MAX: Final = 1 << 16  # digests of chunks that are in the tier; all are fo
 class _Request:
     """One request of the engine."""
 
+    session: str  # its name at the server, which expects that the tokens of a session only grow
     version: int
     chain: Chain
     kept: int = 0  # chunks from its beginning that were given to the tier, or were there
@@ -45,6 +46,7 @@ class TierPrefixes:
         self._scheduler = scheduler
         self._requests: dict[str, _Request] = {}
         self._known: set[bytes] = set()
+        self._cuts = 0
         self._opened = 0
         self._found_tokens = 0
 
@@ -58,14 +60,22 @@ class TierPrefixes:
 
     def begin(self, engine_id: str, version: int) -> None:
         """Enters a request with its version. Only entered requests use the tier."""
-        self._requests[engine_id] = _Request(version, Chain(self._shape, version))
+        self._requests[engine_id] = _Request(engine_id, version, Chain(self._shape, version))
+
+    def cut(self, engine_id: str) -> None:
+        """Notes that a request has dropped its last tokens, and continues with others."""
+        version = self._requests[engine_id].version
+        self.forget(engine_id)
+        self.begin(engine_id, version)
+        self._cuts += 1
+        self._requests[engine_id].session = f"{engine_id}/{self._cuts}"
 
     def forget(self, engine_id: str) -> None:
         """Removes a request."""
         request = self._requests.pop(engine_id, None)
         if request is not None:
             _give_up(request)
-            self._tier.end(engine_id)
+            self._tier.end(request.session)
 
     def close(self) -> None:
         self._tier.close()
@@ -157,7 +167,7 @@ class TierPrefixes:
 
     def _passage(self, state: Any, request: _Request, end: int) -> Passage:
         tokens = state.all_token_ids[: end * self._shape.chunk_tokens]
-        return Passage(state.request_id, request.version, tokens, request.chain.digests(tokens, end))
+        return Passage(request.session, request.version, tokens, request.chain.digests(tokens, end))
 
 
 def _give_up(request: _Request) -> None:

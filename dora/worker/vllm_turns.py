@@ -66,14 +66,21 @@ class Turns:
         else:
             self._core.add_request(made.core_request)
 
-    def extend(self, live: Live, request: RequestSpec) -> None:
-        """Continues a kept request; ``request`` has the given tokens."""
+    def extend(self, live: Live, request: RequestSpec, after: int) -> bool:
+        """Continues a kept request after this many outputs; ``request`` has the given tokens. Returns False, and
+        changes nothing, if its KV cannot be cut there.
+        """
         turn, begin = request.turn(), request.turn_begin
         sampling = sampling_of(turn, self._stops)
         sampling.extra_args = self._device.resume_arguments((), array("i", turn.prompt_token_ids), begin)
+        if after < len(live.outputs):
+            if not self._core.scheduler.cut(live.engine_id, len(request.prompt_token_ids) + after):
+                return False
+            live.begin_segment()
         live.watch = self._stop_strings.watch(turn)
         live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
-        self._core.scheduler.extend(live.engine_id, request.output_token_ids[-request.pending :], sampling)
+        self._core.scheduler.extend(live.engine_id, request.output_token_ids[after:], sampling, request.pending)
+        return True
 
     def forget(self, live: Live) -> None:
         """Removes a request that has ended."""

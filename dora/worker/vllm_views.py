@@ -12,6 +12,8 @@ from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.worker.reservation import KvStore
 from dora.worker.stop_strings import StopWatch
 
+_entries = count(1)
+
 
 @dataclass(slots=True)
 class Live:
@@ -20,7 +22,7 @@ class Live:
     request: RequestSpec
     engine_id: str
     watch: StopWatch | None
-    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
+    entry: int = field(default_factory=_entries.__next__)  # no other request has it, nor this one if it comes again
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -34,6 +36,10 @@ class Live:
     def owes_prompt(self) -> bool:
         """As of the request, with its present outputs."""
         return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
+
+    def begin_segment(self) -> None:
+        """Ends the segment of its blocks: they are about to change."""
+        self.entry = next(_entries)
 
     @property
     def so_far(self) -> RequestSpec:

@@ -161,6 +161,31 @@ def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int
         assert farthest({"": driver.responses[name]}, {"": alone}) <= ROUNDING
 
 
+def test_the_branches_of_a_fork_are_found_by_their_own_tokens(engine: VllmEngine, weights: dict[int, Path]) -> None:
+    """A chunk of the branch that was left has been overwritten where it lay in the engine."""
+    sampling = replace(GREEDY, max_tokens=6)
+    driver = Driver(engine)
+    driver.add(replace(request("a", 90, sampling=sampling), keeps=True))
+    driver.finish()
+    branches = []
+    for given in (range(3, 43), range(43, 3, -1)):
+        driver.responses["a"].finish_reason = None
+        engine.extend("a", tuple(given), sampling, after=6)
+        driver.responses["a"].token_ids[6:] = given
+        driver.responses["a"].logprobs[6:] = [0.0] * len(given)
+        driver.finish()
+        branches.append((*engine.request("a").prompt_token_ids, *engine.request("a").output_token_ids))
+    engine.remove("a")
+    for number, token_ids in enumerate(branches):
+        again = RequestSpec(f"b{number}", 1, token_ids, sampling)
+        settle(engine, weights)
+        found_before = found(engine)
+        response = response_of(engine, again)
+        assert found(engine) - found_before == 128
+        computed = response_of(engine, replace(again, request_id="c", prompt_logprobs=True))  # it reads no cache
+        assert farthest({"": response}, {"": computed}) <= ROUNDING
+
+
 def test_without_the_tier_it_computes_all(engine: VllmEngine, weights: dict[int, Path]) -> None:
     """The same worker's death, measured where the tier has nothing of the request: another version's."""
     engine.load_weights(2, weights[2], None)

@@ -8,6 +8,12 @@ from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, VersionFolder
+from tests.contract.test_engine_forks import (  # noqa: F401
+    test_a_block_that_others_have_stays_theirs,
+    test_a_fork_equals_the_fork_of_the_session_left_alone,
+    test_a_fork_equals_the_fork_that_is_prefilled_whole,
+    test_a_fork_leaves_no_foreign_kv_in_the_prefix_cache,
+)
 from tests.contract.test_engine_turns import (  # noqa: F401
     test_a_dropped_session_continues_and_is_counted,
     test_a_kept_request_that_finds_no_room_brings_its_kv_with_its_next_turn,

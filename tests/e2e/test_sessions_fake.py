@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dora
+from dora.client import Operator
 from dora.client.sessions import AT_ONCE, Session
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
@@ -347,10 +348,15 @@ async def test_sessions_that_a_client_opens_and_forks(tiny_dense: Path) -> None:
     async with (
         running(config_of(tiny_dense, sessions__open_max=9)) as handle,
         dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
     ):
         driving = asyncio.create_task(opened(handle))
         (step,) = await during(driving, train(handle, trainer, steps=1, groups=4))
         driving.cancel()
+        counters = (await operator.status()).counters
+    # of eight sessions: a turn and a fork of its branch continue, and the fork with a prompt of its own is no such turn
+    assert [counters[name] for name in ("turns_resumed", "turns_forked", "turns_reprefilled")] == [16, 16, 0]
+    assert not counters["tokens_reprefilled"]
     for group in step:
         for trajectory in group.trajectories:
             path = told[trajectory.trajectory_id.partition("/")[0]][trajectory.branch_index]

@@ -165,7 +165,19 @@ def cancelled_session_stays_idle(patch: Patch) -> None:
 
 
 def fork_keeps_the_kv_of_the_branch_it_leaves(patch: Patch) -> None:
-    patch.setattr(sessions, "_fork", lambda state, row: state.idles_no_more(row))
+    patch.setattr(sessions, "_fork", lambda state, row, event: state.idles_no_more(row))
+
+
+def branch_that_a_fork_left_counts_for_ever(patch: Patch) -> None:
+    """Its worker has cut it, and the core's books still have all of it."""
+    extend = placement.extend
+
+    def counts(state: State, row: int, worker: Worker) -> None:
+        left = int(state.requests["left"][row])
+        extend(state, row, worker)
+        state.requests["left"][row] = left
+
+    patch.setattr(placement, "extend", counts)
 
 
 def journal_forgets_forks(patch: Patch) -> None:

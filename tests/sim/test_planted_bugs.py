@@ -234,6 +234,7 @@ BUGS = [
     Bug("the journal forgets attempts", "C2", sessions.journal_forgets_attempts, "session,crash", first=42),
     Bug("the journal forgets ends", "has ended|C2", sessions.journal_forgets_ends, "session,crash", first=7),
     Bug("a fork keeps KV", "another branch", sessions.fork_keeps_the_kv_of_the_branch_it_leaves, "session", first=5),
+    Bug("a left branch counts", "earlier branch", sessions.branch_that_a_fork_left_counts_for_ever, "session", first=5),
     Bug("the journal forgets forks", "C2", sessions.journal_forgets_forks, "session,crash", first=4),
     Bug("a token counts twice", "loss mask", sessions.sampled_tokens_count_in_each_branch, "session", first=5),
     Bug("dropped KV is believed to be there", "C2", sessions.dropped_kv_is_believed_there, "session,pool", first=1),

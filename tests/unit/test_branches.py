@@ -73,7 +73,9 @@ class Session:
             path = Told(tokens)
             fork = (fork[0], -count)
         else:
-            before = self.told[fork[0]]
+            before, last = self.told[fork[0]], self.told[-1]
+            is_on_path = (before.prompt, before.response[: fork[1]]) == (last.prompt, last.response[: fork[1]])
+            assert self.entry.is_on_path(*fork) is is_on_path
             path = Told(before.prompt, [*before.response[: fork[1]], *((token, -1) for token in tokens)])
         self.records.append(self.buffer.give(self.entry, tokens, 50, "tool", 12.0, fork))
         self.told.append(path)

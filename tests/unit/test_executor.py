@@ -24,6 +24,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import TOKEN
 from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -245,6 +246,18 @@ async def test_workers_get_their_commands_as_messages() -> None:
         0,
     )
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
+
+
+async def test_a_fork_says_what_its_worker_drops() -> None:
+    parts = Parts()
+    await parts.admit()
+    entry = parts.buffer["g0.0"]
+    entry.delivered += np.zeros(4, TOKEN).tobytes()
+    entry.finish_reason = "stop"
+    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0, (0, 1))
+    await parts.carry_out(do.ExtendRequest("w0", 1, 0, "g0.0"))
+    (order,) = await parts.orders()
+    assert (order.extend_request.first_token, order.extend_request.dropped_tokens) == (1, 3)
 
 
 async def test_the_ends_of_a_handoff_are_told_of_each_other() -> None:

@@ -94,7 +94,19 @@ def test_prompt_logprobs_are_told_again_with_the_first_token_of_their_turn(given
     for has, told in ((begin, of_prompt), (begin + 1, b"")):
         _, ((piece, _),) = kept.come_back({"a": has, "b": begin + 1})
         assert (piece.first_token, piece.prompt_logprobs) == (has, told)
-    kept.extend("a", (7, 8), SamplingParams())
+    kept.extend("a", (7, 8), SamplingParams(), begin + 3)
     assert not any(each.prompt_logprobs for each in kept.held())
     kept.forget("a")
     assert not kept.is_full and kept._ended_bytes == 0
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 5, 6, 8, 9])
+def test_a_fork_has_the_tokens_and_the_digest_of_one_that_was_started(after: int) -> None:
+    request = replace(spec("a", outputs=9), given=((4, 6),), keeps=True)
+    forked, started = Responses(), Responses()
+    forked.begin(replace(request, output_token_ids=request.output_token_ids[:7], logprobs=request.logprobs[:7]))
+    sampled(forked, "a", 7, 2, routed=False, end=True)
+    forked.extend("a", (7, 8), SamplingParams(seed=5), after)
+    started.begin(request.extended((7, 8), SamplingParams(seed=5), after=after))
+    assert forked.held() == started.held()
+    assert forked.come_back({"a": 0}) == started.come_back({"a": 0})

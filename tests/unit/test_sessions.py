@@ -366,6 +366,117 @@ def test_a_fork_frees_the_kv_of_the_branch_that_it_leaves(event: on.TurnAsked) -
     check_state(bench.state)
 
 
+RETRY = on.TurnAsked(S, 2, after_tokens=4, is_on_branch=True)
+
+
+def check_extended(bench: SessionBench, worker_id: str) -> None:
+    """The fork continues on this worker, with 5 tokens of its prompt, 4 of its branch and 2 given ones."""
+    extend = bench.given(do.ExtendRequest)[-1]
+    assert (extend.worker_id, extend.request_id, bench.status) == (worker_id, S, RUNNING)
+    columns, counters = bench.state.requests, bench.machine.counters
+    assert [int(columns[name][bench.row]) for name in ("tokens", "given", "left")] == [6, 0, 0]
+    assert (counters.turns_forked, counters.turns_resumed, counters.turns_reprefilled) == (1, 1, 0)
+    check_state(bench.state)
+    bench.answer(extend)
+    assert bench.report(S, 9, end=True) == [] and bench.status == IDLE
+
+
+def test_a_fork_of_the_present_branch_continues_where_its_kv_is() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    bench.turn(7)
+    worker = bench.state.workers[home]
+    worker.kv_used, worker.kv_change = 12, 0
+    assert [type(each) for each in bench.post(RETRY)] == [do.ExtendRequest]
+    assert worker.kv_expected == 11, "a prompt of 5 tokens and 6 response tokens"
+    check_extended(bench, home)
+
+
+def test_the_branch_that_a_fork_leaves_counts_until_the_fork_begins() -> None:
+    """All slots are taken. The fork waits with the KV of its branch, and goes first."""
+    bench = SessionBench(())
+    bench.post(on.WorkerJoined("w0", 9, 1, 100_000))
+    bench.load_all()
+    bench.obey(do.StartRequest)
+    bench.turn(7)
+    bench.post(on.StepRequested(1, 0))
+    bench.open(1)
+    bench.obey(do.StartRequest)
+    assert bench.owner("g1.0") == "w0" and bench.post(RETRY) == []
+    worker = bench.state.workers["w0"]
+    assert bench.status == WAITING and bench.state.kv_of(bench.row) == 12 and worker.asked.keys() == {bench.row}
+    check_state(bench.state)
+    bench.report("g1.0", 3, end=True)
+    check_extended(bench, "w0")
+
+
+def test_a_fork_of_a_branch_that_moves_continues_at_its_target() -> None:
+    bench = SessionBench()
+    home = bench.owner(S)
+    other = "w1" if home == "w0" else "w0"
+    bench.turn(7)
+    bench.post(on.MigrateAsked(S, other))
+    bench.obey(do.ReserveSlot)
+    assert bench.post(RETRY) == [] and bench.status == WAITING and bench.state.kv_of(bench.row) == 12
+    bench.answer(bench.given(do.CopyOut)[-1], locator="snapshot", tokens=7)
+    bench.answer(bench.given(do.CopyIn)[-1])
+    check_extended(bench, other)
+
+
+def test_a_fork_of_a_parked_branch_continues_where_it_is_resumed() -> None:
+    bench = SessionBench(("w0",))
+    bench.post(on.PoolJoined("pool-0", 1, 1000))
+    bench.turn(7)
+    bench.later(60.0)
+    bench.grant_move()
+    bench.post(RETRY)
+    bench.obey(do.ReserveSlot)
+    bench.answer(bench.given(do.Resume)[-1], locator="back", tokens=7)
+    bench.answer(bench.given(do.CopyIn)[-1])
+    check_extended(bench, "w0")
+
+
+@pytest.mark.parametrize("how", ["worker", "pool", "move", "unknown"])
+def test_a_fork_whose_kv_is_lost_is_prefilled_whole(how: str) -> None:
+    bench = SessionBench(("w0",))
+    bench.post(on.PoolJoined("pool-0", 1, 1000))
+    bench.turn(7)
+    if how in ("pool", "move"):
+        bench.later(60.0)
+    if how == "pool":
+        bench.grant_move()
+    elif how == "move":
+        bench.obey(do.ReserveSlot)
+    sent = bench.post(RETRY)
+    if how == "pool":
+        bench.post(on.PoolLost("pool-0", 1, "killed"))
+    elif how == "unknown":
+        bench.answer(sent[0], ok=False, error_kind="unknown_request")
+    else:
+        bench.post(on.WorkerLost("w0", bench.state.workers["w0"].epoch, "killed"))
+        bench.post(on.WorkerJoined("w0", 99, 8, 100_000, version=0))
+    assert bench.given(do.StartRequest)[-1].arrival == "re-prefilled"
+    assert bench.status == RUNNING and not bench.state.requests["left"][bench.row]
+    check_state(bench.state)
+
+
+def test_a_restarted_core_prefills_a_fork_whole() -> None:
+    """A worker that comes back has the branch that was left, which the service does not believe it to continue."""
+    bench = SessionBench(())
+    bench.post(on.WorkerJoined("w0", 9, 1, 100_000))
+    bench.load_all()
+    bench.obey(do.StartRequest)
+    bench.turn(7)
+    bench.post(on.StepRequested(1, 0))
+    bench.open(1)
+    bench.post(RETRY)
+    joined = on.WorkerJoined("w0", 10, 8, 100_000, version=0)
+    again = Machine(bench.state.config)
+    commands = again.handle(replace(restoring.durable(bench.state), workers=(joined,)), 1.0)
+    assert S in [each.request_id for each in commands if isinstance(each, do.StartRequest)]
+    check_state(again.state)
+
+
 def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
     bench = SessionBench()
     home = bench.owner(S)
@@ -379,7 +490,13 @@ def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [on.TurnAsked(S, 2, after_tokens=-2), on.TurnAsked(S, 2, after_tokens=1, is_prompt=True)]
+    "event",
+    [
+        on.TurnAsked(S, 2, after_tokens=-2),
+        on.TurnAsked(S, 2, after_tokens=1, is_prompt=True),
+        on.TurnAsked(S, 2, is_on_branch=True),
+        on.TurnAsked(S, 2, after_tokens=8, is_on_branch=True),
+    ],
 )
 def test_a_fork_from_nowhere_is_refused(event: on.TurnAsked) -> None:
     bench = SessionBench()

@@ -385,6 +385,7 @@ def drop_kv(state: State, row: int) -> None:
         placement.remove(state, row)
     elif state.requests["pool"][row]:
         parking.forget(state, row)
+    state.requests["left"][row] = 0
 
 
 def _drop(state: State, group: int, reason: str) -> None:

@@ -22,7 +22,7 @@ def start(state: State, row: int, worker: Worker) -> None:
     state.send(command)
     state.counters.migrations_reprefill += resumed
     state.counters.turns_reprefilled += bool(given)
-    state.requests["given"][row] = 0
+    state.requests["given"][row] = state.requests["left"][row] = 0
 
 
 def extend(state: State, row: int, worker: Worker) -> None:
@@ -34,7 +34,7 @@ def extend(state: State, row: int, worker: Worker) -> None:
     state.give(row, worker)
     command = do.ExtendRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row])
     state.requests["starting"][row] = command.command_id
-    state.requests["given"][row] = 0
+    state.requests["given"][row] = state.requests["left"][row] = 0
     state.send(command)
     state.counters.turns_resumed += 1
 

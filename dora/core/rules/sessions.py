@@ -7,7 +7,8 @@
 A session whose prompt has no tokens is idle from its admission on. Its first turn brings the prompt.
 
 A turn continues the session's tokens, or *forks*: its tokens follow an earlier place, or are a context of their own. A
-fork is prefilled whole. The shell has the other branches; here a session has the tokens of its present one.
+fork from a place of the present branch begins where that branch's KV is, which is cut there. Any other fork is
+prefilled whole. The shell has the other branches; here a session has the tokens of its present one.
 
 An idle session holds no slot. Its KV is *resident* on its worker or *parked* in a pool, or the session is *cold*: it
 has none, and its next turn is prefilled whole. It stays under its version and is demand for it like a waiting request.
@@ -50,10 +51,13 @@ def asked(state: State, event: on.TurnAsked) -> None:
         raise InvalidValue("tokens", event.tokens, "at least 1 given token")
     if event.after_tokens < on.NO_FORK or (event.is_prompt and event.after_tokens != on.NO_FORK):
         raise InvalidValue("after_tokens", event.after_tokens, "0 or more, and none with a prompt")
+    if event.is_on_branch and not on.NO_FORK < event.after_tokens <= requests["tokens"][row]:
+        allowed = f"0 to {requests['tokens'][row]}, the tokens of the branch"
+        raise InvalidValue("after_tokens", event.after_tokens, allowed)
     if not (event.is_prompt or requests["prompt_tokens"][row]):
         raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
     if is_fork:
-        _fork(state, row)
+        _fork(state, row, event)
     else:
         state.idles_no_more(row)
     if requests["began_s"][row]:
@@ -74,9 +78,14 @@ def asked(state: State, event: on.TurnAsked) -> None:
         placement.queue_again(state, row)
 
 
-def _fork(state: State, row: int) -> None:
-    """Frees the KV of a session that leaves its branch, if it has begun."""
-    lifecycle.withdraw(state, row)
+def _fork(state: State, row: int, event: on.TurnAsked) -> None:
+    """Leaves the branch of a session. Its KV stays where it is if the turn follows a place of the branch."""
+    requests = state.requests
+    if event.is_on_branch and (requests["worker"][row] or requests["pool"][row] or requests["moving"][row]):
+        requests["left"][row] = state.kv_of(row)
+        state.idles_no_more(row)
+    else:
+        lifecycle.withdraw(state, row)
     state.counters.turns_forked += bool(state.requests["began_s"][row])
 
 
@@ -173,7 +182,7 @@ def _replace(state: State, row: int, reason: str) -> None:
     old_id, attempt = state.request_id[row], int(requests["attempt"][row]) + 1
     new_id = attempt_id(old_id, attempt)
     requests["attempt"][row] = attempt
-    for name in ("tokens", "given", "paused_s", "moves", "began_s", "rests_until_s"):
+    for name in ("tokens", "given", "left", "paused_s", "moves", "began_s", "rests_until_s"):
         requests[name][row] = 0
     state.rename(row, new_id)
     state.counters.sessions_replaced += 1

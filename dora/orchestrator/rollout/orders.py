@@ -61,6 +61,7 @@ def worker_message(
             extend.sampling.CopyFrom(convert.sampling_to_wire(entry.turn_sampling()))
             extend.given_token_ids = entry.held()["token_id"][run.held_at : run.held_end].tobytes()
             extend.first_token, extend.prompt_logprobs = run.first_token, run.prompt_logprobs
+            extend.dropped_tokens = entry.path_tokens(len(entry.given) - 1) - run.first_token
             message.extend_request.CopyFrom(extend)
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id

@@ -106,6 +106,14 @@ class ResponseState:
         """The number of response tokens on the path of a turn so far."""
         return self.turn_end(turn) - shift_of(self.given, turn)
 
+    def is_on_path(self, turn: int, tokens: int) -> bool:
+        """Returns whether the first ``tokens`` response tokens on the path of a turn are on the present path too."""
+        given, last = self.given, len(self.given)
+        if prompt_of(given, turn) is not prompt_of(given, last):
+            return False
+        ours, theirs = places(given, last, self.held_tokens), places(given, turn, self.turn_end(turn))
+        return np.array_equal(ours[:tokens], theirs[:tokens])
+
     def end_of(self, turn: int) -> tuple[FinishReason | None, str]:
         """How a turn has ended, with the stop string that ended it."""
         if turn < len(self.given):

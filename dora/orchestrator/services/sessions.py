@@ -165,7 +165,8 @@ class SessionService(stubs.SessionsServicer):
         if place is not None and place.is_prompt:
             fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
         elif place is not None:
-            fork, event = (place.after_turn, place.first_token), replace(event, after_tokens=place.first_token)
+            fork = place.after_turn, place.first_token
+            event = replace(event, after_tokens=place.first_token, is_on_branch=entry.is_on_path(*fork))
         record = runtime.buffer.give(
             entry, given, max_tokens, request.name, time.time(), fork, sampling, prompt_logprobs=request.prompt_logprobs
         )
