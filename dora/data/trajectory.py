@@ -128,8 +128,8 @@ class Trajectory:
     routed_experts: Annotated[
         ExpertArray | None,
         "(prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine "
-        "chose for the token at position i, prompt first; the last token has none. None: `workers.router_replay` is "
-        "off",
+        "chose for the token at position i, prompt first; the last token has none, nor have given tokens at the end of "
+        "a session that was broken off. None: `workers.router_replay` is off",
         Declared(LEFT_OUT, TOKENS, Kind.EXPERTS, is_later=True),
     ] = None
     turn_rewards: Annotated[
@@ -176,15 +176,19 @@ class Trajectory:
             object.__setattr__(self, "routed_experts", self._own_routing(np.asarray(self.routed_experts)))
 
     def _own_routing(self, rows: npt.NDArray[Any]) -> ExpertArray:
-        name, expected = f"trajectory {self.trajectory_id}: routed_experts", self.routed_tokens
-        if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16) or len(rows) != expected:
-            allowed = f"uint8 or uint16 of shape ({expected}, layers, top_k)"
-            raise InvalidValue(name, f"{rows.dtype} of shape {rows.shape}", allowed)
+        name, most = f"trajectory {self.trajectory_id}: routed_experts", self.routed_tokens
+        counted = np.flatnonzero(self.loss_mask)
+        least = len(self.prompt_token_ids) + int(counted[-1]) if len(counted) else 0
+        if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16) or not least <= len(rows) <= most:
+            tokens = most if least == most else f"{least} to {most}"
+            raise InvalidValue(
+                name, f"{rows.dtype} of shape {rows.shape}", f"uint8 or uint16 of shape ({tokens}, layers, top_k)"
+            )
         return rows.copy()
 
     @property
     def routed_tokens(self) -> int:
-        """The number of tokens fed to the engine: rows of ``routed_experts``."""
+        """The number of rows of ``routed_experts``, at most: of the tokens before the last one."""
         return RoutingShape.rows(len(self.prompt_token_ids), self.length_tokens)
 
     def __repr__(self) -> str:

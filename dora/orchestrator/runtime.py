@@ -163,7 +163,7 @@ class Runtime:
         self.published: Callable[[int], None] = lambda version: None  # told of each committed version
         self.traces: Traces | None = None
         self.drain_ends_s: float | None = None  # monotonic: the end of the drain that a stop has begun
-        self._ended: deque[tuple[int, WorkerSession, Sequence[str]]] = (
+        self._ended: deque[tuple[int, WorkerSession, Sequence[tuple[str, int]]]] = (
             deque()
         )  # not yet durable: with the journal's count at that time
         self._tasks: set[asyncio.Task[None]] = set()
@@ -287,9 +287,9 @@ class Runtime:
         self.hosts.worker_lost(session)
 
     def _note_ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
-        """Notes responses that workers must keep until they are durable."""
-        ended = [each for each in request_ids if not self.buffer[each].is_session]  # whose worker keeps it
-        if self.orphan_timeout_s and ended:
+        """Notes responses, and turns of sessions, that workers must keep until they are durable."""
+        if self.orphan_timeout_s and request_ids:
+            ended = [(each, len(self.buffer[each].given)) for each in request_ids]
             self._ended.append((self.journal.appended, session, ended))
 
     def _settle(self) -> None:
@@ -297,10 +297,16 @@ class Runtime:
         durable = self.journal.durable
         settled: dict[WorkerSession, list[str]] = {}
         while self._ended and self._ended[0][0] <= durable:
-            _, session, request_ids = self._ended.popleft()
-            settled.setdefault(session, []).extend(request_ids)
+            _, session, ended = self._ended.popleft()
+            if names := [name for name, turn in ended if self._is_turn(name, turn)]:
+                settled.setdefault(session, []).extend(names)
         for session, request_ids in settled.items():
             session.send(pb.WorkerCommand(settled=pb.Settled(request_ids=request_ids)))
+
+    def _is_turn(self, request_id: str, turn: int) -> bool:
+        """Returns whether no later turn of the response was asked: its worker would take that for the settled one."""
+        entry = self.buffer.get(request_id)
+        return entry is None or len(entry.given) == turn
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""

@@ -76,7 +76,8 @@ def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
 def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] | None:
     """For each trajectory (prompt tokens + n, layers, top_k): the experts of the token at each position, or ``OWN``.
 
-    The response's last token has none, as it was never an input of the engine. None if no trajectory has any.
+    The response's last token has none, as it was never an input of the engine; nor have given tokens after which a
+    session was broken off. None if no trajectory has any.
     """
     shape = next((each.routed_experts.shape[1:] for each in trajectories if each.routed_experts is not None), None)
     if shape is None:
@@ -85,7 +86,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] |
     for each in trajectories:
         rows = np.full((len(each.prompt_token_ids) + each.length_tokens, *shape), OWN, np.int32)
         if each.routed_experts is not None:
-            rows[: each.routed_tokens] = each.routed_experts
+            rows[: len(each.routed_experts)] = each.routed_experts
         found.append(rows)
     return found
 

@@ -29,7 +29,7 @@ class FakeTurns:
 
     def sample(self, live: Live) -> TokenDelta:
         """Samples a token. The last one sampled, and given ones, get their KV first."""
-        first = live.kv_tokens if live.outputs else 0
+        first = len(live.token_ids) - 1 - live.pending if live.outputs else 0
         owed = b""
         if live.owes_prompt:
             owed = np.asarray(self._model.score(live.token_ids), "<f4").tobytes()

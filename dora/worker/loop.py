@@ -112,7 +112,7 @@ class EngineLoop(CommandLoop[Reporting]):
     def _settle(self, notice: pb.Settled, _outcome: pb.WorkerOutcome) -> object:
         if self._responses is not None:
             for request_id in notice.request_ids:
-                self._responses.forget(request_id)
+                self._responses.settle(request_id)
         return LATER
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:

@@ -1,7 +1,8 @@
 """A worker's responses, kept until the service has them durably.
 
 A service that keeps its state may have lost a worker's latest reports, and a worker may continue without a service. So
-each response is kept from its first token until its request is removed, or has ended and is settled.
+each response is kept from its first token until its request is removed, or has ended and is settled. A session's is
+kept between its turns, but expert rows only of its present turn, until that has ended and is settled.
 """
 
 from array import array
@@ -24,11 +25,11 @@ class _Response:
     prompt_tokens: int
     token_ids: "array[int]"
     logprobs: "array[float]"
-    first_sampled: int  # tokens that it had when it came here
+    first_kept: int  # the first token whose rows are kept
     given: list[tuple[int, int]]  # runs that its environment gave
     beginning: bytes  # of a session: its beginning_digest
     sampling: SamplingParams  # of the present turn
-    routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
+    routed: bytearray = field(default_factory=bytearray)  # rows of what was fed to sample from ``first_kept`` on
     finish_reason: FinishReason | None = None
     stop: str = ""
     prompt_logprobs: bytes = b""  # of the present turn, whose first token was sampled here
@@ -42,27 +43,33 @@ class _Response:
         """The index of the present turn's first sampled token."""
         return self.given[-1][1] if self.given else 0
 
-    @property
-    def first_token(self) -> int:
-        """The first token that can be reported: expert rows of earlier tokens were reported elsewhere."""
-        return self.first_sampled if self.routed else 0
+    def forget_rows(self) -> None:
+        """Forgets the rows of the tokens so far."""
+        self.first_kept = len(self.token_ids)
+        self.routed.clear()
 
     @property
     def token_bytes(self) -> int:
         """The bytes of a token and its row of routed experts."""
-        return TOKEN_BYTES + (len(self.routed) // self._rows(len(self.token_ids)) if self.routed else 0)
+        end = self.prompt_tokens + len(self.token_ids) - 1
+        return TOKEN_BYTES + (len(self.routed) // (end - self._fed_from(self.first_kept)) if self.routed else 0)
 
     def routed_between(self, first: int, end: int) -> bytes:
-        """Returns the rows of these tokens."""
+        """Returns the rows of these tokens of the present turn."""
         if not self.routed:
             return b""
-        row_bytes = self.token_bytes - TOKEN_BYTES
-        before = self._rows(first) if first > self.first_sampled else 0
-        return bytes(self.routed[before * row_bytes : self._rows(end) * row_bytes])
+        row_bytes, begin = self.token_bytes - TOKEN_BYTES, self._fed_from(self.first_kept)
+        rows = self._fed_from(first) - begin, self.prompt_tokens + end - 1 - begin
+        return bytes(self.routed[rows[0] * row_bytes : rows[1] * row_bytes])
 
-    def _rows(self, tokens: int) -> int:
-        """Returns the number of rows for ``tokens`` tokens: the first token of a response brings its whole prompt's."""
-        return tokens - self.first_sampled + (0 if self.first_sampled else self.prompt_tokens - 1)
+    def _fed_from(self, token: int) -> int:
+        """Returns the position, prompt first, of the first row that comes with a token of the present turn: with a
+        response's first the whole prompt's, with a turn's first those of the given tokens and of the one before.
+        """
+        if not token:
+            return 0
+        before = self.given[-1][0] if token == self.turn_begin else token
+        return self.prompt_tokens + before - 1
 
 
 class Responses:
@@ -77,6 +84,7 @@ class Responses:
         self._kept: dict[str, _Response] = {}
         self._ended_bytes = 0
         self._alone_bytes = 0  # since the service is away, of what runs
+        self._has_rows = False  # tokens come with rows
         self.is_alone = False  # the service is away
 
     @property
@@ -103,11 +111,11 @@ class Responses:
         self._ended_bytes -= response.size_bytes
         response.given = given_after(response.given, after, len(given_token_ids))
         del response.token_ids[after:], response.logprobs[after:]
-        response.first_sampled = min(response.first_sampled, after)
         response.token_ids.extend(given_token_ids)
         response.logprobs.extend([0.0] * len(given_token_ids))
         response.finish_reason, response.stop, response.sampling = None, "", sampling
         response.prompt_logprobs = b""
+        response.forget_rows()  # a service that has lost tokens of earlier turns does not know of this one
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
         """Adds a step's tokens."""
@@ -116,6 +124,7 @@ class Responses:
             response.token_ids.extend(delta.token_ids)
             response.logprobs.extend(delta.logprobs)
             response.routed += delta.routed_experts
+            self._has_rows |= bool(delta.routed_experts)
             if delta.prompt_logprobs:
                 response.prompt_logprobs = delta.prompt_logprobs
             if self.is_alone:
@@ -125,8 +134,19 @@ class Responses:
                 response.finish_reason, response.stop = delta.finish_reason, delta.stop
                 self._ended_bytes += response.size_bytes
 
+    def settle(self, request_id: str) -> None:
+        """Forgets an ended response that the service has durably; of a session, which may go on, the rows of its turn.
+        Unknown ids are ignored.
+        """
+        response = self._kept.get(request_id)
+        if response is None or not response.beginning:
+            self.forget(request_id)
+        elif response.finish_reason is not None:
+            self._ended_bytes -= len(response.routed)
+            response.forget_rows()
+
     def forget(self, request_id: str) -> None:
-        """Forgets a request that was removed, or has ended and is settled. Unknown ids are ignored."""
+        """Forgets a request that was removed. Unknown ids are ignored."""
         response = self._kept.pop(request_id, None)
         if response is not None and response.finish_reason is not None:
             self._ended_bytes -= response.size_bytes
@@ -144,7 +164,7 @@ class Responses:
             pb.HeldRequest(
                 request_id=request_id,
                 tokens=len(each.token_ids),
-                first_token=each.first_token,
+                first_token=each.first_kept if self._has_rows else 0,
                 given_digest=given_digest(each.beginning, each.sampling, each.token_ids, each.given),
                 prompt_logprobs=bool(each.prompt_logprobs),
             )

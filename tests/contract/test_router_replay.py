@@ -1,6 +1,6 @@
 """That routed experts are those of a request that nothing befell: each token's row once, whatever becomes of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora.data.types import RoutingShape
+from dora.data.types import RequestSpec, RoutingShape
 from dora.models import routing
 from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
@@ -32,7 +32,7 @@ from tests.contract.driver import (
 )
 from tests.contract.planes import a_plane
 from tests.contract.pools import a_pool, park, sent_on
-from tests.contract.test_engine_turns import TurnDriver, dropped, kept, moved_late, sessions
+from tests.contract.test_engine_turns import TurnDriver, dropped, in_rounds, kept, moved, moved_late, sessions
 from tests.contract.test_pool_engine import MOST_BYTES, POOL_EPOCH
 from tests.contract.test_worker_handoff import peer_of
 
@@ -206,19 +206,75 @@ def test_a_request_that_was_preempted_tells_no_row_twice(
     check_rows({"victim": found}, {"victim": 40}, shape)
 
 
-def test_each_turn_brings_the_rows_of_what_it_fed(engine: RolloutEngine, shape: RoutingShape) -> None:
-    """Given tokens have rows, and so has the last token of the turn before, once."""
+Reference = Callable[[RequestSpec, list[int]], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def expected(kind: str, engine: RolloutEngine, model: Path, shape: RoutingShape) -> Reference:
+    """The experts of a prompt and the response tokens after it, as of one reading: by transformers, or as the prompt
+    of a single answer of the fake engine. The last token has none.
+    """
+    if kind == "fake":
+
+        def of_fake(request: RequestSpec, token_ids: list[int]) -> np.ndarray:
+            prompt = (*request.prompt_token_ids, *token_ids[:-1])
+            single = RequestSpec("single", request.version, prompt, replace(GREEDY, max_tokens=1))
+            return experts(run(engine, [single])["single"], shape)
+
+        return of_fake
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def of_transformers(request: RequestSpec, token_ids: list[int]) -> np.ndarray:
+        return np.sort(chosen_by(reference, [*request.prompt_token_ids, *token_ids[:-1]]), axis=2)
+
+    return of_transformers
+
+
+@pytest.mark.parametrize("between", [kept, moved, moved_late, in_rounds, dropped])
+def test_each_turn_brings_the_rows_of_what_it_fed(
+    engine: RolloutEngine, shape: RoutingShape, expected: Reference, between: Callable[..., None]
+) -> None:
+    """Given tokens have rows, and so has the last token of the turn before, once: together those of one reading."""
     turns = TurnDriver(engine)
     played = sessions((1, 40, 7))
-    prompts = {each.request.request_id: len(each.request.prompt_token_ids) for each in played}
-    for between in (kept, moved_late, dropped):
+    for session in played:
+        turns.add(session.request)
+    turns.finish()
+    for _ in range(3):
         for session in played:
-            session.turn = 0
-            turns.add(session.request)
+            between(turns, session)
         turns.finish()
-        for _ in range(3):
-            for session in played:
-                between(turns, session)
-            turns.finish()
-        check_rows(turns.responses, prompts, shape)
-        turns.drop(*list(turns.responses))
+    for session in played:
+        response = turns.responses[session.request.request_id]
+        assert experts(response, shape).tolist() == expected(session.request, response.token_ids).tolist()
+    turns.drop(*list(turns.responses))
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["started", "cut"])
+@pytest.mark.parametrize("first_token", [0, 4, 6, 10, 13, 17, 18])
+def test_a_fork_brings_the_rows_from_the_token_before_its_given_ones(
+    engine: RolloutEngine, shape: RoutingShape, expected: Reference, first_token: int, cut: bool
+) -> None:
+    """After the prompt, in the midst of a turn, at its end, among given tokens, which come again, and after these."""
+    turns = TurnDriver(engine)
+    (session,) = sessions((7,))[1:2]
+    name, given = session.request.request_id, (9, 8, 7, 6)
+    turns.add(session.request)
+    turns.finish()
+    kept(turns, session)  # 6 tokens, then 7 given ones, then 6
+    turns.finish()
+    left = turns.responses[name]
+    run_first = 6 if first_token in (10, 13) else first_token  # adjacent given runs are one
+    request = engine.request(name).extended(given, session.sampling(), after=first_token)
+    turns.responses[name] = Response(list(request.output_token_ids), list(request.logprobs))
+    if cut:
+        engine.extend(name, given, session.sampling(), after=first_token)
+    else:
+        engine.remove(name)
+        engine.add(request)
+    assert left.finish_reason
+    found = turns.finish()[name]
+    whole = expected(request, found.token_ids)
+    begin = len(request.prompt_token_ids) + run_first - 1
+    assert experts(found, shape).tolist() == whole[begin:].tolist()
+    turns.drop(name)

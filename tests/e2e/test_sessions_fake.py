@@ -249,7 +249,14 @@ async def test_a_failed_session_is_replaced_and_then_broken_off(tiny_dense: Path
 
 
 async def through_restarts(
-    model: Path, tmp_path: Path, work: Callable[[Session], Awaitable[None]], *, prompts: int, groups: int, steps: int
+    model: Path,
+    tmp_path: Path,
+    work: Callable[[Session], Awaitable[None]],
+    *,
+    prompts: int,
+    groups: int,
+    steps: int,
+    **fields: Any,
 ) -> list[list[TrajectoryGroup]]:
     """Returns what a trainer took in ``steps`` steps of sessions driven by ``work``, with a kill in each step."""
     settings = settings_of(
@@ -260,6 +267,7 @@ async def through_restarts(
         window__size=2,
         rollout__max_tokens=12,
         rollout__ignore_eos=False,
+        **fields,
     )
     service = Killed(tmp_path, settings)
     await service.start()

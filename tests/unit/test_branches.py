@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from dora.config import RolloutConfig
 from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Trajectory
-from dora.data.types import Prompt, Reward
+from dora.data.types import Prompt, Reward, RoutingShape
 from dora.journal.content import Content
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.journal.records import Tokens
 from dora.orchestrator.rollout.branches import leaves, trajectories
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
+from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
 from dora.verify.invariants import violations
 from tests.unit.test_accepted import reported
 
 S = "g0.0"
+SHAPE = RoutingShape(layers=1, top_k=2, experts=2048)
 
 
 @dataclass
@@ -31,14 +33,20 @@ class Told:
     response: list[tuple[int, int]] = field(default_factory=list)  # token, turn that sampled it; -1: given
 
 
+def row(token: int, turn: int) -> bytes:
+    """The experts of a token that was fed to sample from a turn."""
+    return np.array([token, 1024 + turn], "<u2").tobytes()
+
+
 class Session:
-    """One session in a buffer, and what its caller has noted."""
+    """One session in a buffer, and what its caller has noted. Its tokens have rows of experts."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt = Prompt("p0", "", prompt, group_size=1, environment="tool")
-        self.buffer = ResponseBuffer(RolloutConfig())
+        self.buffer = ResponseBuffer(RolloutConfig(), SHAPE)
         self.buffer.admit("g0", self.prompt, 0, {S: 0}, 10.0)
         self.records: list[Tokens] = []
+        self.row_of: dict[int, bytes] = {}  # of each token that was fed, as it was reported first
         self.told: list[Told] = []
         self.next_token = 100
         if prompt:
@@ -57,11 +65,27 @@ class Session:
         self.next_token += count
         if len(self.entry.segment_starts) == 0 or self.entry.segment_starts[-1].worker_id != worker:
             self.buffer.arrives(S, worker, "migrated" if self.entry.segment_starts else "new")
-        span = TokenSpan(0, len(self.entry), tokens, tuple(-1.0 for _ in tokens), "stop")
-        record = self.buffer.accept(worker, 0, reported(span), 11.0).record()
-        assert record is not None
-        self.records.append(record)
+        fed = [*self.unfed(), *tokens[:-1]]
+        for token in fed:
+            self.row_of.setdefault(token, row(token, turn))
+        first, logprobs = len(self.entry), (-1.0,) * count
+        rows = [row(token, turn) for token in fed]
+        one = TokenSpan(0, first, tokens[:1], logprobs[:1], None, "", b"".join(rows[: len(fed) - count + 1]))
+        for span in (one, TokenSpan(0, first, tokens, logprobs, "stop", "", b"".join(rows))):  # which repeats the token
+            again = self.restored_buffer()  # takes the report like the one that wrote the log
+            accepted = [each.accept(worker, 0, reported(span), 11.0) for each in (self.buffer, again)]
+            record = accepted[0].record()
+            assert record is not None and again[S].routed == self.entry.routed
+            self.records.append(record)
         self.told[-1].response += [(token, turn) for token in tokens]
+
+    def unfed(self) -> list[int]:
+        """The tokens that an engine newly feeds to sample the present turn's first one."""
+        path = self.told[-1]
+        if not path.response:
+            return path.prompt
+        given = next((n for n, (_, turn) in enumerate(reversed(path.response)) if turn >= 0), len(path.response))
+        return [*path.prompt, *(token for token, _ in path.response)][-given - 1 :]
 
     def ask(self, count: int, fork: tuple[int, int] | None) -> None:
         tokens = list(range(self.next_token, self.next_token + count))
@@ -93,10 +117,15 @@ class Session:
         assert (list(spec.prompt_token_ids), list(spec.output_token_ids)) == (told.prompt, entry.tokens.tolist())
 
     def restored(self) -> ResponseState:
+        entry = self.restored_buffer()[S]
+        assert entry.routed == self.entry.routed
+        return entry
+
+    def restored_buffer(self) -> ResponseBuffer:
         group = LiveGroup(0, "g0", self.prompt, 0, 0, 1, 10.0, (0,), 0, 0, OPEN, 0)
-        buffer = ResponseBuffer(RolloutConfig())
+        buffer = ResponseBuffer(RolloutConfig(), SHAPE)
         buffer.restore(group, 0, Content([group]).of(self.records, []))
-        return buffer[S]
+        return buffer
 
     def delivered(self) -> list[Trajectory]:
         self.buffer.close(self.entry, 13.0)
@@ -129,6 +158,10 @@ def check_branches(session: Session, found: list[Trajectory]) -> None:
     assert [each.trajectory_id for each in found] == [S, *(f"{S}/{n}" for n in range(1, len(found)))]
     assert len({each.sampling.seed for each in found}) == len(found), "each branch has a seed of its own"
     assert not list(violations(found))
+    for each in found:
+        tokens = [*each.prompt_token_ids.tolist(), *each.response_token_ids.tolist()]
+        assert each.routed_experts is not None, "as each was fed first, whatever other branches fed it again"
+        assert each.routed_experts.tobytes() == b"".join(session.row_of[token] for token in tokens[:-1])
 
 
 def test_a_session_without_forks_is_one_trajectory() -> None:
@@ -215,6 +248,25 @@ def test_any_tree_of_turns_is_what_its_caller_noted(history: Any) -> None:
         session.check(session.restored())
     if len(session.told) > 1 or has_prompt:
         check_branches(session, session.delivered())
+
+
+def test_given_tokens_that_were_never_fed_have_no_rows() -> None:
+    """The session is broken off before its last turn has sampled anything."""
+    session = Session((1, 2))
+    session.ask(2, None)
+    session.sample(1, "w0")
+    session.ask(3, None)
+    (found,) = session.delivered()
+    assert found.length_tokens == 8 and found.routed_tokens == 2 + 8 - 1
+    fed = [1, 2, *found.response_token_ids[:4].tolist()]
+    for each in (
+        found,
+        Trajectory.from_json_dict(found.to_json_dict()),
+        trajectory_from_wire(trajectory_to_wire(found)),
+    ):
+        assert each.routed_experts is not None
+        assert each.routed_experts.tobytes() == b"".join(map(session.row_of.__getitem__, fed))
+    assert not list(violations([found]))
 
 
 def test_records_in_any_order_restore_the_branches() -> None:

@@ -51,16 +51,79 @@ def test_what_the_service_lacks_is_told_with_its_rows(
 
 
 def test_rows_of_tokens_that_were_sampled_elsewhere_are_not_here() -> None:
-    kept = Responses()
-    kept.begin(spec("a", outputs=4))
-    sampled(kept, "a", 4, 3, routed=True)
-    kept.begin(spec("b", outputs=4))
-    sampled(kept, "b", 4, 3, routed=False)
-    assert {each.request_id: (each.first_token, each.tokens) for each in kept.held()} == {"a": (4, 7), "b": (0, 7)}
-    _, rounds = kept.come_back({"a": 5, "b": 1})
-    (a, b) = rounds[0]
+    kept, without = Responses(), Responses()
+    for each, routed in ((kept, True), (without, False)):
+        each.begin(spec("a", outputs=4))
+        each.begin(spec("b", outputs=4))
+        sampled(each, "a", 4, 3, routed=routed)
+    found = [{each.request_id: (each.first_token, each.tokens) for each in of.held()} for of in (kept, without)]
+    assert found == [{"a": (4, 7), "b": (4, 4)}, {"a": (0, 7), "b": (0, 4)}]
+    (a, _), (_, b) = (of.come_back({"a": 5, "b": 1})[1][0] for of in (kept, without))
     assert a.token_ids == (5, 6) and a.routed_experts == row(7) + row(8)
-    assert b.token_ids == (1, 2, 3, 4, 5, 6) and b.logprobs[:2] == (-1.0, -2.0)
+    assert b.token_ids == (1, 2, 3) and b.logprobs == (-1.0, -2.0, -3.0)
+
+
+@pytest.mark.parametrize("comes", ["new", "kept", "given"])
+@pytest.mark.parametrize("piece_tokens", [1, 4, 100])
+@pytest.mark.parametrize("known", [0, 1, 3])
+def test_a_turn_is_told_again_with_the_rows_of_its_given_tokens(
+    monkeypatch: pytest.MonkeyPatch, comes: str, piece_tokens: int, known: int
+) -> None:
+    """To a service that has some tokens of the turn; it has those of the turns before it durably."""
+    monkeypatch.setattr(responses, "PIECE_BYTES", piece_tokens * (TOKEN_BYTES + ROW))
+    kept = Responses()
+    if comes == "new":
+        kept.begin(replace(spec("s"), keeps=True))
+        sampled(kept, "s", 0, 4, routed=True, end=True)
+        assert [each.first_token for each in kept.held()] == [0]
+    elif comes == "kept":
+        kept.begin(replace(spec("s", outputs=4), keeps=True, kept=True))
+    if comes == "given":
+        kept.begin(replace(spec("s", outputs=6), keeps=True, given=((4, 6),)))
+    else:
+        kept.extend("s", (4, 5), SamplingParams(), 4)
+    kept.add([TokenDelta("s", 3, 6, (6,), (-6.0,), None, "", b"".join(map(row, (6, 7, 8))))])
+    sampled(kept, "s", 7, 2, routed=True, end=True)
+    assert [(each.first_token, each.tokens) for each in kept.held()] == [(6, 9)]
+    _, rounds = kept.come_back({"s": 6 + known})
+    pieces = [piece for each in rounds for piece in each]
+    assert [token for piece in pieces for token in piece.token_ids] == list(range(6 + known, 9))
+    begin = len(PROMPT) + 3 + (2 + known if known else 0)
+    assert b"".join(piece.routed_experts for piece in pieces) == b"".join(map(row, range(begin, len(PROMPT) + 8)))
+
+
+def test_a_session_that_waits_keeps_no_rows_that_the_service_has() -> None:
+    """Rows of many long pauses would fill the worker's memory, at whose bound it stops."""
+    kept = Responses(most_bytes=TOKEN_BYTES * 9 + 1)
+    kept.begin(replace(spec("s"), keeps=True))
+    sampled(kept, "s", 0, 9, routed=True, end=True)
+    assert kept.is_full
+    kept.settle("s")
+    assert not kept.is_full and [(each.first_token, each.tokens) for each in kept.held()] == [(9, 9)]
+    kept.extend("s", (7, 8), SamplingParams(), 9)
+    sampled(kept, "s", 11, 1, routed=True)
+    kept.settle("s")  # of the turn before
+    assert [(each.first_token, each.tokens) for each in kept.held()] == [(11, 12)]
+    _, ((piece,),) = kept.come_back({"s": 11})
+    assert piece.routed_experts
+    kept.settle("unknown")
+    kept.forget("s")
+    assert kept._ended_bytes == 0
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 5, 6, 8, 9])
+def test_a_fork_is_told_again_with_the_rows_from_before_its_given_tokens(after: int) -> None:
+    kept, run_first = Responses(), 4 if after in (5, 6) else after
+    kept.begin(replace(spec("s", outputs=6), given=((4, 6),), keeps=True))
+    kept.add([TokenDelta("s", 3, 6, (6,), (-6.0,), None, "", b"".join(map(row, (6, 7, 8))))])
+    sampled(kept, "s", 7, 2, routed=True, end=True)
+    kept.extend("s", (7, 8), SamplingParams(), after)
+    fed = range(len(PROMPT) + run_first - 1, len(PROMPT) + after + 2)
+    kept.add([TokenDelta("s", 3, after + 2, (1,), (-1.0,), None, "", b"".join(map(row, fed)))])
+    sampled(kept, "s", after + 3, 2, routed=True)
+    assert [(each.first_token, each.tokens) for each in kept.held()] == [(after + 2, after + 5)]
+    _, ((piece,),) = kept.come_back({"s": after + 2})
+    assert piece.routed_experts == b"".join(map(row, range(fed[0], fed[-1] + 3)))
 
 
 def test_it_is_full_of_what_has_ended_and_of_what_came_alone() -> None:

@@ -1,5 +1,6 @@
 """Routed experts on their way: rows beside tokens, in reports, book, trajectory and record; and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ReportError, ResponseState
+from dora.orchestrator.services.turn_request import given_of
 from dora.orchestrator.setup import routing_wanted
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
@@ -126,6 +128,19 @@ def test_rows_that_cannot_be_are_refused(buffer: ResponseBuffer, told: TokenColu
         buffer.accept("w0", 0, told, 1.0)
 
 
+def test_a_turn_needs_rows_of_its_given_tokens_and_of_the_one_before(buffer: ResponseBuffer) -> None:
+    (session,) = buffer.admit("s", replace(PROMPT, environment="tool"), 0, {"s": 1}, 0.0)
+    for first, routed in ((0, rows(0, 4)), (3, rows(4, 7))):
+        if first:
+            buffer.give(session, [5, 6], 9, "tool", 0.0)
+        told = columns_from_wire(columns_to_wire([TokenSpan(1, first, (10,), (-0.5,), "stop", "", routed)]))
+        for wrong in (routed[6:], routed + routed[:6]):
+            with refused(ReportError, field="s: routed_experts bytes", value=len(wrong), names=(str(len(routed)),)):
+                buffer.accept("w0", 0, replace(told, routed_bytes=np.array([len(wrong)]), routed_experts=wrong), 1.0)
+        buffer.accept("w0", 0, told, 1.0)
+    assert session.routed == rows(0, 7)
+
+
 def test_rows_that_nobody_asked_for_are_refused() -> None:
     buffer = ResponseBuffer(RolloutConfig())
     buffer.admit("g", PROMPT, 0, {"r": 0}, 0.0)
@@ -151,11 +166,43 @@ def test_rows_survive_the_wire_and_the_record(tmp_path: Path, dtype: type[np.gen
 
 @pytest.mark.parametrize(
     "wrong",
-    [np.zeros((5, 3, 2), np.uint8), np.zeros((4, 6), np.uint8), np.zeros((4, 3, 2), np.int64)],
+    [
+        np.zeros((5, 3, 2), np.uint8),
+        np.zeros((3, 3, 2), np.uint8),
+        np.zeros((4, 6), np.uint8),
+        np.zeros((4, 3, 2), np.int64),
+    ],
 )
 def test_a_trajectory_has_a_row_for_each_token_that_was_fed(wrong: Any) -> None:
     with refused(InvalidValue, field="trajectory s0-g0-0: routed_experts", names=("uint8", "uint16", "4", "top_k")):
         make_trajectory(0, 0, 0, routed_experts=wrong)
+
+
+def test_a_row_may_lack_of_what_no_loss_needs() -> None:
+    """Of given tokens after which a session was broken off, none was fed."""
+    values: dict[str, Any] = {"response_token_ids": [1, 2, 3, 4], "logprobs": [0.0] * 4, "length_tokens": 4}
+    for mask, least in (([1, 1, 0, 0], 3), ([1, 0, 1, 0], 4), ([0, 0, 0, 0], 0)):
+        for rows in range(least, 6):
+            found = np.ones((rows, 3, 2), np.uint8)
+            made = make_trajectory(0, 0, 0, loss_mask=mask, prompt_token_ids=[5, 6], routed_experts=found, **values)
+            assert made.routed_experts is not None and len(made.routed_experts) == rows
+        for rows in (least - 1, 6) if least else (6,):
+            found = np.ones((rows, 3, 2), np.uint8)
+            with refused(InvalidValue, field="trajectory s0-g0-0: routed_experts", names=(str(least), "5")):
+                make_trajectory(0, 0, 0, loss_mask=mask, prompt_token_ids=[5, 6], routed_experts=found, **values)
+
+
+def test_a_turn_whose_rows_fit_into_no_message_is_refused() -> None:
+    config = validated({"service": {"max_message_bytes": 1 << 20}, "workers": {"max_model_len_tokens": 4096}})
+    asked = pb.TurnRequest(given_token_ids=np.arange(2000, dtype="<i4").tobytes(), max_tokens=1000)
+    for shape in (None, RoutingShape(layers=48, top_k=8, experts=128)):
+        buffer = ResponseBuffer(config.rollout, shape)
+        (session,) = buffer.admit("g", replace(PROMPT, environment="tool"), 0, {"r": 0}, 0.0)
+        if shape is None:
+            assert given_of(session, asked, None, config, 0)[1] == 1000
+            continue
+        with refused(InvalidValue, field="given_token_ids", names=("service.max_message_bytes", "1048576")):
+            given_of(session, asked, None, config, 0)
 
 
 def test_a_damaged_record_or_message_is_refused() -> None:

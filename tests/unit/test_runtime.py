@@ -139,13 +139,16 @@ class Shell:
                 found.append(getattr(command, kind))
         return found
 
-    async def admit(self, groups: int, group_size: int = 0, verifier_json: str = "{}", pairs: int = 1) -> list[str]:
+    async def admit(
+        self, groups: int, group_size: int = 0, verifier_json: str = "{}", pairs: int = 1, environment: str = ""
+    ) -> list[str]:
         """A trainer attaches, prompts come, their requests are started."""
         self.orders("")
         await self.trainer.Attach(pb.AttachRequest(groups_per_step=groups), None)
+        prompt = Prompt("", "task", (1, 2) * pairs, environment=environment)
         self.runtime.feed.submit(
             [
-                Prompt(f"p{i}", "task", (1, 2) * pairs, group_size=group_size, verifier_json=verifier_json)
+                replace(prompt, prompt_id=f"p{i}", group_size=group_size, verifier_json=verifier_json)
                 for i in range(groups)
             ]
         )
@@ -358,6 +361,20 @@ async def test_the_reasons_of_lost_workers_are_kept_for_the_last_ones(shell: She
     for number in range(LOST_KEPT + 3):
         shell.runtime.sessions.keep_reason(f"w{number}", "drained")
     assert len(shell.runtime.sessions.lost_reasons) == LOST_KEPT and "w2" not in shell.runtime.sessions.lost_reasons
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_a_settled_turn_is_the_one_that_its_worker_has_last(shell: Shell, is_asked: bool) -> None:
+    """A worker that has begun the next turn would take it for the settled one, and forget what it may need to tell."""
+    runtime = shell.runtime
+    runtime.orphan_timeout_s = 60.0
+    (request_id,) = await shell.admit(1, environment="tool")
+    shell.report(ended(request_id))
+    if is_asked:
+        runtime.buffer.give(runtime.buffer[request_id], [5], 9, "tool", 0.0)
+        runtime.post(on.TurnAsked(request_id, 1))
+    runtime._settle()
+    assert [list(each.request_ids) for each in shell.orders("settled")] == [[request_id]] * (not is_asked)
 
 
 async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(

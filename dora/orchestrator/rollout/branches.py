@@ -14,6 +14,7 @@ from dora.data.token_spans import Column
 from dora.data.trajectory import Trajectory
 from dora.data.types import GIVEN, Arrival, EnvironmentEvent, SamplingParams, Segment
 from dora.orchestrator.rollout.response_state import ResponseState, readers
+from dora.orchestrator.rollout.routed_paths import Rows
 from dora.orchestrator.rollout.session_paths import GivenRun, places, runs_on
 
 Value = TypeVar("Value")
@@ -28,6 +29,7 @@ def trajectories(entry: ResponseState, step: int, reference_version: int, group_
         yield Trajectory(**{name: reader(entry) for name, reader in read.items()})
         return
     is_sampled, is_shared, index = _sampled(entry), np.zeros(entry.held_tokens, np.bool_), 0
+    rows = Rows(entry)
     for turn in leaves(entry):
         path = places(entry.given, turn, entry.turn_end(turn))
         mask = is_sampled[path] & ~is_shared[path]
@@ -40,6 +42,7 @@ def trajectories(entry: ResponseState, step: int, reference_version: int, group_
             "turn_sampling": _by_place(_samplings(entry), entry, path, mask),
             "branch_index": index,
             "shared_prefix_tokens": int(is_shared[path].sum()),  # branches share a prefix, and nothing else
+            "routed_experts": rows.on(turn, path),
         }
         yield Trajectory(**{name: own[name] if name in own else reader(entry) for name, reader in read.items()})
         is_shared[path] = True

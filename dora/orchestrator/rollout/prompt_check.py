@@ -82,7 +82,8 @@ class PromptCheck:
         check_size(prompt.text, f"{position}: text", TEXT_BYTES_MAX)
         check_verifier(prompt.verifier_json, position, self._config.prompts.verifier_kb)
         check_priority(prompt.priority, f"{position}: priority")
-        self._check_environment(prompt.environment, f"{position}: environment")
+        if prompt.environment != "":
+            check_name(prompt.environment, f"{position}: environment")
         group_size = prompt.group_size or self._config.rollout.group_size
         if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MAX:
             raise InvalidValue(f"{position}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MAX}")
@@ -95,15 +96,6 @@ class PromptCheck:
             self._check_length(prompt.token_ids, sampling, position)
         token_ids = () if prompt.environment and not prompt.token_ids else self._checked_ids(prompt.token_ids, position)
         return replace(prompt, token_ids=token_ids, group_size=group_size, group_size_min=at_once, sampling=overrides)
-
-    def _check_environment(self, environment: object, field: str) -> None:
-        """Raises InvalidValue for a name that no caller of Sessions could have."""
-        if environment == "":
-            return
-        check_name(environment, field)
-        if self._routing is not None:
-            allowed = "empty, while workers.router_replay keeps the experts of each token of single answers"
-            raise InvalidValue(field, environment, allowed)
 
     def _tokens(self, message: pb.Prompt, position: str) -> tuple[str, tuple[int, ...]]:
         """The text and token ids of a message: given, or made from its text or chat."""

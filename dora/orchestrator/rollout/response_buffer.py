@@ -129,7 +129,7 @@ class ResponseBuffer:
         entry.given.append(run)
         entry.finish_reason, entry.stop, entry.prompt_logprobs = None, "", b""
         self._note_owing(entry)
-        self._columns.give(entry.row, run, at)
+        self._columns.give(entry.row, run, entry.first_fed(), at)
         of_turn = [0, max_tokens, name, before, stop, *(fork or ()), *([run.sampling] if run.sampling else ())]
         if prompt_logprobs:
             of_turn.append(True)
@@ -206,7 +206,7 @@ class ResponseBuffer:
                 entry.prompt_logprobs = came.get(entry.given[-1].held_end, b"")
                 self._note_owing(entry)
                 last_s = float(self._columns.heard_at[entry.row])
-                self._columns.give(entry.row, entry.given[-1], last_s, len(entry))
+                self._columns.give(entry.row, entry.given[-1], entry.first_fed(), last_s, len(entry))
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
@@ -360,9 +360,9 @@ class ResponseBuffer:
         """Returns the bytes of each span's routed experts that belong to tokens which its response already has."""
         if self.routing is None:
             return np.zeros(len(columns), np.int64)
-        prompts = self._columns.prompt_tokens[columns.rows] - 1
-        first, reached = (np.where(tokens > 0, prompts + tokens, 0) for tokens in (columns.first_tokens, held))
-        skips: Column = np.minimum((reached - first) * self.routing.token_bytes, columns.routed_bytes)
+        begins, of_begin = self._columns.turn_begins[columns.rows], self._columns.first_fed[columns.rows] - 1
+        has = held - columns.first_tokens + np.where((columns.first_tokens == begins) & (held > begins), of_begin, 0)
+        skips: Column = np.minimum(has * self.routing.token_bytes, columns.routed_bytes)
         return skips
 
     def deliver(self, group_id: str, step: int) -> tuple[TrajectoryGroup, bool]:

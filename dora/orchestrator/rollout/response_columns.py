@@ -15,7 +15,8 @@ class ResponseColumns:
         self.held: Column = np.zeros(ROWS_MIN, np.int64)  # tokens
         self.version: Column = np.zeros(ROWS_MIN, np.int64)
         self.max_tokens: Column = np.zeros(ROWS_MIN, np.int64)
-        self.prompt_tokens: Column = np.zeros(ROWS_MIN, np.int64)
+        self.turn_begins: Column = np.zeros(ROWS_MIN, np.int64)  # the tokens before the present turn's sampled ones
+        self.first_fed: Column = np.zeros(ROWS_MIN, np.int64)  # as ``session_paths.first_fed`` of the present turn
         self.heard_at: Column = np.zeros(ROWS_MIN, np.float64)  # when its last tokens came
         self.arrives: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens may begin a segment
         self.begins: Column = np.zeros(ROWS_MIN, np.bool_)  # its next tokens are the first of a turn
@@ -29,7 +30,8 @@ class ResponseColumns:
         self.held[rows] = 0
         self.version[rows] = version
         self.max_tokens[rows] = max_tokens
-        self.prompt_tokens[rows] = prompt_tokens
+        self.turn_begins[rows] = 0
+        self.first_fed[rows] = prompt_tokens
         self.heard_at[rows] = at
         self.arrives[rows] = self.begins[rows] = True
         self.numbers[rows] = -1
@@ -48,15 +50,14 @@ class ResponseColumns:
     def number(self, row: int, number: int, attempt: int = 0) -> None:
         self.numbers[row], self.attempts[row] = number, attempt
 
-    def give(self, row: int, run: GivenRun, at: float, held: int = -1) -> None:
+    def give(self, row: int, run: GivenRun, first_fed: int, at: float, held: int = -1) -> None:
         """Begins a turn of a session. ``held``: response tokens on its path; -1: those up to the given ones."""
         self.held[row] = run.end if held < 0 else held
         self.max_tokens[row] = run.end + run.max_tokens
         self.shifts[row] = run.held_at - run.first_token
         self.heard_at[row] = at
         self.begins[row] = held < 0  # a restored turn may have tokens
-        if run.is_prompt:
-            self.prompt_tokens[row] = run.tokens
+        self.turn_begins[row], self.first_fed[row] = run.end, first_fed
 
     def _reach(self, rows: int) -> None:
         lacking = rows - len(self.held)

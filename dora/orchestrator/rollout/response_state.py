@@ -27,6 +27,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.rollout.session_paths import (
     GivenRun,
     bounds,
+    first_fed,
     fork_of,
     places,
     prompt_of,
@@ -160,6 +161,10 @@ class ResponseState:
     def owes_prompt(self) -> bool:
         """Returns whether prompt logprobs of the present turn were asked for and are still to come."""
         return bool(self.given) and self.given[-1].prompt_logprobs and self.held_tokens == self.given[-1].held_end
+
+    def first_fed(self) -> int:
+        """As ``session_paths.first_fed`` of the present turn."""
+        return first_fed(self.given, len(self.given), len(self.prompt.token_ids))
 
     def context_tokens(self) -> int:
         """The number of tokens before the present turn's sampled ones, on its path."""

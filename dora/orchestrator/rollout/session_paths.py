@@ -135,6 +135,19 @@ def runs_on(given: Sequence[GivenRun], turn: int) -> list[GivenRun]:
     return found[::-1]
 
 
+def first_fed(given: Sequence[GivenRun], turn: int, prompt_tokens: int) -> int:
+    """Returns how many tokens an engine newly feeds to sample a turn's first one: a path's whole prompt; later the last
+    token before the given run, and that run. ``prompt_tokens``: of the group's prompt.
+    """
+    run = given[turn - 1] if turn else None
+    if run is None or run.is_prompt:
+        return run.tokens if run else prompt_tokens
+    if not run.is_fork:
+        return run.tokens + 1
+    first, end = bounds(runs_on(given, turn))[-1]  # with the given tokens that it follows at once
+    return end - first + 1
+
+
 def bounds(runs: Sequence[GivenRun]) -> list[tuple[int, int]]:
     """Returns the given runs of a path as (first, one after the last), without its prompt. A run ends where the next
     one has replaced its rest; adjacent runs are one.

@@ -45,7 +45,7 @@ def check_spans(
         if stop and (columns.ends[index] != STOP or stop not in entry.turn_sampling().stop):
             raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
     if routing is not None or len(columns.routed_experts):
-        _check_routing(columns, responses.prompt_tokens[rows], entries, routing)
+        _check_routing(columns, responses, entries, routing)
 
 
 def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseState]) -> None:
@@ -75,15 +75,18 @@ def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> 
 
 
 def _check_routing(
-    columns: TokenColumns, prompt_tokens: Column, entries: Mapping[int, ResponseState], routing: RoutingShape | None
+    columns: TokenColumns,
+    responses: ResponseColumns,
+    entries: Mapping[int, ResponseState],
+    routing: RoutingShape | None,
 ) -> None:
     """A span needs one row of experts for each token that was fed to sample it; none if responses retain none."""
-    counts, given = columns.counts, columns.routed_bytes
+    rows, counts, given = columns.rows, columns.counts, columns.routed_bytes
     if routing is None:
         expected = np.zeros(len(columns), np.int64)
     else:
-        fed = counts + np.where((columns.first_tokens == 0) & (counts > 0), prompt_tokens - 1, 0)
-        expected = fed * routing.token_bytes
+        begins = (columns.first_tokens == responses.turn_begins[rows]) & (counts > 0)
+        expected = (counts + np.where(begins, responses.first_fed[rows] - 1, 0)) * routing.token_bytes
     wrong = given != expected
     if wrong.any():
         index = int(wrong.argmax())

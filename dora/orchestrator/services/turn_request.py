@@ -111,7 +111,7 @@ def given_of(
     max_tokens = request.max_tokens or min(most, entry.sampling.max_tokens)
     if max_tokens > most:
         raise InvalidValue("max_tokens", max_tokens, f"at most {most}, which the context has room for")
-    most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, None)
+    most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, entry.routing)
     if request.prompt_logprobs:  # a session's turn comes with its prompt, too
         most_bytes += LOGPROB_BYTES * (prompt + before + count)
     limit_bytes = config.service.max_message_bytes
