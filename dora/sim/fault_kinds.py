@@ -214,6 +214,18 @@ def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
     world.ask(on.RebalanceAsked())
 
 
+def _open(world: UnreliableWorld, fault: Fault) -> None:
+    """A caller opens a group of a version of its choice, which the window may forbid."""
+    state = world.machine.state
+    version = state.window.newest - fault.subject % 4
+    if state.exhausted or state.window.admissible(version) < 1:
+        world.ask(on.GroupAsked(on.OfferedPrompt("p-none", "task", 5, 1, 60), version), refused=True)
+        return
+    for prompt in world.drawn(1):
+        world.service.read(prompt)
+        world.post(on.GroupAsked(world.known_prompt(prompt.prompt_id), version))
+
+
 def _cancel(world: UnreliableWorld, fault: Fault) -> None:
     state = world.machine.state
     waiting = pick(list(state.backlog), fault.subject) if fault.subject % 3 == 0 else None
@@ -285,4 +297,5 @@ KINDS: Final[dict[str, Kind]] = {
     "stall": Kind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
     "lease": Kind("the trainer keeps its connection and commits nothing, for a while or for ever", _stall_trainer, 0.5),
     SESSION: Kind("an environment fails, stands still, ends early or asks what it must not", befall_session, 2.0),
+    "open": Kind("a caller opens a group of a version of its choice, which the window may forbid", _open, 0.5),
 }

@@ -242,6 +242,10 @@ class Service:
         if was_asked or isinstance(event, on.TrainerAttached):
             self.log.rely()
 
+    def read(self, prompt: SimPrompt) -> None:
+        """Reads a prompt that the core gets otherwise than by asking for some."""
+        self.prompts.read(SUBMITTED, prompt_of(prompt))
+
     def ask_evaluation(self, evaluation_id: str, prompts: Sequence[SimPrompt]) -> None:
         wanted = {each.prompt_id: prompt_of(each) for each in prompts}
         self.evaluations.running[evaluation_id] = EvaluationStream(evaluation_id, "", wanted)

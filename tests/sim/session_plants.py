@@ -9,7 +9,7 @@ import pytest
 from dora.core import events as on
 from dora.core import machine
 from dora.core.fleet.worker import Worker
-from dora.core.rules import handoff, lifecycle, membership, placement, sessions
+from dora.core.rules import admission, handoff, lifecycle, membership, placement, sessions
 from dora.core.state import IDLE, RequestStatus, State
 from dora.data.trajectory import Trajectory
 from dora.journal import records
@@ -99,6 +99,18 @@ def ended_session_may_end_again(patch: Patch) -> None:
             sessions._finish(state, row, "")
 
     patch.setitem(machine._HANDLERS, on.SessionEnded, ended)
+
+
+def opened_groups_are_beyond_the_window(patch: Patch) -> None:
+    """A group whose caller names its version is neither counted nor refused."""
+
+    def asked(state: State, event: on.GroupAsked) -> None:
+        entry = admission._enqueue(state, event.prompt)
+        state.backlog.remove(entry)
+        admission.admit(state, entry, event.version)
+        state.worklist.wake()
+
+    patch.setitem(machine._HANDLERS, on.GroupAsked, asked)
 
 
 def two_turns_at_once(patch: Patch) -> None:

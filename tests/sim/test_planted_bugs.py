@@ -222,6 +222,9 @@ BUGS = [
     Bug("a moved session is not extended", "C2", sessions.moved_session_is_not_extended, "session,pool", first=4),
     Bug("silent sessions are waited for", "not done", sessions.silent_sessions_are_waited_for, "session", first=4),
     Bug("a session ends twice", "was not refused", sessions.ended_session_may_end_again, "session", first=4),
+    Bug(
+        "a caller's group is beyond the window", "C3|not refused", sessions.opened_groups_are_beyond_the_window, "open"
+    ),
     Bug("two turns at once", "not refused|KeyError", sessions.two_turns_at_once, "session"),
     Bug("an asked turn is queued twice", "C2", sessions.asked_turn_is_queued_twice, "session", first=4),
     Bug(
