@@ -56,7 +56,7 @@ class WindowConfig(Section):
         0.5, description="auto: a narrower window where the effective sample size is below this"
     )
     staleness_cost: float = Field(
-        0.7,
+        0.9,
         ge=0.0,
         le=1000.0,
         description="auto: share of the samples that a version of staleness costs, divided by the square root of the "
