@@ -8,8 +8,8 @@ from typing import Any, Final
 from experiments.convergence.plan import read_json, write_json
 from experiments.staleness.cell import Cell
 
-RATES: Final[Mapping[str, tuple[float, ...]]] = {"tiny": (3e-3, 1e-3, 3e-4, 1e-4), "counting": (3e-4, 1e-4, 3e-5)}
-STEPS: Final[Mapping[str, int]] = {"tiny": 400, "counting": 36}
+RATES: Final[Mapping[str, tuple[float, ...]]] = {"tiny": (3e-3, 1e-3, 3e-4, 1e-4), "counting": (1e-4, 3e-5)}
+STEPS: Final[Mapping[str, int]] = {"tiny": 400, "counting": 150}
 LAGS: Final = (0, 1, 2, 3)
 TRIED_SEEDS: Final = (1000, 1001)  # choose each mode's learning rate; no run that is compared has one of them
 
