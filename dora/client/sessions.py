@@ -71,6 +71,7 @@ class Session:
     _connections: Connections = field(repr=False)
     has_ended: bool = False  # when it was opened again
     given_name: str = ""  # of what gave the tokens of ``turn``
+    is_evaluation: bool = False  # of an evaluation: no step trains on it
 
     async def ask(
         self,
@@ -395,4 +396,5 @@ def _session(message: pb.SessionTurn, connections: Connections) -> Session:
         connections,
         message.ended,
         begin.given_name,
+        begin.is_evaluation,
     )

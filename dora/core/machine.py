@@ -18,6 +18,7 @@ from dora.core.policy import Policy
 from dora.core.rules import (
     admission,
     arrival,
+    evaluated_sessions,
     evaluation,
     handoff,
     lease,
@@ -55,7 +56,7 @@ class Machine:
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
         state = self._state
-        state.now_s = now_s
+        state.now_s = state.evaluations.now_s = now_s
         assert not state.out
         try:
             counts = _HANDLERS[type(event)](state, event) is not False
@@ -115,7 +116,10 @@ class Machine:
 
     def check_turn(self, request_id: str) -> None:
         """Raises NotFound or Conflict if TurnAsked would be refused; called before the given tokens are stored."""
-        sessions.check_idle(self._state, request_id)
+        if request_id in self._state.evaluations.requests:
+            evaluated_sessions.check_idle(self._state, request_id)
+        else:
+            sessions.check_idle(self._state, request_id)
 
     def has_to_come(self, version: int) -> bool:
         """Returns whether ``version`` is rejected or unavailable."""
@@ -154,8 +158,18 @@ def _tick(state: State, _event: on.Tick) -> None:
     lease.overdue(state)
     sessions.overdue(state)
     sessions.rest(state)
+    evaluated_sessions.overdue(state)
     evaluation.claim_workers(state)
     state.worklist.wake()  # pauses may be over
+
+
+def _of_session(rule: Callable[[State, Any], None], evaluated: Callable[[State, Any], None]) -> Callable[..., None]:
+    """The handler of an event of an environment. ``evaluated``: for the sessions of evaluations."""
+
+    def handler(state: State, event: on.TurnAsked | on.SessionEnded | on.SessionFailed) -> None:
+        (evaluated if event.request_id in state.evaluations.requests else rule)(state, event)
+
+    return handler
 
 
 def _done(state: State, event: on.CommandDone) -> None:
@@ -212,9 +226,9 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptCancelled: _prompt_cancelled,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
-    on.TurnAsked: sessions.asked,
-    on.SessionEnded: sessions.ended,
-    on.SessionFailed: sessions.failed,
+    on.TurnAsked: _of_session(sessions.asked, evaluated_sessions.asked),
+    on.SessionEnded: _of_session(sessions.ended, evaluated_sessions.ended),
+    on.SessionFailed: _of_session(sessions.failed, evaluated_sessions.failed),
     on.GroupCancelled: lifecycle.cancel,
     on.EvaluationAsked: evaluation.asked,
     on.EvaluationCancelled: evaluation.cancelled,

@@ -55,9 +55,13 @@ class Evaluated:
 
 
 def responses_of(group: TrajectoryGroup) -> list[Response]:
-    return [
-        Response(each.reward, each.reward_valid, each.length_tokens, each.finish_reason) for each in group.trajectories
-    ]
+    """Returns the group's responses. A session that forked counts once, by its last branch."""
+    return list(
+        {
+            each.sample_index: Response(each.reward, each.reward_valid, each.length_tokens, each.finish_reason)
+            for each in group.trajectories
+        }.values()
+    )
 
 
 def score_of(groups: Iterable[TrajectoryGroup]) -> Score:

@@ -43,6 +43,7 @@ class Driven(Protocol):
     prompt_text: str
     verifier_json: str
     turn: Turn
+    is_evaluation: bool
 
     async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
     async def ask(self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
@@ -189,7 +190,7 @@ class _CallIds:
 
 def task_of(session: Driven) -> Task:
     verifier = json.loads(session.verifier_json or "{}")
-    return Task(session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id)
+    return Task(session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id, session.is_evaluation)
 
 
 def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:

@@ -15,13 +15,16 @@ Messages = Sequence[Mapping[str, Any]]  # of the OpenAI API
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a session is about. ``text``: the prompt of the source; ``verifier``: what its reward function gets."""
+    """What a session is about. ``text``: the prompt of the source; ``verifier``: what its reward function gets;
+    ``is_evaluation``: no step trains on it.
+    """
 
     prompt_id: str
     task_id: str = ""
     text: str = ""
     verifier: Mapping[str, Any] = field(default_factory=dict)
     session_id: str = ""
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Conversation:
 
     def __init__(self, task: Task) -> None:
         self._hash = blake2b(digest_size=DIGEST_BYTES)
-        self._add([task.prompt_id, task.task_id, task.text, task.verifier])
+        self._add([task.prompt_id, task.task_id, task.text, task.verifier, task.is_evaluation])
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Notes messages of the environment."""

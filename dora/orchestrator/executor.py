@@ -121,6 +121,7 @@ class Executor:
         self._storage = storage
         self._sessions = sessions
         self._hosts = hosts
+        self._evaluations = evaluations
         self._handoff_of = handoff_of
         self._row_of = row_of
         self._telemetry = telemetry
@@ -192,32 +193,41 @@ class Executor:
         self._prompts.drop(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
-        entry = self._buffer[command.request_id]
+        self._spawn(self._score(self._closed(command.request_id)))
+
+    def _closed(self, request_id: str) -> ResponseState:
+        """Returns a finished response; a session is closed."""
+        entry = self._buffer[request_id]
         if entry.is_session and not entry.is_closed:
-            self._journal.note(self._buffer.close(entry, self._now()))
-            self._session_over(entry.request_id)
-        self._spawn(self._score(entry))
+            self._note(entry, self._buffer.close(entry, self._now()))
+            self._session_over(request_id)
+        return entry
+
+    def _note(self, entry: ResponseState, record: records.Tokens) -> None:
+        if not entry.is_evaluation:  # evaluations do not outlive the service
+            self._journal.note(record)
 
     def _break_off_session(self, command: do.BreakOffSession) -> None:
         session = about(session=command.request_id)
         log.warning("session %s is broken off: %s", command.request_id, command.reason, extra=session)
-        entry = self._buffer[command.request_id]
-        entry.reward = Reward(math.nan, {}, f"broken off: {command.reason}", False)
-        self._journal.note(self._buffer.close(entry, self._now()))
-        self._session_over(entry.request_id)
-        self._spawn(self._score(entry))
+        self._buffer[command.request_id].reward = Reward(math.nan, {}, f"broken off: {command.reason}", False)
+        entry = self._closed(command.request_id)
+        self._spawn(self._score_one_evaluated(entry) if entry.is_evaluation else self._score(entry))
 
     def _replace_request(self, command: do.ReplaceRequest) -> None:
         session = about(session=command.request_id)
         said = "session %s is replaced by %s: %s"
         log.warning(said, command.request_id, command.replacement_id, command.reason, extra=session)
+        before = self._buffer[command.request_id]
         record = self._buffer.substitute(command.request_id, command.replacement_id, self._now())
-        self._journal.note(record)
+        self._note(before, record)
+        if before.is_evaluation:
+            self._evaluations.replace(before, self._buffer[command.replacement_id])
         self._session_over(command.request_id)
         self._session_idles(command.replacement_id)
 
     def _score_evaluated(self, command: do.ScoreEvaluated) -> None:
-        self._spawn(self._score_one_evaluated(self._buffer[command.request_id]))
+        self._spawn(self._score_one_evaluated(self._closed(command.request_id)))
 
     async def _score(self, entry: ResponseState) -> None:
         reward = await self._judge(entry)

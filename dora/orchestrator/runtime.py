@@ -129,7 +129,13 @@ class Runtime:
             missing=self.hosts.missing,
             lacks=self.hosts.lacks,
         )
-        self.evaluations = Evaluations(self.buffer, self.machine.state.evaluations.row_of, self.end_evaluation)
+        self.evaluations = Evaluations(
+            self.buffer,
+            self.machine.state.evaluations.row_of,
+            self.end_evaluation,
+            self.environments.over,
+            self.environments.idles,
+        )
         self.executor = Executor(
             buffer=self.buffer,
             feed=feed,
@@ -211,7 +217,7 @@ class Runtime:
         returned. Opens the reattachment for them.
         """
         self.orphan_timeout_s = self.config.workers.orphan_timeout_s
-        self.incarnation = found.ledger.values["life"] + 1
+        self.incarnation = self.evaluations.incarnation = found.ledger.values["life"] + 1
         tree = self.config.model_dump_json(exclude={"service": {"token"}})
         groups = resume.begin_incarnation(self.journal, found, tree, self.incarnation)
         if found.is_new:

@@ -577,7 +577,7 @@ class SessionTurn(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class SessionBegin(_message.Message):
-    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name")
+    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name", "is_evaluation")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
@@ -587,6 +587,7 @@ class SessionBegin(_message.Message):
     VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_EVALUATION_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_id: str
     task_id: str
@@ -596,7 +597,8 @@ class SessionBegin(_message.Message):
     verifier_json: str
     earlier_token_ids: bytes
     given_name: str
-    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ...) -> None: ...
+    is_evaluation: bool
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ..., is_evaluation: _Optional[bool] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
     __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json", "prompt_logprobs")

@@ -324,11 +324,14 @@ def check_evaluations(state: State) -> None:
     evaluations, running = state.evaluations, state.evaluations.running
     for evaluation in running.values():
         begun = {name for name, each in evaluations.requests.items() if each.evaluation_id == evaluation.evaluation_id}
-        waiting = set(evaluation.waiting)
+        waiting, idle = set(evaluation.waiting), set(evaluation.idle)
         held = {name for name in begun if evaluations.requests[name].worker_id}
         over = {name for name in begun if evaluations.requests[name].finished or evaluations.requests[name].scored}
-        if begun - waiting - held != over:
-            raise Violation(f"{evaluation.evaluation_id}: {sorted(begun - waiting - held - over)} are nowhere (C2)")
+        if begun - waiting - held - idle != over:
+            nowhere = sorted(begun - waiting - held - idle - over)
+            raise Violation(f"{evaluation.evaluation_id}: {nowhere} are nowhere (C2)")
+        if idle & (waiting | held) or not all(evaluations.requests[name].is_session for name in idle):
+            raise Violation(f"{evaluation.evaluation_id}: {sorted(idle)} are between two turns, or wait or run (C2)")
         if waiting & held or len(waiting) < len(evaluation.waiting) or not waiting <= begun:
             raise Violation(f"{evaluation.evaluation_id}: {sorted(waiting)} wait, {sorted(held)} run (C2)")
         if not (state.retired <= evaluation.version <= state.window.newest or evaluation.version in state.pinned):

@@ -22,6 +22,18 @@ class Echo:
         return [{"role": "user", "content": f"more {reply.turn}"}]
 
 
+class HeldOut(Echo):
+    """Tells whether its session is an evaluation: the reward is 1 if it is, else 0."""
+
+    async def reset(self, task: Task) -> Messages:
+        self.reward = float(task.is_evaluation)
+        return await super().reset(task)
+
+    async def step(self, reply: Reply) -> Messages | End:
+        found = await super().step(reply)
+        return End(self.reward, {"turns": 3.0}) if isinstance(found, End) else found
+
+
 class Five:
     """Gymnasium's five-tuple: a turn is worth 1, and the third ends it."""
 

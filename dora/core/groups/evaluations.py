@@ -11,18 +11,25 @@ from dora.core.table import Column
 
 @dataclass(slots=True, eq=False)
 class EvalRequest:
-    """One response of an evaluation."""
+    """One response of an evaluation. A session is idle between two turns, and no worker has its KV then."""
 
     row: int  # in the table of requests, where it is empty; reports name the request by it
     request_id: str
     evaluation_id: str
     group_id: str
-    prompt_tokens: int
-    tokens: int = 0  # delivered response tokens
+    offered_tokens: int  # of the prompt that was offered; 0: a session whose first turn brings it
+    prompt_tokens: int  # of the present branch
+    is_session: bool = False
+    tokens: int = 0  # delivered response tokens, with those that an environment gave
+    given: int = 0  # of these: given for the next turn, which no worker has
     worker_id: str = ""  # the worker that runs it
     starting: int = 0  # its StartRequest, until obeyed: earlier reports concern an earlier segment
     finished: bool = False  # its verdict is pending
     scored: bool = False
+    attempt: int = 0  # sessions: replacements before it
+    idle_s: float = 0.0  # sessions: begin of the present or last pause
+    began_s: float = 0.0  # sessions: begin of the first turn, moved on by later waits for a slot; 0: it has not begun
+    waits_s: float = 0.0  # sessions: begin of the present or last wait for a slot
 
     @property
     def context(self) -> int:
@@ -41,6 +48,7 @@ class Evaluation:
     groups: dict[str, int] = field(default_factory=dict)
     held: int = 0  # requests on workers
     waiting: deque[str] = field(default_factory=deque)  # begun requests without a worker, in order
+    idle: dict[str, None] = field(default_factory=dict)  # sessions between two turns
     begun: int = 0  # groups
     done: int = 0  # groups whose responses are all scored
     refused: int = 0  # groups that no engine can take
@@ -61,6 +69,7 @@ class Evaluations:
         self.held: dict[str, dict[str, None]] = {}
         self.lent: set[str] = set()  # workers with allotted slots and KV
         self.stirred = False  # an evaluation may be able to begin a request
+        self.now_s = 0.0  # time of the present event
         self.closed = False  # the service drains
         self._kv_tokens: Counter[str] = Counter()  # worker id -> context of its requests
 
@@ -90,8 +99,13 @@ class Evaluations:
         return found
 
     def begin(self, request: EvalRequest) -> None:
+        """Adds a request, which waits for its worker, or for the first turn that its environment asks."""
         self.requests[request.request_id] = self.at[request.row] = request
         self.row_of[request.request_id] = request.row
+        if request.prompt_tokens:
+            self.queue(request)
+        else:
+            self.rest(request)
 
     def forget(self, request: EvalRequest) -> None:
         """Removes a request: no worker runs it, and it does not wait."""
@@ -104,7 +118,8 @@ class Evaluations:
 
     def give(self, request: EvalRequest, worker_id: str, command_id: int) -> None:
         """Assigns the request to a worker by this command."""
-        request.worker_id, request.starting = worker_id, command_id
+        request.worker_id, request.starting, request.given = worker_id, command_id, 0
+        request.began_s += self.now_s - request.waits_s if request.began_s else self.now_s
         self.running[request.evaluation_id].held += 1
         self._kv_tokens[worker_id] += request.context
         self.held.setdefault(worker_id, {})[request.request_id] = None
@@ -124,7 +139,26 @@ class Evaluations:
         """Takes the request off its worker and queues it first in its evaluation."""
         request = self.requests[request_id]
         self.leaves(request)
-        self.running[request.evaluation_id].waiting.appendleft(request_id)
+        self.queue(request, first=True)
+
+    def queue(self, request: EvalRequest, *, first: bool = False) -> None:
+        """Queues a request without a worker in its evaluation."""
+        request.waits_s = self.now_s
+        waiting = self.running[request.evaluation_id].waiting
+        if first:
+            waiting.appendleft(request.request_id)
+        else:
+            waiting.append(request.request_id)
+
+    def rest(self, request: EvalRequest) -> None:
+        """Notes that a session without a worker awaits its next turn."""
+        request.idle_s = self.now_s
+        self.running[request.evaluation_id].idle[request.request_id] = None
+
+    def is_idle(self, request_id: str) -> bool:
+        """Returns whether this is a session between two turns."""
+        request = self.requests.get(request_id)
+        return request is not None and request_id in self.running[request.evaluation_id].idle
 
     def lost(self, worker_id: str) -> None:
         """Queues the requests of a lost worker, to continue after their last delivered tokens."""

@@ -99,11 +99,20 @@ def progress(state: State, worker: Worker, event: on.TokensReported) -> bool:
     for place, request in zip(places, requests, strict=True):
         grew |= int(event.tokens[place]) > request.tokens or bool(event.ends[place])
         evaluations.grows(request, int(event.tokens[place]))
-        if event.ends[place]:
+        if event.ends[place] and request.is_session:
+            _pause(state, worker, request)
+        elif event.ends[place]:
             evaluations.leaves(request)
             request.finished = True
             state.out.append(do.ScoreEvaluated(request.request_id))
     return grew
+
+
+def _pause(state: State, worker: Worker, request: EvalRequest) -> None:
+    """Ends a turn of a session. Its KV goes at once: what training leaves free is for requests that run."""
+    state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request.request_id))
+    state.evaluations.leaves(request)
+    state.evaluations.rest(request)
 
 
 def scored(state: State, request_id: str) -> None:
@@ -130,11 +139,7 @@ def started(state: State, command: do.StartRequest, event: on.CommandDone) -> No
     if event.ok:
         request.starting = 0
     elif event.error_kind == "invalid":
-        evaluation = state.evaluations.running[request.evaluation_id]
-        evaluation.refused += 1
-        _forget(state, evaluation, request.group_id)
-        state.out.append(do.EndEvaluationGroup(evaluation.evaluation_id, request.group_id, event.error))
-        _end_if_done(state, evaluation)
+        drop_group(state, request, event.error)
     else:
         membership.evict(
             state, state.workers[command.worker_id], f"{command.request_id} could not start: {event.error}"
@@ -192,7 +197,8 @@ def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
     waits for it. Workers that evaluate the old version continue.
     """
     newest, evaluations = state.window.newest_sound, state.evaluations
-    if not any(each.version == newest and (each.todo or each.waiting) for each in evaluations.running.values()):
+    of_newest = [each for each in evaluations.running.values() if each.version == newest]
+    if not any(each.todo or each.waiting or each.idle for each in of_newest):
         return frozenset()
     evaluating = {state.workers[worker_id].index for worker_id in evaluations.held}
     return starved - evaluating
@@ -285,7 +291,9 @@ def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
     """Returns whether another request of this evaluation may begin here: in the share or in idle slots."""
     evaluations = state.evaluations
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
-    if worker.held + count >= worker.slots + worker.lent_slots or not (evaluation.waiting or evaluation.todo):
+    if worker.held + count >= worker.slots + worker.lent_slots:
+        return False
+    if not (evaluation.waiting or _begins_another(state, evaluation)):
         return False
     kv_tokens += _next_tokens(evaluations, evaluation)
     if evaluation.share and count < worker.lent_slots and kv_tokens <= worker.lent_kv_tokens:
@@ -297,6 +305,16 @@ def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
     return kv_tokens <= START_FILL * (worker.kv_tokens + worker.lent_kv_tokens) - worker.kv_expected
 
 
+def _begins_another(state: State, evaluation: Evaluation) -> bool:
+    """Returns whether another group may begin. Sessions that wait for their environments are at most as many as the
+    version has slots, and one group.
+    """
+    if not evaluation.todo:
+        return False
+    slots = sum(worker.slots + worker.lent_slots for worker in state.workers_of(evaluation.version))
+    return not evaluation.todo[0].sessions or len(evaluation.idle) < slots
+
+
 def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
     """The context of the next request, with one token."""
     if evaluation.waiting:
@@ -305,11 +323,13 @@ def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
 
 
 def _start_next(state: State, worker: Worker, evaluation: Evaluation) -> None:
-    """Starts the next request here, of a new group if none waits."""
+    """Starts the next request here, of a new group if none waits. Sessions without a prompt ask for it first."""
     if not evaluation.waiting:
         _begin_group(state, evaluation, evaluation.todo.popleft())
+    if not evaluation.waiting:
+        return
     request = state.evaluations.requests[evaluation.waiting.popleft()]
-    arrival: Arrival = "re-prefilled" if request.tokens else "new"
+    arrival: Arrival = "re-prefilled" if request.tokens > request.given else "new"
     command_id, version = state.command_id(), evaluation.version
     state.evaluations.give(request, worker.worker_id, command_id)
     state.send(do.StartRequest(worker.worker_id, worker.epoch, command_id, request.request_id, version, arrival))
@@ -322,9 +342,9 @@ def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt)
     rows = state.requests.allocate(len(ids))  # the rows stay empty: training does not see evaluations
     evaluation.groups[group_id] = len(ids)
     for row, name in zip(rows, ids, strict=True):
-        request = EvalRequest(row, name, evaluation.evaluation_id, group_id, prompt.prompt_tokens)
+        tokens = prompt.prompt_tokens
+        request = EvalRequest(row, name, evaluation.evaluation_id, group_id, tokens, tokens, prompt.sessions)
         state.evaluations.begin(request)
-    evaluation.waiting.extend(ids)
     state.out.append(
         do.BeginEvaluationGroup(evaluation.evaluation_id, group_id, prompt.prompt_id, evaluation.version, ids)
     )
@@ -342,15 +362,32 @@ def _evict(state: State, worker: Worker, request_id: str) -> None:
     state.evaluations.wait(request_id)
 
 
+def withdraw(state: State, request: EvalRequest) -> None:
+    """Takes a request off its worker, out of its queue, or out of its pause."""
+    evaluation = state.evaluations.running[request.evaluation_id]
+    if request.worker_id:
+        _evict(state, state.workers[request.worker_id], request.request_id)
+    if request.request_id in evaluation.waiting:
+        evaluation.waiting.remove(request.request_id)
+    evaluation.idle.pop(request.request_id, None)
+    state.evaluations.stirred = True
+
+
+def drop_group(state: State, request: EvalRequest, reason: str) -> None:
+    """Ends the group of a request without a result."""
+    evaluation = state.evaluations.running[request.evaluation_id]
+    evaluation.refused += 1
+    _forget(state, evaluation, request.group_id)
+    state.out.append(do.EndEvaluationGroup(evaluation.evaluation_id, request.group_id, reason))
+    _end_if_done(state, evaluation)
+
+
 def _forget(state: State, evaluation: Evaluation, group_id: str) -> None:
-    """Drops a group, with its running and waiting requests."""
+    """Drops a group, with its running, waiting and idle requests."""
     evaluations = state.evaluations
     for request_id in [name for name, each in evaluations.requests.items() if each.group_id == group_id]:
         request = evaluations.requests[request_id]
-        if request.worker_id:
-            _evict(state, state.workers[request.worker_id], request_id)
-        if request_id in evaluation.waiting:
-            evaluation.waiting.remove(request_id)
+        withdraw(state, request)
         evaluations.forget(request)
         state.requests.free([request.row])
     del evaluation.groups[group_id]

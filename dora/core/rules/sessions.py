@@ -45,17 +45,9 @@ def asked(state: State, event: on.TurnAsked) -> None:
     """
     row = check_idle(state, event.request_id)
     requests = state.requests
+    check_asked(event, int(requests["prompt_tokens"][row]), int(requests["tokens"][row]))
     is_fork = event.is_prompt or event.after_tokens != on.NO_FORK
     after = event.after_tokens if is_fork else int(requests["tokens"][row])
-    if event.tokens < 1:
-        raise InvalidValue("tokens", event.tokens, "at least 1 given token")
-    if event.after_tokens < on.NO_FORK or (event.is_prompt and event.after_tokens != on.NO_FORK):
-        raise InvalidValue("after_tokens", event.after_tokens, "0 or more, and none with a prompt")
-    if event.is_on_branch and not on.NO_FORK < event.after_tokens <= requests["tokens"][row]:
-        allowed = f"0 to {requests['tokens'][row]}, the tokens of the branch"
-        raise InvalidValue("after_tokens", event.after_tokens, allowed)
-    if not (event.is_prompt or requests["prompt_tokens"][row]):
-        raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
     if is_fork:
         _fork(state, row, event)
     else:
@@ -76,6 +68,20 @@ def asked(state: State, event: on.TurnAsked) -> None:
         placement.extend(state, row, worker)
     else:
         placement.queue_again(state, row)
+
+
+def check_asked(event: on.TurnAsked, prompt_tokens: int, tokens: int) -> None:
+    """``prompt_tokens`` and ``tokens``: of the session's branch. Raises InvalidValue, or Conflict for a session that
+    has no prompt and gets none.
+    """
+    if event.tokens < 1:
+        raise InvalidValue("tokens", event.tokens, "at least 1 given token")
+    if event.after_tokens < on.NO_FORK or (event.is_prompt and event.after_tokens != on.NO_FORK):
+        raise InvalidValue("after_tokens", event.after_tokens, "0 or more, and none with a prompt")
+    if event.is_on_branch and not on.NO_FORK < event.after_tokens <= tokens:
+        raise InvalidValue("after_tokens", event.after_tokens, f"0 to {tokens}, the tokens of the branch")
+    if not (event.is_prompt or prompt_tokens):
+        raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
 
 
 def _fork(state: State, row: int, event: on.TurnAsked) -> None:

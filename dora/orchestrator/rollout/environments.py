@@ -68,6 +68,8 @@ class Environments:
 
     def is_idle(self, entry: ResponseState) -> bool:
         """Returns whether a session waits for its next turn."""
+        if entry.is_evaluation:
+            return self._state.evaluations.is_idle(entry.request_id)
         return self._state.request_id.get(entry.row) == entry.request_id and bool(
             self._state.requests["status"][entry.row] == IDLE
         )

@@ -12,7 +12,7 @@ from typing import Final
 from dora.core import commands as do
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict
 from dora.orchestrator.rollout.prompt_ledger import memory_bytes
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.response_state import ResponseState
@@ -59,29 +59,36 @@ class Evaluations:
     """The running evaluations.
 
     ``row_of``: the core's rows of their requests. ``end`` asks the core to end an evaluation after the current event.
+    ``session_over`` receives a session that is forgotten, ``session_idles`` one that begins without a prompt.
+    ``incarnation``: restarts of the service, which do not repeat the ids of an earlier one.
     """
 
-    def __init__(self, buffer: ResponseBuffer, row_of: Mapping[str, int], end: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        buffer: ResponseBuffer,
+        row_of: Mapping[str, int],
+        end: Callable[[str, str], None],
+        session_over: Callable[[str], None] = lambda request_id: None,
+        session_idles: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
         self._buffer = buffer
         self._row_of = row_of
         self._end = end
+        self._session_over, self._session_idles = session_over, session_idles
         self._asked = 0
+        self.incarnation = 0
         self.running: dict[str, EvaluationStream] = {}
 
     def open(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
-        """Opens an evaluation before the core knows it. Raises InvalidValue for a prompt with an environment, Conflict,
-        or LimitExceeded if memory has no room.
-        """
+        """Opens an evaluation before the core knows it. Raises Conflict, or LimitExceeded if memory has no room."""
         by_id: dict[str, Prompt] = {}
         for prompt in prompts:
-            if prompt.environment:
-                field, allowed = f"prompt {prompt.prompt_id}: environment", "empty: evaluations sample single answers"
-                raise InvalidValue(field, prompt.environment, allowed)
             if prompt.prompt_id in by_id:
                 raise Conflict("prompt_id", prompt.prompt_id, "a different id for each prompt", why="is given twice")
             by_id[prompt.prompt_id] = prompt
         self._asked += 1
-        stream = EvaluationStream(f"e{self._asked}", name, by_id)
+        life = f"-{self.incarnation}" if self.incarnation else ""
+        stream = EvaluationStream(f"e{self._asked}{life}", name, by_id)
         left_bytes = PROMPT_BYTES_MAX - sum(each.prompt_bytes for each in self.running.values())
         if stream.prompt_bytes > left_bytes:
             raise LimitExceeded("prompts: bytes in memory", stream.prompt_bytes, f"at most {left_bytes} now")
@@ -99,11 +106,26 @@ class Evaluations:
         stream.entries[command.group_id] = self._buffer.begin(
             command.group_id, prompt, command.version, rows, time.time()
         )
+        if not prompt.token_ids:
+            for request_id in command.request_ids:
+                self._session_idles(request_id)
+
+    def members(self, group_id: str) -> tuple[ResponseState, ...]:
+        """The responses of a running group, in order of its samples; empty if there is no such group."""
+        found = (stream.entries[group_id] for stream in self.running.values() if group_id in stream.entries)
+        return next(found, ())
+
+    def replace(self, before: ResponseState, after: ResponseState) -> None:
+        """Puts a session into the place of another one of its group."""
+        for stream in self.running.values():
+            if before.group_id in stream.entries:
+                members = stream.entries[before.group_id]
+                stream.entries[before.group_id] = tuple(after if each is before else each for each in members)
 
     def end_group(self, command: do.EndEvaluationGroup) -> None:
         stream = self.running[command.evaluation_id]
         entries = stream.entries.pop(command.group_id)
-        self._buffer.end(entries)
+        self._forget(entries)
         if command.reason:
             stream.put((entries[0].prompt.prompt_id, command.reason))
         else:
@@ -114,8 +136,13 @@ class Evaluations:
     def end(self, command: do.EndEvaluation) -> None:
         stream = self.running.pop(command.evaluation_id)
         for entries in stream.entries.values():
-            self._buffer.end(entries)
+            self._forget(entries)
         stream.close(command.reason)
+
+    def _forget(self, entries: tuple[ResponseState, ...]) -> None:
+        self._buffer.end(entries)
+        for entry in entries if entries[0].is_session else ():
+            self._session_over(entry.request_id)
 
 
 def _bytes(result: TrajectoryGroup | Refused) -> int:

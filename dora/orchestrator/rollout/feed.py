@@ -157,7 +157,7 @@ class PromptFeed:
                     prompt = self._source.at(position)
                     if prompt is None:
                         return _Reading(found, position, is_dry=True)
-                    found.append((position, self.check.checked(self._driven(prompt))))
+                    found.append((position, self.check.checked(driven(prompt, self._config))))
                 except InvalidValue as error:
                     found.append((position, error))
                 except (Exception, SystemExit) as error:
@@ -167,14 +167,15 @@ class PromptFeed:
             position += 1
         return _Reading(found, position)
 
-    def _driven(self, prompt: Prompt) -> Prompt:
-        """Returns a prompt of the source for the service's environment, which gives its tokens, if there is one."""
-        spec = self._config.environment.spec
-        return replace(prompt, environment=spec, token_ids=()) if spec and not prompt.environment else prompt
-
     def _fail(self, reason: str) -> None:
         """Ends reading from the source. Prompts that it gave, and submitted ones, continue."""
         name = self._config.prompts.source
         log.error("the prompt source %s has failed: %s; from now on only submitted prompts are generated", name, reason)
         self._dry, self.failure = True, reason
         self.sources_failed += 1
+
+
+def driven(prompt: Prompt, config: Config) -> Prompt:
+    """Returns a prompt of the source for the service's environment, which gives its tokens, if there is one."""
+    spec = config.environment.spec
+    return replace(prompt, environment=spec, token_ids=()) if spec and not prompt.environment else prompt

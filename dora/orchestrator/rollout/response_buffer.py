@@ -156,8 +156,9 @@ class ResponseBuffer:
         )  # fmt: skip
         self._enter((entry,), entry.started_at)
         self._columns.number(row, entry.number, attempt)
-        group = self._groups[before.group_id]
-        self._groups[before.group_id] = tuple(entry if each is before else each for each in group)
+        if before.group_id in self._groups:  # otherwise it is of an evaluation
+            group = self._groups[before.group_id]
+            self._groups[before.group_id] = tuple(entry if each is before else each for each in group)
         return _record(entry, at, 0, np.zeros(0, TOKEN))
 
     def number(self, group_id: str) -> int:

@@ -95,6 +95,11 @@ class ResponseState:
     def is_session(self) -> bool:
         return bool(self.prompt.environment)
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Returns whether an evaluation asked for it: no step trains on it, and the journal has nothing of it."""
+        return self.number < 0
+
     def turn_begin(self, turn: int) -> int:
         """The index of a turn's first sampled token among all tokens. ``turn``: from 0 to ``len(given)``."""
         return self.given[turn - 1].held_end if turn else 0

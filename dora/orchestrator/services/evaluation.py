@@ -72,6 +72,7 @@ def begin(runtime: Runtime, name: str, prompts: Sequence[Prompt], version: int, 
             runtime.buffer.sampling(prompt).max_tokens,
             key_of(prompt),
             features_of(prompt),
+            sessions=bool(prompt.environment),
         )
         for prompt in prompts
     )

@@ -22,6 +22,7 @@ from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.recovery import named
 from dora.orchestrator.rollout.evaluations import EvaluationStream
+from dora.orchestrator.rollout.feed import driven
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.evaluation import begin
@@ -48,7 +49,9 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
     of_prompts = {field: getattr(config.prompts, field) for field in ("columns", "other_columns", "verifier_kb")}
     settings = PromptsConfig(source=name, split=config.evaluation.split, **of_prompts)
     try:
-        source = resolve_prompts(settings, tokenizer, config.rollout.seed, check=check.checked)
+        source = resolve_prompts(
+            settings, tokenizer, config.rollout.seed, check=lambda prompt: check.checked(driven(prompt, config))
+        )
     except InvalidValue as error:
         field = FIELD if error.field == "--prompts" else error.field.replace("prompts.split", "evaluation.split")
         raise type(error)(field, error.value, error.allowed, error.why) from error

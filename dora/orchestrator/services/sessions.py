@@ -129,7 +129,7 @@ class SessionService(stubs.SessionsServicer):
         check_line("reason", request.reason, REASON_MAX, least=1)
         runtime.post(on.SessionFailed(entry.request_id, request.reason))
         await runtime.journal.settled()
-        members = runtime.buffer.members(entry.group_id)
+        members = (runtime.evaluations if entry.is_evaluation else runtime.buffer).members(entry.group_id)
         in_place = members[entry.sample_index] if members else entry
         return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
 
@@ -170,7 +170,7 @@ class SessionService(stubs.SessionsServicer):
         record = runtime.buffer.give(
             entry, given, max_tokens, request.name, time.time(), fork, sampling, prompt_logprobs=request.prompt_logprobs
         )
-        runtime.post(event, record_of=lambda: record)
+        runtime.post(event, record_of=None if entry.is_evaluation else lambda: record)
 
 
 def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:
@@ -214,6 +214,7 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         verifier_json=entry.prompt.verifier_json,
         earlier_token_ids=_earlier(entry, len(entry.given)),
         given_name=entry.given[-1].name if entry.given else "",
+        is_evaluation=entry.is_evaluation,
     )
 
 
