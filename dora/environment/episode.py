@@ -190,7 +190,9 @@ class _CallIds:
 
 def task_of(session: Driven) -> Task:
     verifier = json.loads(session.verifier_json or "{}")
-    return Task(session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id, session.is_evaluation)
+    return Task(
+        session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id, session.is_evaluation
+    )
 
 
 def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:

@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import dora
 from dora.client import Evaluation, Operator, score_of
 from dora.client.sessions import Session
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
 from tests.e2e.restarts import Killed, settings_of
 from tests.e2e.test_sessions_fake import (
@@ -24,7 +24,7 @@ from tests.e2e.test_sessions_fake import (
     several_turns,
 )
 from tests.refusals import refused
-from tests.service import during, running, train, until
+from tests.service import during, running, until
 
 SAMPLING = {"temperature": 0.5, "max_tokens": 6}
 HELD_OUT = "tests.unit.environment_classes:HeldOut"
@@ -61,24 +61,28 @@ async def test_sessions_are_evaluated_beside_training_and_a_worker_dies(tiny_den
         dora.Trainer(handle.address, token=handle.token) as trainer,
         Operator(handle.address, handle.token) as operator,
     ):
-        await prompts.submit(prompts_of(40 * GROUPS))
+        await prompts.submit(prompts_of(5 * GROUPS))
         driving = asyncio.create_task(drive(handle, driver))
-        enough = asyncio.Event()
+        steps: list[list[TrajectoryGroup]] = []
 
-        async def evaluations() -> list[Evaluation]:
-            kinds = [prompts.evaluate(held_out(12, sampling=SAMPLING), share=share).whole() for share in (0.3, 0.0)]
-            running_both = asyncio.gather(*kinds)
-            status = await until(operator, lambda status: any(each.running for each in status.evaluations))
-            os.kill(status.workers[0].pid, signal.SIGKILL)
-            found = await running_both
-            enough.set()
-            return found
+        async def training() -> None:
+            async for step in trainer.steps(groups=GROUPS):
+                if step.number == 1:
+                    both = [prompts.evaluate(held_out(12, sampling=SAMPLING), share=share) for share in (0.3, 0.0)]
+                    kinds = [asyncio.create_task(each.whole()) for each in both]
+                    status = await until(operator, lambda status: any(each.running for each in status.evaluations))
+                    os.kill(status.workers[0].pid, signal.SIGKILL)
+                steps.append([group async for group in step])
+                if step.number == 1:
+                    for evaluation in await asyncio.gather(*kinds):
+                        check_evaluation(evaluation, 12)
+                        assert score_of(evaluation.groups).responses == 12 * GROUP_SIZE
+                        assert evaluation.version == 1
+                await step.commit(weights=handle.model, wait=True)
+                if step.number == 3:
+                    return
 
-        evaluating = asyncio.create_task(evaluations())
-        steps = await during(driving, train(handle, trainer, steps=3, groups=GROUPS, enough=enough))
-        for evaluation in await evaluating:
-            check_evaluation(evaluation, 12)
-            assert score_of(evaluation.groups).responses == 12 * GROUP_SIZE
+        await during(driving, training())
         status = await until(operator, lambda status: not status.evaluations)
         driving.cancel()
     check_sessions(steps)
