@@ -56,7 +56,7 @@ class Machine:
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
         state = self._state
-        state.now_s = state.evaluations.now_s = now_s
+        state.now_s = now_s
         assert not state.out
         try:
             counts = _HANDLERS[type(event)](state, event) is not False

@@ -231,7 +231,8 @@ class Ledger:
             raise Violation(f"{command.replacement_id} replaces {command.request_id} and is there already (C2)")
         again = Response.of(before.group_id, before.version, before.index, before.prompt)
         self.responses[command.replacement_id] = again
-        group = self.groups[before.group_id]
+        evaluated = {name: each for asked in self.evaluations.values() for name, each in asked.groups.items()}
+        group = self.groups.get(before.group_id) or evaluated[before.group_id]
         group.request_ids = tuple(
             command.replacement_id if name == command.request_id else name for name in group.request_ids
         )
@@ -407,7 +408,7 @@ class Ledger:
         ids = command.request_ids
         asked.groups[command.group_id] = Group(prompt, command.version, self.window, ids, len(ids), len(ids))
         for index, request_id in enumerate(ids):
-            self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
+            self.responses[request_id] = Response.of(command.group_id, command.version, index, prompt)
 
     def end_evaluation_group(self, command: do.EndEvaluationGroup) -> None:
         asked = self.evaluations[command.evaluation_id]

@@ -232,7 +232,9 @@ class Service:
             fork = (len(entry.given), after)
         first = np.array([0 if event.is_prompt else len(entry) if fork is None else after])
         token_ids, _ = sampled([(event.request_id, entry.version)], first, np.array([event.tokens]))
-        self.journal.note(self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork))
+        record = self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork)
+        if not entry.is_evaluation:
+            self.journal.note(record)
 
     def carried_out(self, event: on.Event) -> None:
         """Writes the journal records that follow the commands of this event."""

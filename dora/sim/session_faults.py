@@ -12,7 +12,7 @@ def befall_session(world: UnreliableWorld, fault: Fault) -> None:
     of_sessions = {
         name: each
         for name, each in world.ledger.responses.items()
-        if each.prompt.sessions and not each.finished and name in world.machine.state.request_row
+        if each.prompt.sessions and not each.finished and name in world.machine.state.rows()
     }
     if fault.subject % 6 == 5:
         world.ask(on.TurnAsked("g-none.0", 3), refused=True)

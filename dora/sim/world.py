@@ -93,7 +93,7 @@ class World(WorkerDriver):
             do.DropPrompt: self.ledger.take_back,
             do.DropGroup: self.ledger.drop,
             do.ForgetGroup: self.ledger.forget,
-            do.BeginEvaluationGroup: self.ledger.begin_evaluation_group,
+            do.BeginEvaluationGroup: self._begin_evaluation_group,
             do.EndEvaluationGroup: self.ledger.end_evaluation_group,
             do.EndEvaluation: self.ledger.end_evaluation,
             do.RetireVersion: self.retire,
@@ -299,10 +299,7 @@ class World(WorkerDriver):
 
     def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
         """The event that asks for an evaluation of ``count`` prompts from their own stream. The ledger records them."""
-        taken = [
-            replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}", sessions=False)  # their engines wait for tools
-            for each in self.evaluated.take(count)
-        ]
+        taken = [replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}") for each in self.evaluated.take(count)]
         self.ledger.ask_evaluation(evaluation_id, taken)
         return on.EvaluationAsked(evaluation_id, self._offered(taken), version, share)
 
@@ -344,6 +341,11 @@ class World(WorkerDriver):
 
     def _grow(self, command: do.GrowGroup) -> None:
         self.ledger.check_grown(command)
+        for request_id in command.request_ids:
+            self._begins_idle(request_id)
+
+    def _begin_evaluation_group(self, command: do.BeginEvaluationGroup) -> None:
+        self.ledger.begin_evaluation_group(command)
         for request_id in command.request_ids:
             self._begins_idle(request_id)
 

@@ -69,7 +69,6 @@ class Evaluations:
         self.held: dict[str, dict[str, None]] = {}
         self.lent: set[str] = set()  # workers with allotted slots and KV
         self.stirred = False  # an evaluation may be able to begin a request
-        self.now_s = 0.0  # time of the present event
         self.closed = False  # the service drains
         self._kv_tokens: Counter[str] = Counter()  # worker id -> context of its requests
 
@@ -98,14 +97,14 @@ class Evaluations:
             found[place] = request is not None and request.worker_id == worker_id and not request.starting
         return found
 
-    def begin(self, request: EvalRequest) -> None:
+    def begin(self, request: EvalRequest, now_s: float) -> None:
         """Adds a request, which waits for its worker, or for the first turn that its environment asks."""
         self.requests[request.request_id] = self.at[request.row] = request
         self.row_of[request.request_id] = request.row
         if request.prompt_tokens:
-            self.queue(request)
+            self.queue(request, now_s)
         else:
-            self.rest(request)
+            self.rest(request, now_s)
 
     def forget(self, request: EvalRequest) -> None:
         """Removes a request: no worker runs it, and it does not wait."""
@@ -116,10 +115,10 @@ class Evaluations:
         self._kv_tokens[request.worker_id] += tokens - request.tokens
         request.tokens = tokens
 
-    def give(self, request: EvalRequest, worker_id: str, command_id: int) -> None:
+    def give(self, request: EvalRequest, worker_id: str, command_id: int, now_s: float) -> None:
         """Assigns the request to a worker by this command."""
         request.worker_id, request.starting, request.given = worker_id, command_id, 0
-        request.began_s += self.now_s - request.waits_s if request.began_s else self.now_s
+        request.began_s += now_s - request.waits_s if request.began_s else now_s
         self.running[request.evaluation_id].held += 1
         self._kv_tokens[worker_id] += request.context
         self.held.setdefault(worker_id, {})[request.request_id] = None
@@ -135,24 +134,24 @@ class Evaluations:
         self.stirred = True
         request.worker_id, request.starting = "", 0
 
-    def wait(self, request_id: str) -> None:
+    def wait(self, request_id: str, now_s: float) -> None:
         """Takes the request off its worker and queues it first in its evaluation."""
         request = self.requests[request_id]
         self.leaves(request)
-        self.queue(request, first=True)
+        self.queue(request, now_s, first=True)
 
-    def queue(self, request: EvalRequest, *, first: bool = False) -> None:
+    def queue(self, request: EvalRequest, now_s: float, *, first: bool = False) -> None:
         """Queues a request without a worker in its evaluation."""
-        request.waits_s = self.now_s
+        request.waits_s = now_s
         waiting = self.running[request.evaluation_id].waiting
         if first:
             waiting.appendleft(request.request_id)
         else:
             waiting.append(request.request_id)
 
-    def rest(self, request: EvalRequest) -> None:
+    def rest(self, request: EvalRequest, now_s: float) -> None:
         """Notes that a session without a worker awaits its next turn."""
-        request.idle_s = self.now_s
+        request.idle_s = now_s
         self.running[request.evaluation_id].idle[request.request_id] = None
 
     def is_idle(self, request_id: str) -> bool:
@@ -160,8 +159,8 @@ class Evaluations:
         request = self.requests.get(request_id)
         return request is not None and request_id in self.running[request.evaluation_id].idle
 
-    def lost(self, worker_id: str) -> None:
+    def lost(self, worker_id: str, now_s: float) -> None:
         """Queues the requests of a lost worker, to continue after their last delivered tokens."""
         for request_id in reversed(list(self.held.get(worker_id, ()))):
-            self.wait(request_id)
+            self.wait(request_id, now_s)
         self.lent.discard(worker_id)

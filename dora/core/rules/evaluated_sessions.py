@@ -36,7 +36,7 @@ def asked(state: State, event: on.TurnAsked) -> None:
     else:
         after = request.tokens if event.after_tokens == on.NO_FORK else event.after_tokens
         request.tokens, request.given = after + event.tokens, event.tokens
-    state.evaluations.queue(request)
+    state.evaluations.queue(request, state.now_s)
 
 
 def ended(state: State, event: on.SessionEnded) -> None:
@@ -120,5 +120,5 @@ def _replace(state: State, request: EvalRequest, reason: str) -> None:
         is_session=True,
         attempt=attempt,
     )
-    state.evaluations.begin(again)
+    state.evaluations.begin(again, state.now_s)
     state.out.append(do.ReplaceRequest(before, again.request_id, reason))

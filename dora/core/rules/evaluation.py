@@ -112,7 +112,7 @@ def _pause(state: State, worker: Worker, request: EvalRequest) -> None:
     """Ends a turn of a session. Its KV goes at once: what training leaves free is for requests that run."""
     state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request.request_id))
     state.evaluations.leaves(request)
-    state.evaluations.rest(request)
+    state.evaluations.rest(request, state.now_s)
 
 
 def scored(state: State, request_id: str) -> None:
@@ -331,7 +331,7 @@ def _start_next(state: State, worker: Worker, evaluation: Evaluation) -> None:
     request = state.evaluations.requests[evaluation.waiting.popleft()]
     arrival: Arrival = "re-prefilled" if request.tokens > request.given else "new"
     command_id, version = state.command_id(), evaluation.version
-    state.evaluations.give(request, worker.worker_id, command_id)
+    state.evaluations.give(request, worker.worker_id, command_id, state.now_s)
     state.send(do.StartRequest(worker.worker_id, worker.epoch, command_id, request.request_id, version, arrival))
 
 
@@ -344,7 +344,7 @@ def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt)
     for row, name in zip(rows, ids, strict=True):
         tokens = prompt.prompt_tokens
         request = EvalRequest(row, name, evaluation.evaluation_id, group_id, tokens, tokens, prompt.sessions)
-        state.evaluations.begin(request)
+        state.evaluations.begin(request, state.now_s)
     state.out.append(
         do.BeginEvaluationGroup(evaluation.evaluation_id, group_id, prompt.prompt_id, evaluation.version, ids)
     )
@@ -359,7 +359,7 @@ def _evict(state: State, worker: Worker, request_id: str) -> None:
     """
     command_id = state.command_id()
     state.send_first(do.RemoveRequest(worker.worker_id, worker.epoch, command_id, request_id))
-    state.evaluations.wait(request_id)
+    state.evaluations.wait(request_id, state.now_s)
 
 
 def withdraw(state: State, request: EvalRequest) -> None:

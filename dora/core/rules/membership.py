@@ -95,7 +95,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
             orphan(state, row)
     for row in sorted(worker.kept):  # they stay idle or queued, without KV
         state.take_away(row)
-    state.evaluations.lost(worker.worker_id)
+    state.evaluations.lost(worker.worker_id, state.now_s)
     state.remove_worker(worker)
     state.counters.workers_lost += worker.evicted or not worker.stopping
     return True
