@@ -19,7 +19,9 @@ def befall_session(world: UnreliableWorld, fault: Fault) -> None:
         for worker in world.running():  # their next extensions fail
             worker.refusals[do.ExtendRequest] = [("unknown_request", "refused")[fault.subject // 8 % 2]]
         return
-    request_id = pick(sorted(of_sessions), fault.subject // 8)
+    evaluated = [name for name in of_sessions if name in world.machine.state.evaluations.requests]
+    names = evaluated if evaluated and fault.subject // 8 % 2 else [*of_sessions]  # few sessions are evaluated
+    request_id = pick(sorted(names), fault.subject // 16)
     if request_id is None:
         return
     response = of_sessions[request_id]

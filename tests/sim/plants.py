@@ -674,7 +674,7 @@ def evaluation_keeps_its_slots(patch: Patch) -> None:
 
 
 def evaluations_die_with_their_worker(patch: Patch) -> None:
-    def lost(self: Evaluations, worker_id: str) -> None:
+    def lost(self: Evaluations, worker_id: str, now_s: float) -> None:
         self.held.pop(worker_id, None)
         self.lent.discard(worker_id)
 
@@ -697,7 +697,7 @@ def evaluation_ends_with_its_last_prompt(patch: Patch) -> None:
 
 
 def preempted_evaluation_is_forgotten(patch: Patch) -> None:
-    def wait(self: Evaluations, request_id: str) -> None:
+    def wait(self: Evaluations, request_id: str, now_s: float) -> None:
         self.leaves(self.requests[request_id])
 
     patch.setattr(Evaluations, "wait", wait)

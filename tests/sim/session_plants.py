@@ -6,10 +6,21 @@ from typing import Any
 
 import pytest
 
+from dora.core import commands as do
 from dora.core import events as on
 from dora.core import machine
 from dora.core.fleet.worker import Worker
-from dora.core.rules import admission, handoff, lifecycle, membership, placement, sessions
+from dora.core.groups.evaluations import EvalRequest
+from dora.core.rules import (
+    admission,
+    evaluated_sessions,
+    evaluation,
+    handoff,
+    lifecycle,
+    membership,
+    placement,
+    sessions,
+)
 from dora.core.state import IDLE, RequestStatus, State
 from dora.data.trajectory import Trajectory
 from dora.journal import records
@@ -48,6 +59,27 @@ def turn_counts_as_an_end(patch: Patch) -> None:
             state.groups["unfinished"][int(state.requests["group"][row])] -= 1
 
     patch.setattr(lifecycle, "_finish", ends)
+
+
+def evaluated_turn_counts_as_an_end(patch: Patch) -> None:
+    def ends(state: State, worker: Worker, request: EvalRequest) -> None:
+        state.evaluations.leaves(request)
+        request.finished = True
+        state.out.append(do.ScoreEvaluated(request.request_id))
+
+    patch.setattr(evaluation, "_pause", ends)
+
+
+def evaluated_replacement_keeps_its_tokens(patch: Patch) -> None:
+    replaced = evaluated_sessions._replace
+
+    def keeps(state: State, request: EvalRequest, reason: str) -> None:
+        replaced(state, request, reason)
+        again = state.evaluations.at.get(request.row)
+        if again is not None:
+            again.tokens = request.tokens
+
+    patch.setattr(evaluated_sessions, "_replace", keeps)
 
 
 def replacement_counts_as_one_more(patch: Patch) -> None:

@@ -176,6 +176,13 @@ BUGS = [
     Bug("an evaluation ends too early", "C2", plants.evaluation_ends_with_its_last_prompt, "evaluate"),
     Bug("a preempted request is forgotten", "C2", plants.preempted_evaluation_is_forgotten, "evaluate"),
     Bug("an evaluation takes more than its share", "lent", plants.evaluation_takes_more_than_its_share, "evaluate"),
+    Bug("an evaluated turn counts as the end", "C2", sessions.evaluated_turn_counts_as_an_end, "evaluate,session"),
+    Bug(
+        "an evaluated session that is replaced keeps its tokens",
+        "C2",
+        sessions.evaluated_replacement_keeps_its_tokens,
+        "evaluate,session",
+    ),
     Bug("the core is not deterministic", "replayed", plants.core_draws_lots, first=19),
     Bug("what a step had taken is open again after a crash", "C2|C3", plants.leased_groups_are_open_again, "crash"),
     Bug(
