@@ -175,12 +175,18 @@ async def test_the_service_evaluates_with_its_environment_and_is_killed(tiny_den
                 await step.commit(weights=tiny_dense, wait=True)
                 if step.number == 2:
                     break
-        async with Operator(service.address, service.token) as operator:
+        async with (
+            Operator(service.address, service.token) as operator,
+            dora.Prompts(service.address, service.token) as prompts,
+        ):
             await until(operator, lambda status: not status.evaluations)
+            asked = [{"text": "ab", "prompt_id": "one", "environment": HELD_OUT}]
+            (group,) = (await prompts.evaluate(asked).whole()).groups
     finally:
         await service.stop()
     lines = [json.loads(line) for line in (record / "evaluations.jsonl").read_text().splitlines()]
     by_version = {line["version"]: line for line in lines}
+    assert {each.reward for each in group.trajectories} == {1.0}
     assert set(rewards) == {0.0}, "sessions of training know that they are"
     assert len(lines) == len(by_version) and {1, 2, 3} <= set(by_version)
     for version in (1, 2, 3):

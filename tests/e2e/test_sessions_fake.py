@@ -140,8 +140,6 @@ async def test_calls_that_must_be_refused(tiny_dense: Path) -> None:
         dora.Trainer(handle.address, token=handle.token) as trainer,
         dora.Sessions(handle.address, handle.token) as sessions,
     ):
-        with refused(InvalidValue, field="environment", value="tool"):
-            await prompts.evaluate(prompts_of(1)).whole()
         await prompts.submit(prompts_of(GROUPS))
         await trainer.attach(groups=GROUPS)
         attended = sessions.attend("tool")

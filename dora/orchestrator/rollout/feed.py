@@ -176,6 +176,6 @@ class PromptFeed:
 
 
 def driven(prompt: Prompt, config: Config) -> Prompt:
-    """Returns a prompt of the source for the service's environment, which gives its tokens, if there is one."""
+    """Returns a prompt for the service's environment, which gives its tokens, unless it names another one."""
     spec = config.environment.spec
-    return replace(prompt, environment=spec, token_ids=()) if spec and not prompt.environment else prompt
+    return replace(prompt, environment=spec, token_ids=()) if spec and prompt.environment in ("", spec) else prompt

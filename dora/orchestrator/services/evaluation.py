@@ -11,6 +11,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.rollout.evaluations import EvaluationStream
+from dora.orchestrator.rollout.feed import driven
 from dora.orchestrator.runtime import Runtime
 from dora.prompts.traits import features_of, key_of
 from dora.rpc import convert
@@ -56,6 +57,7 @@ async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio
     check = runtime.feed.check
     async with reading:
         prompts = await asyncio.to_thread(lambda: [check.from_wire(prompt) for prompt in request.prompts])
+    prompts = [driven(prompt, runtime.config) if prompt.environment else prompt for prompt in prompts]
     version = request.version if request.HasField("version") else on.NEWEST
     return begin(runtime, request.name, prompts, version, request.share)
 
