@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dora
 from dora.client import Evaluation, Operator, score_of
 from dora.client.sessions import Session
@@ -47,6 +49,7 @@ def check_evaluation(evaluation: Evaluation, asked: int) -> None:
             assert sampled <= SAMPLING["max_tokens"] * (len(each.events) + 1), "the limit holds for each turn"
 
 
+@pytest.mark.full
 async def test_sessions_are_evaluated_beside_training_and_a_worker_dies(tiny_dense: Path) -> None:
     evaluated: set[str] = set()
     trained: set[str] = set()

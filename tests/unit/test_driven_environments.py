@@ -52,6 +52,7 @@ class FakeSession:
     task_id: str = "t"
     prompt_text: str = "abc"
     verifier_json: str = '{"answer": 3}'
+    is_evaluation: bool = False
     prompt_token_ids: Any = field(default_factory=lambda: np.zeros(0, np.int32))
     turn: Turn = field(default_factory=lambda: turn_of(0, (), None))
     token_ids: list[int] = field(default_factory=list)
