@@ -946,7 +946,7 @@ class Draining(_message.Message):
     def __init__(self, ended: _Optional[str] = ..., waits_for: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class EvaluationStatus(_message.Message):
-    __slots__ = ("evaluation_id", "name", "version", "share", "prompts", "prompts_done", "running", "waiting", "preempted", "asked_at")
+    __slots__ = ("evaluation_id", "name", "version", "share", "prompts", "prompts_done", "running", "waiting", "preempted", "asked_at", "idle")
     EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -957,6 +957,7 @@ class EvaluationStatus(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ASKED_AT_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     evaluation_id: str
     name: str
     version: int
@@ -967,7 +968,8 @@ class EvaluationStatus(_message.Message):
     waiting: int
     preempted: int
     asked_at: float
-    def __init__(self, evaluation_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., share: _Optional[float] = ..., prompts: _Optional[int] = ..., prompts_done: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., preempted: _Optional[int] = ..., asked_at: _Optional[float] = ...) -> None: ...
+    idle: int
+    def __init__(self, evaluation_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., share: _Optional[float] = ..., prompts: _Optional[int] = ..., prompts_done: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., preempted: _Optional[int] = ..., asked_at: _Optional[float] = ..., idle: _Optional[int] = ...) -> None: ...
 
 class AdaptiveWindow(_message.Message):
     __slots__ = ("min", "max", "last_change")

@@ -90,9 +90,9 @@ def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
     name = f"{status.evaluation_id} {status.name}".strip()
     done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"
     kept = " (kept after it left the window)" if status.version < oldest else ""
-    return Text(
-        f"{name}: v{status.version}{kept}, {done}, {status.running:,} running, {status.waiting:,} waiting, {share}"
-    )
+    idle = f", {status.idle:,} sessions idle" if status.idle else ""
+    requests = f"{status.running:,} running, {status.waiting:,} waiting{idle}"
+    return Text(f"{name}: v{status.version}{kept}, {done}, {requests}, {share}")
 
 
 def evaluated_line(evaluated: EvaluatedVersion) -> str:

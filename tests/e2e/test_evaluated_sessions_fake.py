@@ -14,6 +14,7 @@ from dora.client import Evaluation, Operator, score_of
 from dora.client.sessions import Session
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
+from dora.view.evaluation import evaluation_line
 from tests.e2e.restarts import Killed, settings_of
 from tests.e2e.test_sessions_fake import (
     GROUP_SIZE,
@@ -140,7 +141,15 @@ async def test_an_evaluation_that_is_left_ends_its_sessions(tiny_dense: Path) ->
     ):
         driving = asyncio.create_task(drive(handle, driver))
         evaluation = await prompts.evaluate(held_out(2)).begun()
+        before = await during(driving, begun.get())
+        driving.cancel()  # another caller gets the sessions that wait
+        driving = asyncio.create_task(drive(handle, driver))
         session = await during(driving, begun.get())
+        while session.session_id != before.session_id:
+            session = await during(driving, begun.get())
+        assert session.is_evaluation and session.response == before.response
+        status = await operator.status()
+        assert f"{status.evaluations[0].idle} sessions idle" in evaluation_line(status.evaluations[0]).plain
         evaluation.cancel()
         await until(operator, lambda status: not status.evaluations)
         with refused(NotFound, field="session_id"):

@@ -103,6 +103,7 @@ def evaluations_of(runtime: Runtime) -> list[pb.EvaluationStatus]:
                 prompts_done=evaluation.done + evaluation.refused,
                 running=sum(bool(each.worker_id) for each in mine),
                 waiting=len(evaluation.waiting),
+                idle=len(evaluation.idle),
                 preempted=evaluation.preempted,
                 asked_at=stream.asked_at,
             )
