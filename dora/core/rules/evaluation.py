@@ -2,7 +2,7 @@
 
 Evaluation groups are kept apart from training groups: they are not in the window, in a queue, or in a policy's view.
 Their requests have rows in the request table, which reports use and which stay empty. An evaluation may use two parts
-of a worker that hosts its version:
+of a worker that hosts its version (evaluated_sessions.py has what differs for sessions):
 
 - **Idle slots**: slots that training leaves free while none of its requests waits for the version. The engine never
   runs more requests than it has slots. Training takes a slot back at once: the evaluation's youngest request leaves,
@@ -197,8 +197,7 @@ def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
     waits for it. Workers that evaluate the old version continue.
     """
     newest, evaluations = state.window.newest_sound, state.evaluations
-    of_newest = [each for each in evaluations.running.values() if each.version == newest]
-    if not any(each.todo or each.waiting or each.idle for each in of_newest):
+    if not any(each.version == newest and (each.todo or each.waiting) for each in evaluations.running.values()):
         return frozenset()
     evaluating = {state.workers[worker_id].index for worker_id in evaluations.held}
     return starved - evaluating
@@ -309,10 +308,10 @@ def _begins_another(state: State, evaluation: Evaluation) -> bool:
     """Returns whether another group may begin. Sessions that wait for their environments are at most as many as the
     version has slots, and one group.
     """
-    if not evaluation.todo:
-        return False
-    slots = sum(worker.slots + worker.lent_slots for worker in state.workers_of(evaluation.version))
-    return not evaluation.todo[0].sessions or len(evaluation.idle) < slots
+    if not evaluation.todo or not evaluation.todo[0].sessions:
+        return bool(evaluation.todo)
+    workers = state.workers_of(evaluation.version)
+    return len(evaluation.idle) < sum(worker.slots + worker.lent_slots for worker in workers)
 
 
 def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
