@@ -16,6 +16,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
 from dora.view.evaluation import evaluation_line
 from tests.e2e.restarts import Killed, settings_of
+from tests.e2e.test_router_replay_fake import check_alone, fork
 from tests.e2e.test_sessions_fake import (
     GROUP_SIZE,
     GROUPS,
@@ -205,3 +206,17 @@ async def test_the_service_evaluates_with_its_environment_and_is_killed(tiny_den
         found = by_version[version]
         assert (found["missing"], found["refused"], found["responses"]) == (0, 0, 12), found
         assert found["reward_mean"] == 1.0
+
+
+async def test_evaluated_sessions_have_the_rows_of_their_experts(tiny_moe: Path) -> None:
+    """Each of their turns is prefilled whole, whose rows the service has already."""
+    async with (
+        running(config_of(tiny_moe, workers__router_replay=True)) as handle,
+        dora.Prompts(handle.address, handle.token) as prompts,
+    ):
+        driving = asyncio.create_task(drive(handle, fork))
+        evaluation = await during(driving, prompts.evaluate(held_out(3)).whole())
+        driving.cancel()
+    trajectories = [each for group in evaluation.groups for each in group.trajectories]
+    assert [each.branch_index for each in trajectories] == [0, 1, 2, 3] * GROUP_SIZE * 3
+    check_alone(trajectories, tiny_moe)
