@@ -85,9 +85,11 @@ async def test_1024_workers_and_100000_trajectories(tiny_dense: Path, world: Wor
         assert await page.locator("tbody tr").count() == 100
         assert "99,901 to 100,000 of 100,000" in (await page.locator("main").text_content() or "")
         await page.get_by_role("link", name="first").click()
-        await page.get_by_role("link", name="g0.0").click()
-        assert await page.locator("#text .sampled").count() < 2048
-        await page.get_by_role("link", name="next").click()
+        async with page.expect_navigation():
+            await page.get_by_role("link", name="g0.0").click()
+        assert 100 < await page.locator("#text .sampled").count() < 2048
+        async with page.expect_navigation():
+            await page.get_by_role("link", name="next").click()
         assert await page.locator("#text .sampled").count() > 100
         await page.get_by_label("Move to").select_option(index=0)
 

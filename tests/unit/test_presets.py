@@ -9,7 +9,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dora.config import merged, settings_tree, tree_of, validated_as
+from dora.config import merged, settings_tree, tree_of
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.planning.generation import bound_s
 from dora.sim.presets import NAMES, composed, planned, preset, scenario_for

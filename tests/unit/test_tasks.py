@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.config import settings_tree, validated_as
+from dora.config import settings_tree
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.sim.presets import composed, planned
 from dora.sim.run import check_cluster, expected_bound_s, simulate
