@@ -35,6 +35,7 @@ def options_of(task: Task, folder: Path, settings: Sequence[str]) -> DemoOptions
         max_tokens=task.longest_tokens,
         learning_rate=task.learning_rate,
         seed=task.seed,
+        evaluate_every=0,
         settings=(*own, *settings),
     )
 

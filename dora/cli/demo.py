@@ -54,6 +54,14 @@ def demo(
         Literal["age", "priority"],
         typer.Option(help="Replay the newest versions first, or the largest mean absolute advantages."),
     ] = "age",
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Evaluate each so-many-th version on 8 prompts that are not trained on; 0: none. [default: a quarter "
+            "of the steps]",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed for prompts and sampling.")] = 0,
     settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and run record.")] = Path("out/demo"),
@@ -92,6 +100,7 @@ def demo(
         learning_rate=learning_rate,
         replay_share=replay_share,
         replay_by=replay_by,
+        evaluate_every=evaluate_every,
         seed=seed,
         settings=tuple(settings or ()),
         kill_worker_after_s=kill_worker_after_s,

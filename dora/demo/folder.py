@@ -42,6 +42,11 @@ class OutFolder:
         return self.root / "report.html"
 
     @property
+    def held_out(self) -> Path:
+        """The prompts that are evaluated and never trained on."""
+        return self.root / "held-out.jsonl"
+
+    @property
     def trained(self) -> Path:
         """The trainer's output, one JSON line per step: evidence independent of the run record."""
         return self.root / "trained.jsonl"
@@ -63,7 +68,7 @@ class OutFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             logs = (self.trainer_log, self.service_log, self.environment_log)
-            for file in (self.report, self.series, self.timeline, self.page, self.trained, *logs):
+            for file in (self.report, self.series, self.timeline, self.page, self.held_out, self.trained, *logs):
                 file.unlink(missing_ok=True)
             for name in LINES_FILES:
                 (self.record / name).unlink(missing_ok=True)

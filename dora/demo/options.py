@@ -5,6 +5,8 @@ from pathlib import Path
 
 from dora.client.replay import ReplayBy, ReplayPlanner
 from dora.config import Config, WindowSize, given, load_config
+from dora.demo.folder import OutFolder
+from dora.demo.held_out import has_held_out
 from dora.demo.presets import DemoPreset, preset
 from dora.errors import InvalidValue
 
@@ -29,6 +31,7 @@ class DemoOptions:
     kill_worker_after_s: float | None = None
     replay_share: float = 0.0  # of the groups trained on; 0: none is trained on once more
     replay_by: ReplayBy = "age"
+    evaluate_every: int | None = None  # steps; 0: no evaluations; None: four in a run, and one before it
     is_agent: bool = False  # sessions of several turns with a tool in place of single answers
     trainer_arguments: tuple[str, ...] = ()  # for ``python -m dora.trainers.grpo``, after the demo's own
 
@@ -38,6 +41,8 @@ class DemoOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidValue(f"--{name}", value, "1 or more")
+        if self.evaluate_every is not None and self.evaluate_every < 0:
+            raise InvalidValue("--evaluate-every", self.evaluate_every, "0 or more steps")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise InvalidValue("--lr", self.learning_rate, "above 0")
         if self.kill_worker_after_s is not None and self.kill_worker_after_s < 0:
@@ -54,12 +59,17 @@ class DemoOptions:
         return self.preset.steps if self.steps is None else self.steps
 
     @property
+    def evaluation_period(self) -> int:
+        """Steps from one evaluated version to the next; 0: none is."""
+        return max(1, self.steps_asked // 4) if self.evaluate_every is None else self.evaluate_every
+
+    @property
     def rate(self) -> float:
         """The trainer's learning rate."""
         return self.preset.learning_rate if self.learning_rate is None else self.learning_rate
 
 
-def service_config(options: DemoOptions, record: Path) -> Config:
+def service_config(options: DemoOptions, folder: OutFolder) -> Config:
     """The preset, overridden by ``options.settings`` and then by the given options. Raises like ``load_config``."""
     chosen = options.preset
     defaults = given(
@@ -85,7 +95,7 @@ def service_config(options: DemoOptions, record: Path) -> Config:
     asked = given(
         {
             "model": options.model,
-            "record": str(record),
+            "record": str(folder.record),
             "window.size": options.window,
             "window.groups_per_step": options.groups,
             "rollout.group_size": options.group_size,
@@ -94,6 +104,9 @@ def service_config(options: DemoOptions, record: Path) -> Config:
         }
     )
     config = load_config(None, [*defaults, *options.settings, *asked])
+    if options.evaluation_period and not config.evaluation.prompts and has_held_out(config.prompts.source):
+        held_out = given({"evaluation.prompts": str(folder.held_out), "evaluation.every": options.evaluation_period})
+        config = load_config(None, [*defaults, *held_out, *options.settings, *asked])
     if config.workers.engine == "fake":
         raise InvalidValue("workers.engine", "fake", "vllm: a demo's trainer learns from what the model samples")
     return config

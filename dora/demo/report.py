@@ -11,6 +11,14 @@ from dora.verify import replays
 NO_SHARES: Final = Shares()
 
 
+class Evaluated(TypedDict):
+    """A version's evaluation on the held-out prompts."""
+
+    version: Annotated[int, "the version"]
+    responses: Annotated[int, "responses to the held-out prompts"]
+    reward: Annotated[float | None, "their mean reward; null: none was valid"]
+
+
 @dataclass(frozen=True, slots=True)
 class DemoRun:
     """The data of a run besides its record and counters."""
@@ -27,6 +35,7 @@ class DemoRun:
     workers_killed: int = 0
     replay_share: float = 0.0  # asked for
     replayed: Trained = field(default_factory=dict)  # groups that the trainer trained on once more, by step
+    evaluated: tuple[Evaluated, ...] = ()
     environment: str = ""  # that drove sessions of several turns; empty: single answers
 
 
@@ -74,6 +83,7 @@ class DemoReport(TypedDict):
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
     reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
+    evaluated: Annotated[list[Evaluated], "evaluations on prompts that are never trained on, by version"]
     answer_first: Annotated[str, "the verifier's log for the response of median reward in the first step; may be empty"]
     answer_last: Annotated[str, "the same for the last step"]
     tokens_per_s: Annotated[float, "delivered tokens/s, from the service's first reply to the last commit"]
@@ -166,6 +176,7 @@ def build_report(
         "mean_reward_by_step": [step.mean_reward for step in steps],
         "reward_first": mean_reward(first),
         "reward_last": mean_reward(last),
+        "evaluated": list(run.evaluated),
         "answer_first": steps[0].answer if steps else "",
         "answer_last": steps[-1].answer if steps else "",
         "tokens_per_s": round(counters.get("tokens_generated", 0.0) / seconds.rollout, 2) if seconds.rollout else 0.0,

@@ -21,9 +21,10 @@ from dora.config import Config
 from dora.data.record_content import STEPS_FILE
 from dora.demo.audit import read_record, step_summaries
 from dora.demo.folder import OutFolder
+from dora.demo.held_out import write_held_out
 from dora.demo.moves import MoveWatch
 from dora.demo.options import DemoOptions, service_config
-from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
+from dora.demo.report import DemoReport, DemoRun, DemoSeconds, Evaluated, build_report
 from dora.demo.screen import Screen
 from dora.demo.series import read_series, sample_json, sample_of, shares
 from dora.demo.timeline import TrainerSpan, draw_timeline
@@ -32,7 +33,7 @@ from dora.environment.child import EnvironmentProcess
 from dora.errors import DoraError
 from dora.host.launcher import LOCAL
 from dora.orchestrator.main import ServiceHandle, serve
-from dora.rpc.dora_pb2 import Status, WorkerStatus
+from dora.rpc.dora_pb2 import EvaluatedVersion, Status, WorkerStatus
 from dora.rpc.roles import Role
 from dora.view.learning import learning_of
 from dora.view.learning_page import page, text_of
@@ -40,6 +41,7 @@ from dora.view.learning_page import page, text_of
 WATCH_PERIOD_MS = 250
 HELD_TRAJECTORIES_MAX = 1_000_000
 COUNTER_READS_MAX = 50
+EVALUATED_S = 60.0  # after the last step
 
 
 class CountersUnsettled(DoraError):
@@ -78,10 +80,12 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
 
     Raises DoraError as ``serve`` does.
     """
-    config = service_config(options, folder.record)
+    config = service_config(options, folder)
     clock = asyncio.get_running_loop().time
     started_s = clock()
     folder.clear()
+    if config.evaluation.prompts == str(folder.held_out):
+        await asyncio.to_thread(write_held_out, folder.held_out, config)
     with _logging_to(folder.service_log):
         watched = await _with_service(
             config, screen, lambda handle, ready: _watched_run(handle, ready, options, config, folder, screen)
@@ -101,6 +105,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         environment=config.environment.spec,
         replay_share=options.replay_share,
         replayed=watched.replayed,
+        evaluated=tuple(map(_evaluation, watched.balance.status.evaluated)),
     )
     seconds = _seconds(started_s, watched, clock())
     samples = read_series(folder.series)
@@ -113,7 +118,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     title = f"dora demo: {name}, {report['steps']} steps, window {run.window}, {run.workers} workers"
     steps = step_summaries(rows, watched.trained)
     trained = trainer_spans(watched.committed, watched.ready_s)
-    await asyncio.to_thread(draw_timeline, samples, steps, trained, title, run.window, folder.timeline)
+    await asyncio.to_thread(draw_timeline, samples, steps, trained, title, run, folder.timeline)
     await asyncio.to_thread(_write_page, folder, title)
     return report
 
@@ -221,6 +226,8 @@ async def _watched_run(
             screen.line("all workers are ready")
             watching = asyncio.create_task(_watch(operator, strike, folder, screen))
             code = await training
+            if not code and config.evaluation.every:
+                await _evaluated(operator, options.steps_asked, config.evaluation.every)
         finally:
             for task in (training, watching):
                 if task is not None:
@@ -264,6 +271,20 @@ def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[Tr
         begin_s = spans[-1].end_s if spans else end_s - step.took_s
         spans.append(TrainerSpan(step.step, begin_s, end_s, step.took_s - step.waited_s))
     return spans
+
+
+async def _evaluated(operator: Operator, steps: int, every: int) -> None:
+    """Waits for the last evaluation of a run of so many steps, at most EVALUATED_S."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(EVALUATED_S):
+            async for status in operator.watch(WATCH_PERIOD_MS):
+                if any(each.version >= steps - steps % every for each in status.evaluated):
+                    return
+
+
+def _evaluation(found: EvaluatedVersion) -> Evaluated:
+    reward = found.reward_mean if found.HasField("reward_mean") else None
+    return {"version": found.version, "responses": found.responses, "reward": reward}
 
 
 class Strike:

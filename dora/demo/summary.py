@@ -75,6 +75,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if report["workers_killed"]:
         yield "kills", f"{report['workers_killed']} worker was killed, as asked; {report['workers_lost']} lost"
     yield "reward", _reward(report)
+    if report["evaluated"]:
+        yield "held-out", _evaluated(report)
     for name, answer in (("first", report["answer_first"]), ("last", report["answer_last"])):
         if answer:
             yield f"{name} step", answer
@@ -107,6 +109,15 @@ def _reward(report: Mapping[str, Any]) -> str:
     if 1 < len(by_step) <= 10:
         text += ": " + ", ".join("-" if reward is None else f"{reward:.2f}" for reward in by_step)
     return text
+
+
+def _evaluated(report: Mapping[str, Any]) -> str:
+    """The reward of evaluated versions on prompts that are not trained on."""
+    rewards = (
+        f"{'-' if each['reward'] is None else format(each['reward'], '.2f')} at version {each['version']}"
+        for each in report["evaluated"]
+    )
+    return f"{', '.join(rewards)} (reward on {report['evaluated'][-1]['responses']} responses)"
 
 
 def _time(report: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from dora.demo.audit import StepSummary, mean_reward, quarters
+from dora.demo.report import DemoRun, Evaluated
 from dora.demo.series import Sample, stretches
 
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -69,7 +70,7 @@ def draw_timeline(
     steps: Sequence[StepSummary],
     trained: Sequence[TrainerSpan],
     title: str,
-    window: int,
+    run: DemoRun,
     path: Path,
 ) -> None:
     """Writes the four panels to ``path``. With an empty series, its panels stay empty."""
@@ -88,8 +89,8 @@ def draw_timeline(
             figsize=(13, 10.5), height_ratios=[1.1, 1.3, 0.9], layout="constrained",
         )  # fmt: skip
         figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
-        _draw_reward(grid["reward"], steps)
-        _draw_staleness(grid["staleness"], steps, window)
+        _draw_reward(grid["reward"], steps, run.evaluated)
+        _draw_staleness(grid["staleness"], steps, run.window)
         _draw_workers(grid["workers"], samples, trained)
         _draw_requests(grid["requests"], samples)
         grid["requests"].sharex(grid["workers"])
@@ -99,7 +100,7 @@ def draw_timeline(
         pyplot.close(figure)
 
 
-def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
+def _draw_reward(axes: Any, steps: Sequence[StepSummary], evaluated: Sequence[Evaluated]) -> None:
     _panel(axes, "Mean reward (dashed: first and last quarter of the steps)", "training step", "reward")
     _whole_ticks(axes.xaxis)
     scored = [(step.step, step.mean_reward) for step in steps if step.mean_reward is not None]
@@ -110,6 +111,11 @@ def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
     axes.plot(numbers, rewards, color=BLUE, alpha=0.35 if len(scored) > 10 else 1.0, marker=marker, label="step")
     if len(scored) > 10:
         axes.plot(numbers, _running_mean(rewards, 10), color=BLUE, linewidth=2.2, label="mean of 10 steps")
+    held_out = [(each["version"], each["reward"]) for each in evaluated if each["reward"] is not None]
+    if held_out:
+        versions, means = zip(*held_out, strict=True)
+        axes.plot(versions, means, color=GREEN, marker="s", linestyle=":", label="held-out prompts, by version")
+    if held_out or len(scored) > 10:
         axes.legend(frameon=False, loc="upper left")
     axes.set_ylim(bottom=min(0.0, *rewards))
     for part in quarters(steps) if len(steps) >= 4 else ():

@@ -66,6 +66,7 @@ def tried(run: Run, work: Path) -> dict[str, Any]:
         seed=run.seed,
         settings=run.settings,
         trainer_arguments=run.trainer_arguments,
+        evaluate_every=0,
     )
     report = asyncio.run(_demo(options, folder))
     if report["steps"] != run.steps:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import dora.cli.demo as command
 from dora.cli.app import app
+from dora.demo.folder import OutFolder
 from dora.demo.options import DemoOptions, service_config
 from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
 from dora.demo.run import Strike, busiest, trainer_arguments
@@ -35,7 +36,7 @@ RUN = DemoRun(
 
 def config_field(name: str) -> Callable[[DemoOptions], object]:
     def read(options: DemoOptions) -> object:
-        value: Any = service_config(options, options.out / "record")
+        value: Any = service_config(options, OutFolder(options.out))
         for part in name.split("."):
             value = getattr(value, part)
         return value
@@ -45,7 +46,7 @@ def config_field(name: str) -> Callable[[DemoOptions], object]:
 
 def trainer_argument(name: str) -> Callable[[DemoOptions], object]:
     def read(options: DemoOptions) -> str:
-        arguments = trainer_arguments(options, service_config(options, options.out), "127.0.0.1:1")
+        arguments = trainer_arguments(options, service_config(options, OutFolder(options.out)), "127.0.0.1:1")
         return arguments[arguments.index(name) + 1] if name in arguments else ""
 
     return read
@@ -53,7 +54,7 @@ def trainer_argument(name: str) -> Callable[[DemoOptions], object]:
 
 def test_an_engine_that_samples_without_the_model_is_refused() -> None:
     with refused(InvalidValue, field="workers.engine", value="fake"):
-        service_config(DemoOptions("tiny", Path("out"), settings=("workers.engine=fake",)), Path("out/record"))
+        service_config(DemoOptions("tiny", Path("out"), settings=("workers.engine=fake",)), OutFolder(Path("out")))
 
 
 def kills(options: DemoOptions) -> int:
@@ -83,6 +84,7 @@ EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = 
         trainer_argument("--replay-by"),
         "priority",
     ),
+    "evaluate_every": (["--evaluate-every", "3"], config_field("evaluation.every"), 3),
     "seed": (["--seed", "3"], config_field("rollout.seed"), 3),
     "settings": (["--set", "workers.slots=3"], config_field("workers.slots"), 3),
     "out": (["--out", "elsewhere"], config_field("record"), str(Path("elsewhere/record"))),

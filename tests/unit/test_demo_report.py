@@ -17,7 +17,7 @@ from dora.demo.folder import DEFAULT_OUT, OutFolder
 from dora.demo.moves import Move, MoveWatch
 from dora.demo.options import DemoOptions, service_config
 from dora.demo.presets import AGENT_PRESETS, PRESETS, DemoPreset
-from dora.demo.report import DemoRun, DemoSeconds, build_report
+from dora.demo.report import DemoRun, DemoSeconds, Evaluated, build_report
 from dora.demo.run import trainer_spans
 from dora.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
 from dora.demo.summary import print_summary, show_command
@@ -45,6 +45,13 @@ RUN = DemoRun(
     group_size=GROUP_SIZE,
     steps_asked=STEPS,
     groups_open_at_end=1,
+)
+
+
+EVALUATED: tuple[Evaluated, ...] = (
+    {"version": 0, "responses": 8, "reward": 0.25},
+    {"version": 2, "responses": 8, "reward": None},
+    {"version": 4, "responses": 8, "reward": 0.5},
 )
 
 
@@ -417,7 +424,7 @@ def test_the_timeline_is_drawn_even_of_nothing(tmp_path: Path, empty: bool) -> N
     steps = step_summaries(rows, trained)
     seen = [] if empty else moving()
     spans = [] if empty else [TrainerSpan(0, -1.0, 1.0, 0.5), TrainerSpan(1, 1.0, 1.0, 0.0)]
-    draw_timeline(seen, [] if empty else steps, spans, "a run", WINDOW, file)
+    draw_timeline(seen, [] if empty else steps, spans, "a run", replace(RUN, evaluated=EVALUATED), file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -453,7 +460,26 @@ def test_an_out_folder_that_cannot_be_made_is_a_bad_value(tmp_path: Path) -> Non
 
 
 def configured(**changes: Any) -> Config:
-    return service_config(DemoOptions(**{"model": "tiny", "out": Path("out"), **changes}), Path("out/record"))
+    return service_config(DemoOptions(**{"model": "tiny", "out": Path("out"), **changes}), OutFolder(Path("out")))
+
+
+def test_evaluations_are_in_the_report_and_the_summary() -> None:
+    report = build_report(*healthy(), SECONDS, replace(RUN, evaluated=EVALUATED))
+    assert report["evaluated"] == list(EVALUATED)
+    assert "0.25 at version 0, - at version 2, 0.50 at version 4 (reward on 8 responses)" in words_of(report)
+    assert "held-out" not in words_of(build_report(*healthy(), SECONDS, RUN))
+
+
+def test_a_demo_evaluates_prompts_of_its_own_source_unless_it_is_told_otherwise() -> None:
+    assert (configured().evaluation.prompts, configured(steps=40).evaluation.every) == ("out/held-out.jsonl", 10)
+    assert configured(evaluate_every=3).evaluation.every == 3
+    assert configured(steps=2).evaluation.every == 1
+    for without in ({"evaluate_every": 0}, {"settings": ("prompts.source=mine.jsonl",)}):
+        assert configured(**without).evaluation.prompts == ""
+    own = configured(settings=("evaluation.prompts=mine.jsonl", "evaluation.every=2")).evaluation
+    assert (own.prompts, own.every) == ("mine.jsonl", 2)
+    with refused(InvalidValue, field="--evaluate-every", value=-1):
+        configured(evaluate_every=-1)
 
 
 def test_a_run_of_sessions_names_one_to_look_at() -> None:

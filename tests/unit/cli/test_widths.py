@@ -312,6 +312,7 @@ def test_a_summary_of_the_demo_fits() -> None:
         "two_versions_share": 0.5,
         "engines_idle_share": 0.1,
         "reward_first": 0.123,
+        "evaluated": [{"version": 0, "responses": 8, "reward": 0.25}, {"version": 8, "responses": 8, "reward": 0.5}],
         "reward_last": 0.987,
         "groups_replayed": 10**12,
         "answer_first": "1 2 " * 99,
