@@ -31,7 +31,7 @@ class DemoOptions:
     kill_worker_after_s: float | None = None
     replay_share: float = 0.0  # of the groups trained on; 0: none is trained on once more
     replay_by: ReplayBy = "age"
-    evaluate_every: int | None = None  # steps; 0: no evaluations; None: four in a run, and one before it
+    evaluate_every: int | None = None  # steps; 0: no evaluations; None: a quarter of the run
     is_agent: bool = False  # sessions of several turns with a tool in place of single answers
     trainer_arguments: tuple[str, ...] = ()  # for ``python -m dora.trainers.grpo``, after the demo's own
 
