@@ -105,7 +105,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         environment=config.environment.spec,
         replay_share=options.replay_share,
         replayed=watched.replayed,
-        evaluated=tuple(map(_evaluation, watched.balance.status.evaluated)),
+        evaluated=tuple(map(_evaluation, sorted(watched.balance.status.evaluated, key=lambda each: each.version))),
     )
     seconds = _seconds(started_s, watched, clock())
     samples = read_series(folder.series)
