@@ -18,6 +18,7 @@ from dora.front.http import DOOR, ErrorBody, Handler, refusing
 from dora.front.listening import BACKLOG, url_of
 from dora.front.tinker.routes import add_routes
 from dora.rpc.bearer import READS
+from dora.system.memory import collecting_rarely
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
@@ -142,8 +143,10 @@ async def serving(door: Door, listening: socket.socket, mount: Mount | None = No
     try:
         connect = connected if door.tls is None else door.tls.connecting(connected)
         url = url_of(listening, secure=door.tls is not None)
-        async with await asyncio.get_running_loop().create_server(connect, sock=listening, backlog=BACKLOG):
-            yield url
+        server_of = asyncio.get_running_loop().create_server(connect, sock=listening, backlog=BACKLOG)
+        with collecting_rarely():  # the chunks of streams live long
+            async with await server_of:
+                yield url
     finally:
         if door.tls is not None:
             await door.tls.close()

@@ -28,6 +28,7 @@ VERSION_HEADER: Final = "X-Policy-Version"
 TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
 TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
 DONE: Final = b"data: [DONE]\n\n"
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)  # dumps makes one a call
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[DoraError], dict[str, Any]]
 
@@ -150,7 +151,7 @@ def check_reader(request: web.Request) -> None:
 
 
 def encoded(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def event(value: Any, name: str = "") -> bytes:
