@@ -75,6 +75,7 @@ class RunningTurn:
     came: Callable[[], None] | None = None  # is called with the first token
     _chunks: list[Chunk] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def has_ended(self) -> bool:
@@ -121,8 +122,9 @@ class RunningTurn:
 
     async def ended(self) -> None:
         """Waits for the end. Raises what the turn failed with."""
-        async for _ in self.chunks():
-            pass
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
 
     def add(self, sampled: Sampled) -> None:
         """Notes more tokens for its readers."""
@@ -141,3 +143,5 @@ class RunningTurn:
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if self.has_ended:
+            self._ended.set()
