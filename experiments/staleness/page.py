@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from experiments.convergence.plots import COLOURS, GRID, SOFT, STYLE
 from experiments.staleness.report import COST_MAX, Point, costs
+
+SHOWN: Final = 0.8, 4.0  # samples relative to lag 0
+TICKS: Final = 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0
 
 
 def markdown(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -> str:
@@ -55,7 +60,9 @@ def _best(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Samples to the level over lag times the square root of movement; one colour an objective."""
+    """Samples to the level over lag times the square root of movement; one colour an objective. Intervals are of the
+    ratios' logarithms, and wide ones leave the figure.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -65,16 +72,22 @@ def draw(points: Sequence[Point], path: Path) -> None:
         figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
         axes: Any = figure.subplots()
         axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_ylim(*SHOWN)
+        axes.set_yticks(TICKS, [f"{each:g}" for each in TICKS])
+        axes.minorticks_off()
         axes.set_xlabel("lag x √movement of the policy in a step")
         axes.set_ylabel("samples to the level / those at lag 0")
         axes.grid(color=GRID, linewidth=0.8)
         axes.axhline(COST_MAX, color=SOFT, linestyle=":", linewidth=1)
         for colour, name in zip(COLOURS[1:], sorted({each.objective for each in points}), strict=False):
             own = [each for each in points if each.objective == name and each.lag]
-            half = [each.samples.half or 0.0 for each in own]
-            where = [each.far for each in own], [each.samples.mean for each in own]
+            means, highs = [each.samples.mean for each in own], [each.samples.high for each in own]
+            lows = [mean**2 / high for mean, high in zip(means, highs, strict=True)]
+            half = np.subtract(means, lows), np.subtract(highs, means)
+            where = [each.far for each in own], means
             axes.errorbar(*where, yerr=half, fmt="o", markersize=4, linewidth=0.8, color=colour, label=name)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
         pyplot.close(figure)
