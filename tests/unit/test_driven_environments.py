@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -260,10 +260,10 @@ def test_results_that_are_no_step_are_refused(result: Any, field: str) -> None:
 
 
 def test_a_process_ends_itself_at_its_limits() -> None:
-    limits = UserLimits(section="environment")
+    limits = UserLimits(memory_mb=1 << 20, open_files=1 << 20, section="environment")  # this process has other tests
     assert Guard(limits, 60.0).reason() == ""
     assert "environment.timeout_s" in Guard(limits, -1.0).reason()
-    assert "environment.memory_mb = 1" in Guard(UserLimits(1, section="environment"), 60.0).reason()
-    assert "environment.open_files = 1" in Guard(UserLimits(open_files=1, section="environment"), 60.0).reason()
-    assert "environment.processes = -1" in Guard(UserLimits(processes=-1, section="environment"), 60.0).reason()
+    assert "environment.memory_mb = 1" in Guard(replace(limits, memory_mb=1), 60.0).reason()
+    assert "environment.open_files = 1" in Guard(replace(limits, open_files=1), 60.0).reason()
+    assert "environment.processes = -1" in Guard(replace(limits, processes=-1), 60.0).reason()
     assert UserLimits.from_argument(limits.as_argument()) == limits
