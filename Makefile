@@ -17,8 +17,8 @@ DEMO_ARGS := $(if $(or $(MODEL),$(AGENT)),--model $(or $(MODEL),tiny)) $(if $(ST
 	$(if $(WINDOW),--window $(WINDOW)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(if $(AGENT),--agent) $(ARGS)
 
 PROTO := dora/rpc/dora.proto
-SAMPLE_PROTO := dora/front/tinker/sample.proto# messages alone
-STUBS := $(addprefix dora/rpc/dora_,pb2.py pb2.pyi pb2_grpc.py) $(addprefix dora/front/tinker/sample_,pb2.py pb2.pyi)
+SAMPLE_PROTO := dora/agents/front/tinker/sample.proto# messages alone
+STUBS := $(addprefix dora/rpc/dora_,pb2.py pb2.pyi pb2_grpc.py) $(addprefix dora/agents/front/tinker/sample_,pb2.py pb2.pyi)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO) \
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
@@ -111,7 +111,7 @@ proto-check: setup ## are the stubs those of dora.proto and sample.proto?
 		done
 
 docs: setup ## write docs/reference.md from the code
-	@$(BIN)/python -m dora.cli.reference > docs/reference.md.new && mv docs/reference.md.new docs/reference.md
+	@$(BIN)/python -m dora.ops.cli.reference > docs/reference.md.new && mv docs/reference.md.new docs/reference.md
 
 fmt: setup ## format, and repair what can be repaired
 	@$(BIN)/ruff check --fix --quiet .; $(BIN)/ruff format .

@@ -1,6 +1,6 @@
 """``python -m dora`` is ``dora``."""
 
-from dora.cli import main
+from dora.ops.cli import main
 
 if __name__ == "__main__":
     main()

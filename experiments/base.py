@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dora.config import merged
-from dora.planning.hardware import coefficients, find_hardware, kv_tokens
-from dora.planning.models import find_model
-from dora.planning.workload import SIGMA, lognormal_of_mean
-from dora.sim.scenario import Workload
+from dora.lab.planning.hardware import coefficients, find_hardware, kv_tokens
+from dora.lab.planning.models import find_model
+from dora.lab.planning.workload import SIGMA, lognormal_of_mean
+from dora.lab.sim.scenario import Workload
 
 # Share of the peak FLOP/s that training reaches, by accelerator. H800: Laminar's authors "tune the placement by
 # matching the generation and training throughput"; 0.26 is the value (geometric mean over the 15 rows of its table 2)

@@ -16,10 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from dora.sim.presets import preset
-from dora.sim.report import Report
-from dora.sim.run import simulate
-from dora.sim.scenario import Scenario
+from dora.lab.sim.presets import preset
+from dora.lab.sim.report import Report
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Scenario
 from experiments.tables import split
 
 PREDICTOR: Final = "ranker"

@@ -32,11 +32,11 @@ from rich.table import Table
 from dora.core.forecast.cost import CostModel
 from dora.core.groups.window import Window
 from dora.core.policies.laxity.tuning import TUNING
-from dora.sim.extent import bound_of_s, expected_bound_s
-from dora.sim.presets import preset
-from dora.sim.scenario import Scenario
-from dora.sim.traces import FloatColumn
-from dora.sim.workload import SimPrompt, WorkloadStream, moments
+from dora.lab.sim.extent import bound_of_s, expected_bound_s
+from dora.lab.sim.presets import preset
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.traces import FloatColumn
+from dora.lab.sim.workload import SimPrompt, WorkloadStream, moments
 
 FILL: Final = 0.985  # share of the KV that is used: what exceeds it later takes turns
 ROOM_TOKENS: Final = 800.0  # KV that a request needs to begin

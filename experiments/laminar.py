@@ -6,11 +6,11 @@ from math import ceil
 from typing import Final
 
 from dora.data.limits import WINDOW_MAX
-from dora.planning.hardware import find_hardware
-from dora.planning.models import find_model
-from dora.planning.training import over_even
-from dora.planning.workload import lognormal_of_mean, step_workload
-from dora.sim.scenario import Workload
+from dora.lab.planning.hardware import find_hardware
+from dora.lab.planning.models import find_model
+from dora.lab.planning.training import over_even
+from dora.lab.planning.workload import lognormal_of_mean, step_workload
+from dora.lab.sim.scenario import Workload
 from experiments import papers
 from experiments.base import (
     PROMPT_TOKENS,

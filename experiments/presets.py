@@ -1,4 +1,4 @@
-"""Every row of the papers' tables as a :class:`~dora.sim.scenario.Scenario`, the package's presets among them.
+"""Every row of the papers' tables as a :class:`~dora.lab.sim.scenario.Scenario`, the package's presets among them.
 
 Training times are the only input that differs between the systems of one experiment. Where a paper states none they
 come from one FLOP model, the same for all systems (``flop_training_s``); what else is assumed stands at each table.
@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from dora.config import DEFAULT_POLICY, merged
 from dora.errors import InvalidValue, one_of
-from dora.sim import presets
-from dora.sim.effect import fields_without_effect
-from dora.sim.presets import adapted
-from dora.sim.scenario import Scenario
+from dora.lab.sim import presets
+from dora.lab.sim.effect import fields_without_effect
+from dora.lab.sim.presets import adapted
+from dora.lab.sim.scenario import Scenario
 from experiments import laminar, staleflow, streamrl, verl
 from experiments.base import Experiment
 

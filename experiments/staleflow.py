@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from dora.sim.scenario import Workload
+from dora.lab.sim.scenario import Workload
 from experiments import papers
 from experiments.base import (
     GRPO_PASSES,

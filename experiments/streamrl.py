@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dora.sim.scenario import Workload
+from dora.lab.sim.scenario import Workload
 from experiments import papers
 from experiments.base import PPO_PASSES, PROMPT_TOKENS, Experiment, Placement, flop_training_s, lognormal
 

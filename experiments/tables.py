@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.config import WindowConfig
-from dora.sim.scenario import Scenario
+from dora.lab.sim.scenario import Scenario
 from experiments import papers
 from experiments.presets import NAMES, scenario_for
 

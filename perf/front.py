@@ -23,12 +23,12 @@ from typing import Any
 import aiohttp
 import psutil
 
+from dora.agents.front.app import serving
+from dora.agents.front.door import Door, Limits
+from dora.agents.front.listening import INHERITED, listening_socket, url_of
+from dora.agents.front.model import served_model
+from dora.agents.front.source import Live, Opening, Sampled
 from dora.errors import NotFound
-from dora.front.app import serving
-from dora.front.door import Door, Limits
-from dora.front.listening import INHERITED, listening_socket, url_of
-from dora.front.model import served_model
-from dora.front.source import Live, Opening, Sampled
 from dora.models import resolve_model
 
 REPORTS_PER_S = 20

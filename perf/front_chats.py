@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from dora.front.source import Sampled
+from dora.agents.front.source import Sampled
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Conversation
 from tests.unit.front_service import FakeService, front

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dora.demo.folder import OutFolder
-from dora.demo.options import DemoOptions
-from dora.demo.run import run_demo
-from dora.demo.screen import PlainScreen
+from dora.ops.demo.folder import OutFolder
+from dora.ops.demo.options import DemoOptions
+from dora.ops.demo.run import run_demo
+from dora.ops.demo.screen import PlainScreen
 from perf.peer_record import CONTEXT_TOKENS, Task, read_task
 
 WORKERS = 2

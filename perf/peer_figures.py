@@ -14,7 +14,7 @@ import numpy as np
 from dora.data.record_content import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.run_record import VERSIONS_FOLDER
 from dora.data.trajectory import Trajectory
-from dora.verify.check import read_trajectories
+from dora.ops.verify.check import read_trajectories
 
 LEVEL: Final = 0.5  # the mean reward of LEVEL_STEPS steps in a row that a peer is to reach
 LEVEL_STEPS: Final = 5
@@ -95,7 +95,7 @@ def logprob_error(
 
     Each token is recomputed under the version that its record names.
     """
-    from dora.verify.recompute import Models, recomputed_logprobs
+    from dora.ops.verify.recompute import Models, recomputed_logprobs
 
     by_version: dict[int, list[Trajectory]] = defaultdict(list)
     for each in random.Random(0).sample(trajectories, min(count, len(trajectories))):

@@ -8,8 +8,8 @@ from typing import Final
 
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import Trajectory
-from dora.verify.check import read_trajectories
-from dora.verify.committed import read_steps
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import read_steps
 
 MUST_BE_0: Final = ("lost", "duplicated", "c1_violations", "c3_violations")
 

@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 
+from dora.data.engine_samples import DecodeSample, Measurement, MixedRequest, PrefillSample
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import MISSING, Conflict, InvalidValue
-from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
 from dora.worker.engine import RolloutEngine
 
 Clock = Callable[[], float]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final
 
+from dora.data.engine_samples import Measurement, measurement_of
 from dora.errors import DoraError
-from dora.planning.samples import Measurement, measurement_of
 from dora.system.environment import without_secrets
 from dora.worker.profiling import USUAL
 from dora.worker.timing import Timing

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Literal
 
-from dora.planning.samples import ClockName, Measurement
+from dora.data.engine_samples import ClockName, Measurement
 from dora.worker.engine import RolloutEngine
 from dora.worker.profiling import FASTEST, USUAL, Clock, Grid, default_grid, measure
 

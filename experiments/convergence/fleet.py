@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dora.sim.presets import scenario_for
-from dora.sim.run import simulate
-from dora.sim.scenario import Scenario
+from dora.lab.sim.presets import scenario_for
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Scenario
 from experiments.convergence.plan import Store, read_json, write_json
 from experiments.convergence.rows import Row
 

@@ -16,12 +16,12 @@ from statistics import fmean
 from typing import Any, Final
 
 from dora.data.run_record import STEPS_FILE
-from dora.demo.audit import Row as Trajectory
-from dora.demo.audit import read_record
-from dora.demo.folder import OutFolder
-from dora.demo.options import DemoOptions
-from dora.demo.run import run_demo
 from dora.errors import DoraError
+from dora.ops.demo.audit import Row as Trajectory
+from dora.ops.demo.audit import read_record
+from dora.ops.demo.folder import OutFolder
+from dora.ops.demo.options import DemoOptions
+from dora.ops.demo.run import run_demo
 from dora.rpc.dora_pb2 import Status
 from experiments.convergence.plan import Run
 

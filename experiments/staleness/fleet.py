@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.config import WindowConfig
-from dora.sim.ledger import Group
-from dora.sim.presets import scenario_for
-from dora.sim.scenario import Scenario
-from dora.sim.world import World
+from dora.lab.sim.ledger import Group
+from dora.lab.sim.presets import scenario_for
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.world import World
 from experiments.convergence.fleet import PREDICTOR
 from experiments.convergence.plan import read_json, write_json
 from experiments.freshness import scaled

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dora.sim.extent import expected_bound_s
-from dora.sim.presets import preset
+from dora.lab.sim.extent import expected_bound_s
+from dora.lab.sim.presets import preset
 from experiments.freshness import scaled
 from experiments.tables import split
 

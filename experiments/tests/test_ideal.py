@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora.sim.presets import preset
+from dora.lab.sim.presets import preset
 from experiments.ideal import LENGTHS, Ideal, measure
 
 SMALL = preset("small")

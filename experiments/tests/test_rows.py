@@ -5,15 +5,15 @@ from math import ceil, exp, prod
 
 import pytest
 
-from dora.planning.hardware import find_hardware
-from dora.planning.models import find_model
-from dora.planning.options import Option, options
-from dora.planning.pace import Batch
-from dora.sim.extent import expected_bound_s
-from dora.sim.presets import composed, planned
-from dora.sim.run import simulate
-from dora.sim.scenario import Scenario
-from dora.sim.workload import moments
+from dora.lab.planning.hardware import find_hardware
+from dora.lab.planning.models import find_model
+from dora.lab.planning.options import Option, options
+from dora.lab.planning.pace import Batch
+from dora.lab.sim.extent import expected_bound_s
+from dora.lab.sim.presets import composed, planned
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.workload import moments
 from experiments import papers
 from experiments.papers import DORA_STEPS
 from experiments.presets import EXPERIMENTS, NAMES, file_of, preset, scenario_for

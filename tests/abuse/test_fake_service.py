@@ -13,12 +13,12 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
-from dora.cli.service import COMMANDS
 from dora.client import Operator, Prompts, Trainer
 from dora.data.types import PoolCapability
 from dora.errors import DoraError, InvalidValue
 from dora.host.agent import AgentOptions, run_agent
+from dora.ops.cli.app import app
+from dora.ops.cli.service import COMMANDS
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof, proven
 from dora.rpc.challenge import Challenges

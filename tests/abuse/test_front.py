@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 import pytest
 
-from dora.front.door import Limits
+from dora.agents.front.door import Limits
 from tests.unit.chats import TOOLS
 from tests.unit.front_service import front
 

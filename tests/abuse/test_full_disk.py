@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 import dora
-from dora.cli.app import app
 from dora.client import Operator
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
+from dora.ops.cli.app import app
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing, read_steps
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing, read_steps
 from tests.abuse.full import Served, has_namespaces, served, with_own_disk
 from tests.private_token import with_token
 from tests.refusals import refused

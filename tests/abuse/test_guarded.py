@@ -19,12 +19,12 @@ import grpc
 import psutil
 import pytest
 
+from dora.agents.front.app import ROUTES
+from dora.agents.front.callers import TURNS
+from dora.agents.front.http import TINKER
+from dora.agents.front.run import FrontOptions, front
 from dora.client import Operator
 from dora.errors import TransferFailed
-from dora.front.app import ROUTES
-from dora.front.callers import TURNS
-from dora.front.http import TINKER
-from dora.front.run import FrontOptions, front
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer, greet
 from dora.kvtransfer.wire import Stream
 from dora.orchestrator.main import ServiceHandle

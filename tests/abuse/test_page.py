@@ -9,10 +9,10 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
-from dora.page import mounted
-from dora.page.actions import ACTIONS
-from dora.page.routes import BODY_MAX, COOKIE, CSRF
-from dora.page.viewers import VIEWERS
+from dora.ops.page import mounted
+from dora.ops.page.actions import ACTIONS
+from dora.ops.page.routes import BODY_MAX, COOKIE, CSRF
+from dora.ops.page.viewers import VIEWERS
 from dora.rpc.roles import Role, Tokens
 from tests.browser.many import World, simulated
 from tests.unit.front_service import front

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from dora.data.run_record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, CommittedStep, Recorder
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing
 from tests.contract.trainer_service import make_group
 
 

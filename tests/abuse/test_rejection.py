@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import dora
-from dora.cli.app import app
 from dora.client import Operator, session
 from dora.client.step import Step
 from dora.core import commands as do
@@ -22,6 +21,7 @@ from dora.core import events as on
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, VersionRejected
+from dora.ops.cli.app import app
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import dora
-from dora.cli.app import app
 from dora.client import Operator
 from dora.config import validated
 from dora.data.types import Prompt
 from dora.errors import Conflict
+from dora.ops.cli.app import app
 from dora.orchestrator import starting
 from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MAX, PromptFeed
 from dora.prompts import PromptSource, resolve_prompts

@@ -20,13 +20,13 @@ from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, TokenDelta
 from dora.errors import InvalidValue
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing, read_steps
 from dora.orchestrator import setup
 from dora.orchestrator.recording import storage as storage_faults
 from dora.orchestrator.rollout import record_queue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing, read_steps
 from dora.weights.files import hash_file
 from tests.abuse.full import FILLING, faults, files_up_to, fill, full_device, lines_of, looking, record_of
 from tests.contract.trainer_service import make_group

@@ -9,14 +9,14 @@ from typing import Any
 
 from aiohttp import web
 
-from dora.front.app import serving
-from dora.front.door import Door
-from dora.front.listening import listening_socket
-from dora.front.model import served_model
-from dora.front.service import Service
-from dora.page import mounted
-from dora.page.history import History
-from dora.page.routes import FEED
+from dora.agents.front.app import serving
+from dora.agents.front.door import Door
+from dora.agents.front.listening import listening_socket
+from dora.agents.front.model import served_model
+from dora.agents.front.service import Service
+from dora.ops.page import mounted
+from dora.ops.page.history import History
+from dora.ops.page.routes import FEED
 from tests.browser.many import World
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora.front.model import served_model
+from dora.agents.front.model import served_model
 from dora.rpc.roles import Role, Tokens
 from tests.browser.conftest import Opened
 from tests.browser.front import Paged, fill, paged, sign_in

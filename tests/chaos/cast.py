@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from dora.front.listening import BACKLOG, INHERITED, url_of
+from dora.agents.front.listening import BACKLOG, INHERITED, url_of
 from tests.e2e.agents import joining
 
 LINE_BYTES_MAX: Final = 1 << 20

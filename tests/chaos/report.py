@@ -9,10 +9,10 @@ import numpy as np
 
 from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Trajectory
+from dora.ops.verify import verify
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.tolerances import FLOAT32
 from dora.rpc import dora_pb2 as pb
-from dora.verify import verify
-from dora.verify.check import read_trajectories
-from dora.verify.tolerances import FLOAT32
 from dora.worker.fake_engine import FakeEngine
 from tests import promises, session_audit
 from tests.chaos import chats

@@ -11,11 +11,11 @@ import pytest_asyncio
 from yarl import URL
 
 import dora
-from dora.environment.loading import load_environment
-from dora.environment.openenv import OpenEnvEpisode, Server
-from dora.environment.openenv_actions import actions_of, text_of
-from dora.environment.protocol import Reply, Task
-from dora.environment.spec import seed_of
+from dora.agents.environment.loading import load_environment
+from dora.agents.environment.openenv import OpenEnvEpisode, Server
+from dora.agents.environment.openenv_actions import actions_of, text_of
+from dora.agents.environment.protocol import Reply, Task
+from dora.agents.environment.spec import seed_of
 from dora.errors import InvalidValue
 from tests.clients import openenv_serving as openenv
 from tests.e2e.test_environment_fake import config_of, driven

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 import dora
+from dora.agents.front.child import FrontProcess
+from dora.agents.front.run import FrontOptions, front
+from dora.agents.front.tinker import sample_pb2 as pb
 from dora.data.trajectory import Trajectory
-from dora.front.child import FrontProcess
-from dora.front.run import FrontOptions, front
-from dora.front.tinker import sample_pb2 as pb
+from dora.ops.verify.check import verify
 from dora.system.process_tree import descendants
-from dora.verify.check import verify
 from tests.clients.environments import run_in
 from tests.service import check_promises, configured, during, running, train
 from tests.unit.front_service import front as fake_front

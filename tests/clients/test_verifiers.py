@@ -10,17 +10,17 @@ import psutil
 import pytest
 
 import dora
+from dora.agents.environment.child import EnvironmentProcess
 from dora.client import Operator
 from dora.client.sessions import REASON_MAX
 from dora.config import Config, EnvironmentConfig
 from dora.data.run_record import TRAJECTORIES_FILE
 from dora.data.trajectory import Trajectory
-from dora.demo.trainer_process import TrainerProcess
-from dora.environment.child import EnvironmentProcess
 from dora.errors import InvalidValue
+from dora.ops.demo.trainer_process import TrainerProcess
+from dora.ops.verify.check import read_trajectories, verify
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
-from dora.verify.check import read_trajectories, verify
 from tests.clients.environments import python_of
 from tests.e2e.test_environment_fake import driven
 from tests.refusals import refused

@@ -24,8 +24,8 @@ from dora.client.step import Step
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError
 from dora.models.tiny import make_tiny
+from dora.ops.verify import verify
 from dora.rpc import dora_pb2 as pb
-from dora.verify import verify
 from tests.e2e.restarts import Killed, settings_of
 from tests.service import ask_move, check_promises
 

@@ -20,9 +20,9 @@ from typing import Any, Final
 from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.types import RequestSpec
 from dora.models.tiny import make_tiny
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing
-from dora.verify.invariants import violations
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing
+from dora.ops.verify.invariants import violations
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import Response, farthest, run
 from tests.e2e.mortal import ITSELF

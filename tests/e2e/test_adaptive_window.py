@@ -6,11 +6,11 @@ import dora
 from dora.client import Operator
 from dora.core import commands as do
 from dora.data.run_record import TRAJECTORIES_FILE
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.invariants import violations
+from dora.ops.view.service import window_lines
 from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Replay
-from dora.verify.check import read_trajectories
-from dora.verify.invariants import violations
-from dora.view.service import window_lines
 from tests.service import configured, running
 
 

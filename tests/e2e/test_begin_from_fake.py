@@ -12,10 +12,10 @@ from dora.client import Operator
 from dora.config import Config
 from dora.errors import Conflict, InvalidValue
 from dora.journal.log import DEFAULT_SIZES
+from dora.ops.view.service import checkpoint_line
 from dora.orchestrator.recovery.begin_from import MODEL_FOLDER, begun_from, check_from
 from dora.orchestrator.recovery.state_folder import SERVICE_FILE, reading_state, state_folder_of
 from dora.system.ownership import hold
-from dora.view.service import checkpoint_line
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 from tests.service import configured, until

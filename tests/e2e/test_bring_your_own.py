@@ -23,9 +23,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import dora
-from dora.cli.app import app
 from dora.client import Operator
 from dora.config import Config
+from dora.ops.cli.app import app
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
 from tests.service import configured, running, until

@@ -13,8 +13,8 @@ import pytest
 import dora
 from dora.data.run_record import TRAJECTORIES_FILE
 from dora.data.trajectory import TrajectoryGroup
-from dora.verify.check import read_trajectories
-from dora.verify.invariants import violations
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.invariants import violations
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 

@@ -10,8 +10,8 @@ import pytest
 
 import dora
 from dora.client import Operator
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 

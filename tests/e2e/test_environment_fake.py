@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 import dora
+from dora.agents.environment.child import EnvironmentProcess
 from dora.client import Operator
 from dora.config import Config
-from dora.environment.child import EnvironmentProcess
+from dora.ops.view.service import sessions_idle
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
-from dora.view.service import sessions_idle
 from tests.service import check_promises, configured, during, running, train, until
 from tests.snippets import snippet
 

@@ -14,7 +14,7 @@ from dora.client import Evaluation, Operator, score_of
 from dora.client.sessions import Session
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
-from dora.view.evaluation import evaluation_line
+from dora.ops.view.evaluation import evaluation_line
 from tests.e2e.restarts import Killed, settings_of
 from tests.e2e.test_router_replay_fake import check_alone, fork
 from tests.e2e.test_sessions_fake import (

@@ -11,18 +11,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import dora
-from dora.cli.app import app
 from dora.client import Evaluation, Operator
 from dora.config import Config
 from dora.data.record_content import RecordContent
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.ops.cli.app import app
+from dora.ops.view.evaluation import evaluated_line
+from dora.ops.view.narration import news
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.services.evaluation_series import evaluation_prompts
 from dora.prompts import ChatTokenizer
 from dora.rpc.dora_pb2 import Status
-from dora.view.evaluation import evaluated_line
-from dora.view.narration import news
 from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until

@@ -9,14 +9,14 @@ from dora.client.step import Step
 from dora.config import Config
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import groups_replayed, missing
+from dora.ops.verify.invariants import violations
 from dora.orchestrator.main import ServiceHandle
 from dora.trainers.checkpoint import REPLAY_FILE, path_of
 from dora.trainers.grpo import train
 from dora.trainers.learner import LearnerConfig
 from dora.trainers.options import GrpoConfig
-from dora.verify.check import read_trajectories
-from dora.verify.committed import groups_replayed, missing
-from dora.verify.invariants import violations
 from tests.contract.trainer_service import TOKEN, StartService
 from tests.refusals import refused
 from tests.service import check_promises, configured, running

@@ -16,10 +16,10 @@ import pytest
 from openai import AsyncOpenAI
 
 import dora
+from dora.agents.front.child import FrontProcess
+from dora.agents.front.run import FrontOptions, front
 from dora.config import Config
 from dora.data.trajectory import Trajectory
-from dora.front.child import FrontProcess
-from dora.front.run import FrontOptions, front
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
@@ -214,7 +214,7 @@ async def test_a_front_without_a_model_waits_for_its_service(
         await service.start()
         async with aiohttp.ClientSession() as http, http.get(f"{await starting}/health") as reply:
             assert reply.status == 200
-        (told,) = [each for each in caplog.records if each.name == "dora.front"]
+        (told,) = [each for each in caplog.records if each.name == "dora.agents.front"]
         assert service.address in told.getMessage()
         await serving.__aexit__(None, None, None)
     finally:

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 import dora
+from dora.agents.front.child import FrontProcess
 from dora.client import Operator, Prompts
-from dora.front.child import FrontProcess
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import proven
 from dora.rpc.errors import PermissionDenied, ServiceUnavailable, Unauthenticated

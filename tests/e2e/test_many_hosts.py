@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dora.data.run_record import TRAJECTORIES_FILE
-from dora.verify import verify
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing
-from dora.verify.invariants import violations
+from dora.ops.verify import verify
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing
+from dora.ops.verify.invariants import violations
 from tests.e2e.service_host import farthest_of
 from tests.hosts import Hosts, Link, address_of, has_hosts
 

@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dora.agents.front.run import FrontOptions, front
 from dora.client import Operator, Prompts, Sessions, Trainer
 from dora.client.sessions import Session
 from dora.data.engine_times import HISTOGRAMS
 from dora.errors import InvalidValue
-from dora.front.run import FrontOptions, front
 from dora.orchestrator.hosts.fronts import Front, host_of_peer
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.metrics import server

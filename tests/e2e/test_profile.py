@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.engine_samples import pooled
 from dora.errors import InvalidValue
-from dora.planning.profile import fit, validate
-from dora.planning.samples import pooled
+from dora.lab.planning.profile import fit, validate
 from dora.worker.side_by_side import ProfilerFailed, measure_side_by_side
 from dora.worker.timing import Timing
 from tests.refusals import refused

@@ -18,11 +18,11 @@ from dora.data.run_record import CANCELLED_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
+from dora.ops.view.live import service_view
+from dora.ops.view.narration import news, sign_of_progress
+from dora.ops.view.service import drain_rows
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc.dora_pb2 import Status
-from dora.view.live import service_view
-from dora.view.narration import news, sign_of_progress
-from dora.view.service import drain_rows
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
 

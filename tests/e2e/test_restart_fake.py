@@ -12,8 +12,8 @@ from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.verify.check import read_trajectories
-from dora.verify.invariants import violations
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.invariants import violations
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
 from tests.service import check_promises

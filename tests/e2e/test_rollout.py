@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from dora.client import Operator
 from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.ops.verify import verify
+from dora.ops.verify.check import read_trajectories
 from dora.orchestrator.main import ServiceHandle
 from dora.trainers.grpo import train
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.options import GrpoConfig
 from dora.trainers.report import Report
-from dora.verify import verify
-from dora.verify.check import read_trajectories
 from tests.service import configured, during, move_one, running, until
 
 pytestmark = pytest.mark.e2e

@@ -17,9 +17,9 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.models import routing
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.invariants import violations
 from dora.orchestrator.starting import ServiceHandle
-from dora.verify.check import read_trajectories
-from dora.verify.invariants import violations
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import run
 from tests.e2e.test_sessions_fake import GROUP_SIZE, prompts_of, through_restarts

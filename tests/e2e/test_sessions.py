@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import dora
-from dora.verify.check import verify
+from dora.ops.verify.check import verify
 from tests.e2e.test_sessions_fake import GROUPS, check_sessions, drive, prompts_of, several_turns
 from tests.service import configured, during, running, train
 

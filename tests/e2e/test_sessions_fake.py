@@ -16,9 +16,9 @@ from dora.client.sessions import AT_ONCE, Session
 from dora.config import Config
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.ops.verify.invariants import violations
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
 from dora.rpc.roles import Role
-from dora.verify.invariants import violations
 from tests.e2e.restarts import Killed, drive_through_restarts, settings_of, train_through_restarts
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train

@@ -13,9 +13,9 @@ import pytest
 import dora
 from dora.data.run_record import TRAJECTORIES_FILE
 from dora.data.trajectory import Trajectory
-from dora.demo.trainer_process import TrainerProcess
 from dora.models.tiny_vocabulary import CLASSES, VOCABULARY
-from dora.verify.check import read_trajectories, verify
+from dora.ops.demo.trainer_process import TrainerProcess
+from dora.ops.verify.check import read_trajectories, verify
 from examples.two_turns import ANSWER_TOKENS, QUESTION_TOKENS, run
 from tests.e2e.restarts import Killed
 from tests.service import check_promises, configured, running, train

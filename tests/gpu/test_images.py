@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("trainers", [0, 1])
 def test_an_image_is_read_and_refused_once_it_changes_or_its_trainer_is_gone(tmp_path: Path, trainers: int) -> None:
-    from dora.doctor.images import prove
+    from dora.ops.doctor.images import prove
     from dora.weights import cuda_image
 
     if trainers >= torch.cuda.device_count():

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora.doctor.kv_between import prove
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.torch_pair import _Stage
+from dora.ops.doctor.kv_between import prove
 from tests.contract.planes import a_plane
 
 torch = pytest.importorskip("torch")

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from dora.models.tiny import make_tiny
+from dora.ops.verify.recompute import load_model
 from dora.trainers.checkpoint import path_of, steps_in
-from dora.verify.recompute import load_model
 from dora.weights.canary import compute_canary
 from tests.contract.trainer_service import TOKEN, Running, StartService
 from tests.megatron.world import WORLD, start

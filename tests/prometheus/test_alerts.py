@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import yaml
 
-from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
-from dora.front.figures import FRONT
+from dora.agents.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.agents.front.figures import FRONT
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS

@@ -11,11 +11,11 @@ from typing import Any, Final
 import aiohttp
 import yaml
 
+from dora.agents.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
+from dora.agents.front.figures import FRONT
+from dora.agents.front.run import FrontOptions, front
 from dora.client import Trainer
 from dora.data.engine_times import HISTOGRAMS
-from dora.front.figures import DISTRIBUTIONS as FRONT_DISTRIBUTIONS
-from dora.front.figures import FRONT
-from dora.front.run import FrontOptions, front
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS

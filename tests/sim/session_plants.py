@@ -24,11 +24,11 @@ from dora.core.rules import (
 from dora.core.state import IDLE, RequestStatus, State
 from dora.data.trajectory import Trajectory
 from dora.journal import records
+from dora.lab.sim.ledger import Response
+from dora.lab.sim.unreliable import UnreliableWorld
+from dora.lab.sim_engine.request import SimRequest
 from dora.orchestrator.rollout import branches, delivery, response_buffer
 from dora.orchestrator.rollout.response_state import ResponseState
-from dora.sim.ledger import Response
-from dora.sim.unreliable import UnreliableWorld
-from dora.sim_engine.request import SimRequest
 
 Patch = pytest.MonkeyPatch
 

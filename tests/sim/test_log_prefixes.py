@@ -9,9 +9,9 @@ from dora.core import events as on
 from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
+from dora.lab.sim.trial import Trial, conduct
+from dora.lab.sim.unreliable import UnreliableWorld
 from dora.orchestrator.recovery import recovery_state
-from dora.sim.trial import Trial, conduct
-from dora.sim.unreliable import UnreliableWorld
 
 LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 

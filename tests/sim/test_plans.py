@@ -1,6 +1,6 @@
 """A planned split."""
 
-from dora.sim.presets import planned, scenario_for
+from dora.lab.sim.presets import planned, scenario_for
 
 
 def test_work_limits_at_the_split_that_is_planned_for_doras_setting() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from dora.config import WindowConfig
 from dora.errors import InvalidValue
-from dora.sim.invariants import check_state
-from dora.sim.presets import composed, scenario_for
-from dora.sim.run import check_cluster, simulate
-from dora.sim.world import World
+from dora.lab.sim.invariants import check_state
+from dora.lab.sim.presets import composed, scenario_for
+from dora.lab.sim.run import check_cluster, simulate
+from dora.lab.sim.world import World
 from tests.refusals import refused
 
 

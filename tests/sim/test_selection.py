@@ -10,13 +10,13 @@ from dora.core import events as on
 from dora.core.policies import POLICIES
 from dora.core.rules.selection import REDUNDANT
 from dora.errors import InvalidValue
-from dora.sim.ledger import Ledger, Lost
-from dora.sim.presets import composed
-from dora.sim.report import Report
-from dora.sim.run import simulate
-from dora.sim.scenario import Scenario
-from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
-from dora.sim.world import World
+from dora.lab.sim.ledger import Ledger, Lost
+from dora.lab.sim.presets import composed
+from dora.lab.sim.report import Report
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
+from dora.lab.sim.world import World
 from tests.refusals import refused
 
 STEPS, WARMUP = 6, 2

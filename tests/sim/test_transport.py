@@ -4,8 +4,8 @@ import pytest
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.sim.presets import scenario_for
-from dora.sim.world import World
+from dora.lab.sim.presets import scenario_for
+from dora.lab.sim.world import World
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.25])

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.data.run_record import TRAJECTORIES_FILE
-from dora.verify import verify
-from dora.verify.check import Progress, read_trajectories
-from dora.verify.tolerances import FLOAT32
+from dora.ops.verify import verify
+from dora.ops.verify.check import Progress, read_trajectories
+from dora.ops.verify.tolerances import FLOAT32
 from tests import promises, session_audit
 from tests.stress.load import GROUP_SIZE
 from tests.stress.run import WINDOW, Seen

@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dora.chat.message import Message
-from dora.chat.rendering import ChatRenderer
-from dora.chat.reply import ReplyParser
-from dora.chat.text import TextStream
-from dora.chat.tool_calls import format_of
-from dora.chat.tree import Ask, SessionTree
+from dora.agents.chat.message import Message
+from dora.agents.chat.rendering import ChatRenderer
+from dora.agents.chat.reply import ReplyParser
+from dora.agents.chat.text import TextStream
+from dora.agents.chat.tool_calls import format_of
+from dora.agents.chat.tree import Ask, SessionTree
 from dora.errors import InvalidValue
 from tests.unit.chat_templates import ADDED, STYLES, Style
 

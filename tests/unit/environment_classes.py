@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dora.environment import End, Messages, Reply, Task
+from dora.agents.environment import End, Messages, Reply, Task
 
 CHARACTERS = "characters"
 

@@ -6,14 +6,14 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dora.chat.rendering import ChatRenderer
-from dora.chat.tool_calls import format_of
+from dora.agents.chat.rendering import ChatRenderer
+from dora.agents.chat.tool_calls import format_of
+from dora.agents.front.app import Mount, serving
+from dora.agents.front.door import Door, Limits
+from dora.agents.front.listening import listening_socket
+from dora.agents.front.model import ServedModel
+from dora.agents.front.source import Live, Opening, Sampled
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
-from dora.front.app import Mount, serving
-from dora.front.door import Door, Limits
-from dora.front.listening import listening_socket
-from dora.front.model import ServedModel
-from dora.front.source import Live, Opening, Sampled
 from dora.rpc.roles import Tokens
 from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dora.demo import agent_tasks
-from dora.demo.agent_tasks import CHECKER, LOOKUP, Checked, Lookup
-from dora.demo.presets import AGENT_PRESETS
-from dora.environment import End, Reply, Task
-from dora.environment.loading import load_environment
+from dora.agents.environment import End, Reply, Task
+from dora.agents.environment.loading import load_environment
 from dora.models.tiny_vocabulary import CLASSES
+from dora.ops.demo import agent_tasks
+from dora.ops.demo.agent_tasks import CHECKER, LOOKUP, Checked, Lookup
+from dora.ops.demo.presets import AGENT_PRESETS
+from dora.ops.view.live import service_view
+from dora.ops.view.narration import news
 from dora.rpc import dora_pb2 as pb
-from dora.view.live import service_view
-from dora.view.narration import news
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from dora.core.dispatcher import Dispatcher
 from dora.core.observation import view_of
 from dora.core.policies import POLICIES, Strategy
 from dora.core.policies.laxity import LaxityPolicy
-from dora.sim.presets import composed
-from dora.sim.run import simulate
+from dora.lab.sim.presets import composed
+from dora.lab.sim.run import simulate
 from tests.unit.test_machine import Bench
 
 

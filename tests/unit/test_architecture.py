@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dora.cli.model_architecture import planned_model
 from dora.errors import InvalidValue
-from dora.planning.layout import Stage, stage_parameters, stages
-from dora.planning.models import MODELS, ModelSpec
+from dora.lab.planning.layout import Stage, stage_parameters, stages
+from dora.lab.planning.models import MODELS, ModelSpec
+from dora.ops.cli.model_architecture import planned_model
 from tests.refusals import refused
 
 # The fields that determine sizes, as published.

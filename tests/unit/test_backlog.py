@@ -10,7 +10,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.groups.queues import Backlog, QueuedPrompt
 from dora.errors import Conflict, NotFound
-from dora.sim.invariants import check_state
+from dora.lab.sim.invariants import check_state
 from tests.refusals import refused
 
 

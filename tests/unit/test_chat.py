@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dora.chat.message import checked_chat
-from dora.chat.reply import ReplyParser
-from dora.chat.text import TextStream
-from dora.chat.tool_calls import FORMATS
-from dora.chat.tree import BRANCH, NEW, SessionTree
+from dora.agents.chat.message import checked_chat
+from dora.agents.chat.reply import ReplyParser
+from dora.agents.chat.text import TextStream
+from dora.agents.chat.tool_calls import FORMATS
+from dora.agents.chat.tree import BRANCH, NEW, SessionTree
 from dora.errors import InvalidValue
 from tests.refusals import refused
 from tests.unit.chat_templates import STYLES

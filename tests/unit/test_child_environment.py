@@ -54,7 +54,7 @@ def test_whatever_surrounds_it_a_child_gets_what_is_listed_named_or_stated(seed:
 @pytest.mark.parametrize(("around", "told"), [({}, []), ({"GRPC_VERBOSITY": "DEBUG"}, ["GRPC_VERBOSITY"])])
 def test_what_a_command_sets_itself_is_nobodys_surroundings(around: dict[str, str], told: list[str]) -> None:
     program = (
-        "import dora.cli, json, dora.system.environment as e; print(json.dumps(e.left_out(e.child_environment())))"
+        "import dora.ops.cli, json, dora.system.environment as e; print(json.dumps(e.left_out(e.child_environment())))"
     )
     clean = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     run = subprocess.run([sys.executable, "-c", program], env={**clean, **around}, capture_output=True, check=True)

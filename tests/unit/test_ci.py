@@ -40,7 +40,7 @@ def test_without_a_base_it_is_tested(repository: Path) -> None:
     assert needs_megatron(repository)
 
 
-@pytest.mark.parametrize(("changed", "needed"), [("dora/trainers/grpo.py", True), ("dora/sim/world.py", False)])
+@pytest.mark.parametrize(("changed", "needed"), [("dora/trainers/grpo.py", True), ("dora/lab/sim/world.py", False)])
 def test_a_change_is_counted_from_the_last_tag(repository: Path, changed: str, needed: bool) -> None:
     git(repository, "tag", "v1")
     commit(repository, changed)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from dora.cli.exits import ExitCode
-from dora.cli.service import DEMO_RECORD
 from dora.data.conversation import GIVEN, PROMPT, SAMPLED, conversation_of, find_session
 from dora.data.trajectory import Trajectory
 from dora.data.types import EnvironmentEvent, Segment
-from dora.demo.folder import DEFAULT_RECORD
 from dora.errors import InvalidValue, NotFound
 from dora.models.tiny_vocabulary import VOCABULARY
-from dora.view.conversation import conversation_lines
+from dora.ops.cli.exits import ExitCode
+from dora.ops.cli.service import DEMO_RECORD
+from dora.ops.demo.folder import DEFAULT_RECORD
+from dora.ops.view.conversation import conversation_lines
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 from tests.unit.cli.service import dora

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import dora.cli.demo as command
-from dora.cli.app import app
-from dora.demo.folder import OutFolder
-from dora.demo.options import DemoOptions, service_config
-from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
-from dora.demo.run import Strike, busiest, trainer_arguments
-from dora.demo.screen import PlainScreen
+import dora.ops.cli.demo as command
 from dora.errors import InvalidValue
 from dora.host.launcher import LOCAL
+from dora.ops.cli.app import app
+from dora.ops.demo.folder import OutFolder
+from dora.ops.demo.options import DemoOptions, service_config
+from dora.ops.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
+from dora.ops.demo.run import Strike, busiest, trainer_arguments
+from dora.ops.demo.screen import PlainScreen
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
 
@@ -70,7 +70,7 @@ def kills(options: DemoOptions) -> int:
 # option -> what it is given, what shows its effect, and what that must be
 EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = {
     "model": (["--model", "tiny-moe"], config_field("model"), "tiny-moe"),
-    "agent": (["--agent"], config_field("environment.spec"), "dora.demo.agent_tasks:Lookup"),
+    "agent": (["--agent"], config_field("environment.spec"), "dora.ops.demo.agent_tasks:Lookup"),
     "steps": (["--steps", "7"], trainer_argument("--steps"), "7"),
     "groups": (["--groups", "5"], config_field("window.groups_per_step"), 5),
     "group_size": (["--group-size", "6"], config_field("rollout.group_size"), 6),

@@ -12,18 +12,18 @@ from rich.console import Console
 
 from dora.config import Config
 from dora.data.types import Segment
-from dora.demo.audit import audit, read_record, step_summaries
-from dora.demo.folder import DEFAULT_OUT, OutFolder
-from dora.demo.moves import Move, MoveWatch
-from dora.demo.options import DemoOptions, service_config
-from dora.demo.presets import AGENT_PRESETS, PRESETS, DemoPreset
-from dora.demo.report import DemoRun, DemoSeconds, Evaluated, build_report
-from dora.demo.run import trainer_spans
-from dora.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
-from dora.demo.summary import print_summary, show_command
-from dora.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline, moved_requests
-from dora.demo.trainer_process import CommittedStep
 from dora.errors import InvalidValue
+from dora.ops.demo.audit import audit, read_record, step_summaries
+from dora.ops.demo.folder import DEFAULT_OUT, OutFolder
+from dora.ops.demo.moves import Move, MoveWatch
+from dora.ops.demo.options import DemoOptions, service_config
+from dora.ops.demo.presets import AGENT_PRESETS, PRESETS, DemoPreset
+from dora.ops.demo.report import DemoRun, DemoSeconds, Evaluated, build_report
+from dora.ops.demo.run import trainer_spans
+from dora.ops.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
+from dora.ops.demo.summary import print_summary, show_command
+from dora.ops.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline, moved_requests
+from dora.ops.demo.trainer_process import CommittedStep
 from dora.rpc import dora_pb2 as pb
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
@@ -485,11 +485,11 @@ def test_a_demo_evaluates_prompts_of_its_own_source_unless_it_is_told_otherwise(
 def test_a_run_of_sessions_names_one_to_look_at() -> None:
     rows, counters, trained = healthy()
     counters |= {"turns_ended": 36.0, "turns_resumed": 24.0}
-    run = replace(RUN, environment="dora.demo.agent_tasks:Lookup")
+    run = replace(RUN, environment="dora.ops.demo.agent_tasks:Lookup")
     report = build_report(rows, counters, trained, SECONDS, run)
     assert report["conversation"] == f"s{STEPS - 1}-g0-1", "of median reward, in the last step"
     text = words_of(report)
-    assert "36 turns with dora.demo.agent_tasks:Lookup, 24 of them resumed" in text
+    assert "36 turns with dora.ops.demo.agent_tasks:Lookup, 24 of them resumed" in text
     assert "dora trajectories --show s2-g0-1 --record out/record" in text
     assert show_command("g1.0", OutFolder(DEFAULT_OUT)) == "dora trajectories --show g1.0"
     assert build_report(rows, counters, trained, SECONDS, RUN)["conversation"] == ""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from dora.cli.app import app
 from dora.config import load_config, validated
 from dora.core.events import Tick
 from dora.core.machine import Machine
+from dora.ops.cli.app import app
 from tests.snippets import ROOT, blocks, commands, documents, snippet
 
 COMMANDS = [(document.name, line) for document in documents() for line in commands(document)]

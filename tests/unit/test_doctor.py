@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
-from dora.doctor import run
-from dora.doctor.__main__ import verdict_of
-from dora.doctor.run import chosen, run_stage, run_stages
-from dora.doctor.stages import STAGES, Stage
-from dora.doctor.verdict import Failed, Skipped, Subject, Verdict
 from dora.errors import InvalidValue
+from dora.ops.cli.app import app
+from dora.ops.doctor import run
+from dora.ops.doctor.__main__ import verdict_of
+from dora.ops.doctor.run import chosen, run_stage, run_stages
+from dora.ops.doctor.stages import STAGES, Stage
+from dora.ops.doctor.verdict import Failed, Skipped, Subject, Verdict
 from tests.refusals import refused
 
 
@@ -27,7 +27,7 @@ def with_stage(monkeypatch: pytest.MonkeyPatch, outcome: Exception | dict[str, i
             raise outcome
         return outcome
 
-    monkeypatch.setattr("dora.doctor.__main__.STAGES", [Stage("planted", "a test", check)])
+    monkeypatch.setattr("dora.ops.doctor.__main__.STAGES", [Stage("planted", "a test", check)])
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.planning.allocation import Split, allocate_across
-from dora.planning.drain import SIMULATED, ready_s, streamed_s
-from dora.planning.generation import EFFICIENCY, Generation, bound_s, generation
-from dora.planning.plan import ANCHOR, make_plan
-from dora.planning.workload import Lognormal, step_workload
-from dora.sim.presets import composed, planned
-from dora.sim.run import simulate
+from dora.lab.planning.allocation import Split, allocate_across
+from dora.lab.planning.drain import SIMULATED, ready_s, streamed_s
+from dora.lab.planning.generation import EFFICIENCY, Generation, bound_s, generation
+from dora.lab.planning.plan import ANCHOR, make_plan
+from dora.lab.planning.workload import Lognormal, step_workload
+from dora.lab.sim.presets import composed, planned
+from dora.lab.sim.run import simulate
 from tests.unit.test_planning import DORA_STEP, OPTION, question
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.chat.rendering import ChatRenderer
-from dora.chat.tool_calls import format_of
+from dora.agents.chat.rendering import ChatRenderer
+from dora.agents.chat.tool_calls import format_of
+from dora.agents.environment.attending import Attending, Failing
+from dora.agents.environment.child import EnvironmentProcess
+from dora.agents.environment.episode import Episodes
+from dora.agents.environment.guard import Guard
+from dora.agents.environment.loading import load_environment
+from dora.agents.environment.protocol import End, Steps
+from dora.agents.front.model import ServedModel
 from dora.client.sessions import Turn
 from dora.config import EnvironmentConfig
-from dora.environment.attending import Attending, Failing
-from dora.environment.child import EnvironmentProcess
-from dora.environment.episode import Episodes
-from dora.environment.guard import Guard
-from dora.environment.loading import load_environment
-from dora.environment.protocol import End, Steps
 from dora.errors import InvalidValue
-from dora.front.model import ServedModel
 from dora.rewards.limits import UserLimits
 from dora.rpc.errors import ServiceUnavailable
 from tests.refusals import refused

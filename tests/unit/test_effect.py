@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
-from dora.cli.exits import ExitCode
 from dora.config import merged, settings_tree
 from dora.errors import InvalidValue
-from dora.sim.effect import check_effect
-from dora.sim.partial import strategies
-from dora.sim.presets import NAMES, composed, scenario_for
-from dora.sim.run import check_cluster, simulate
+from dora.lab.sim.effect import check_effect
+from dora.lab.sim.partial import strategies
+from dora.lab.sim.presets import NAMES, composed, scenario_for
+from dora.lab.sim.run import check_cluster, simulate
+from dora.ops.cli.app import app
+from dora.ops.cli.exits import ExitCode
 from tests.refusals import refused
 
 TRACED = "[{name='a',share=0.5,file='x'},{name='b',share=0.5,file='y'}]"

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dora.data import engine_times as of
 from dora.data.types import TokenDelta
 from dora.errors import InvalidValue
-from dora.orchestrator.metrics.text import HistogramText
+from dora.metrics.text import HistogramText
 from dora.orchestrator.rollout.worker_checks import checked_tokens
 from dora.rpc import dora_pb2 as pb
 from dora.worker.times import SENT_EVERY_S, EngineTimes

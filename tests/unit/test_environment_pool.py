@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from dora.agents.environment.attending import Attending
+from dora.agents.environment.calls import STUCK_MAX, Calls, Failed, TimeOver
+from dora.agents.environment.episode import Episodes
+from dora.agents.environment.guard import Guard
+from dora.agents.environment.pool import WarmPool
+from dora.agents.environment.protocol import End, Messages, Reply, Task
+from dora.agents.environment.verdicts import Conversation, VerdictCache
 from dora.config import EnvironmentConfig
-from dora.environment.attending import Attending
-from dora.environment.calls import STUCK_MAX, Calls, Failed, TimeOver
-from dora.environment.episode import Episodes
-from dora.environment.guard import Guard
-from dora.environment.pool import WarmPool
-from dora.environment.protocol import End, Messages, Reply, Task
-from dora.environment.verdicts import Conversation, VerdictCache
 from dora.rewards.limits import UserLimits
 from tests.unit.environment_classes import Echo
 from tests.unit.test_driven_environments import FakeSession, attended, episodes, turn_of

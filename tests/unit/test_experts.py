@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dora.core.forecast.cost import CostModel
-from dora.planning.experts import fullest_rank
-from dora.planning.profile import Fit, fit
-from dora.planning.samples import DecodeSample, Experts
+from dora.data.engine_samples import DecodeSample, Experts
+from dora.lab.planning.experts import fullest_rank
+from dora.lab.planning.profile import Fit, fit
 
 EXPERTS = Experts(total=128, per_token=8)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -18,12 +18,12 @@ from dora.core.policies import POLICIES, Strategy
 from dora.core.policies.base import BasePolicy
 from dora.core.view import View
 from dora.errors import InvalidValue
-from dora.sim import extent
-from dora.sim.extent import check_extent, limit_s
-from dora.sim.partial import strategies
-from dora.sim.presets import NAMES, composed, scenario_for
-from dora.sim.run import BrokenRun, check_cluster, expected_bound_s, simulate
-from dora.sim.scenario import Scenario
+from dora.lab.sim import extent
+from dora.lab.sim.extent import check_extent, limit_s
+from dora.lab.sim.partial import strategies
+from dora.lab.sim.presets import NAMES, composed, scenario_for
+from dora.lab.sim.run import BrokenRun, check_cluster, expected_bound_s, simulate
+from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
 
 

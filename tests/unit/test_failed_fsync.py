@@ -14,9 +14,9 @@ from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import InvalidValue
 from dora.journal.versions import KeptVersions
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.committed import missing, read_steps
 from dora.system.line_file import LineFile
-from dora.verify.check import read_trajectories
-from dora.verify.committed import missing, read_steps
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused
 

@@ -11,8 +11,8 @@ from dora.core.forecast.rates import Rates
 from dora.core.groups.freshness import Freshness
 from dora.core.groups.window import Window
 from dora.core.table import Table
-from dora.sim.run import simulate
-from dora.sim.scenario import Scenario
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Scenario
 from tests.unit.test_machine import Bench
 
 GROUPS, TRAINING_S, GROUP_S = 8, 80.0, 20.0

@@ -12,9 +12,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from dora.agents.front.door import Limits
+from dora.agents.front.errors import openai_body
 from dora.errors import InvalidValue
-from dora.front.door import Limits
-from dora.front.errors import openai_body
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import TOOLS, Chat
 from tests.unit.front_service import FakeService, front, fronts, prompt_logprobs_of

@@ -6,7 +6,7 @@ from typing import Any, Final
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from dora.front.figures import DISTRIBUTIONS, FRONT
+from dora.agents.front.figures import DISTRIBUTIONS, FRONT
 from tests.unit.front_service import front
 
 ASK: Final = [{"role": "user", "content": "How many?"}]

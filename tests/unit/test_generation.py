@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from dora.planning.generation import EFFICIENCY, bound_s, generation
+from dora.lab.planning.generation import EFFICIENCY, bound_s, generation
 from tests.unit.test_planning import CLUSTER, DORA_STEP, OPTION
 
 

@@ -15,11 +15,11 @@ from dora.errors import InvalidValue
 from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
+from dora.lab.sim.invariants import check_state
 from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.sim.invariants import check_state
 from tests.refusals import refused
 
 SIZE, LEAST = 4, 2

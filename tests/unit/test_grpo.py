@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
+from dora.ops.verify.recompute import recomputed_logprobs
 from dora.trainers.grpo import main, take_groups, train
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.objectives.batch import Row
@@ -26,7 +27,6 @@ from dora.trainers.objectives.presets import OBJECTIVES, objective
 from dora.trainers.options import GrpoConfig, multiplies_bfloat16, parse_arguments
 from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trainers.report import step_json, step_line
-from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, ScriptedService, StartService, make_group, make_trajectory
 from tests.refusals import data_words, refused
 

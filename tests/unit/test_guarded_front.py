@@ -12,11 +12,11 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from dora.agents.front.app import ROUTES
+from dora.agents.front.listening import listening_socket
+from dora.agents.front.run import FrontOptions
+from dora.agents.front.run import front as served_front
 from dora.errors import InvalidValue
-from dora.front.app import ROUTES
-from dora.front.listening import listening_socket
-from dora.front.run import FrontOptions
-from dora.front.run import front as served_front
 from dora.rpc.access import certified, may_call
 from dora.rpc.roles import Role, Tokens
 from dora.tls import Tls

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora.environment.loading import load_environment
+from dora.agents.environment.loading import load_environment
 from dora.errors import InvalidValue
 from tests.refusals import refused
 from tests.unit import gymnasium_texts

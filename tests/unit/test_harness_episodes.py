@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from dora.agents.environment.calls import Failed
+from dora.agents.environment.verifiers import Attended, HarnessEpisodes
+from dora.agents.environment.verifiers_process import bridge_variables
+from dora.agents.front.app import serving
+from dora.agents.front.door import Door
+from dora.agents.front.listening import listening_socket
 from dora.client.sessions import Turn
 from dora.config import EnvironmentConfig
-from dora.environment.calls import Failed
-from dora.environment.verifiers import Attended, HarnessEpisodes
-from dora.environment.verifiers_process import bridge_variables
 from dora.errors import InvalidValue
-from dora.front.app import serving
-from dora.front.door import Door
-from dora.front.listening import listening_socket
 from dora.prompts.tasks import tasks_source
 from dora.rewards.by_environment import score
 from tests.refusals import refused

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import dora
-from dora.cli.exits import ExitCode
-from dora.cli.options import check_no_secret
 from dora.config import load_config, validated
 from dora.errors import InvalidValue
+from dora.ops.cli.exits import ExitCode
+from dora.ops.cli.options import check_no_secret
 from tests.refusals import refused
 from tests.unit.cli.service import dora as command
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from dora.client.device_image import Images
 from dora.client.taking import Taken, take_tensors
-from dora.doctor import images
-from dora.doctor.verdict import Failed, Skipped, Subject
 from dora.errors import InvalidValue
 from dora.host.placement import VISIBLE, Gpu, Placement
 from dora.host.proof import write_proof
 from dora.models.tiny import make_tiny
+from dora.ops.doctor import images
+from dora.ops.doctor.verdict import Failed, Skipped, Subject
 from dora.orchestrator.setup import check_engine
 from dora.weights import cuda_image, image
 from dora.weights.files import header_of

@@ -15,7 +15,7 @@ IMPURE = {"asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "se
 HEAVY = ("torch", "transformers", "vllm")
 LIGHT = (
     "dora",
-    "dora.cli",
+    "dora.ops.cli",
     "dora.client",
     "dora.models",
     "dora.core.machine",

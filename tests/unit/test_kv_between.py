@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora.doctor.kv_between import kv_between, prove
-from dora.doctor.verdict import Skipped, Subject
 from dora.host import proof
 from dora.kvtransfer.device import is_on_device
+from dora.ops.doctor.kv_between import kv_between, prove
+from dora.ops.doctor.verdict import Skipped, Subject
 from dora.worker.cuda_blocks import DeviceStore
 from dora.worker.device.cuda import Cuda
 

@@ -16,9 +16,9 @@ from dora.core.policies.laxity import LaxityPolicy
 from dora.core.policies.laxity.reservations import GRID, Reservations, rows_forecast
 from dora.core.policies.laxity.tuning import TUNING
 from dora.core.view import View
-from dora.sim.presets import composed
-from dora.sim.run import simulate
-from dora.sim.world import World
+from dora.lab.sim.presets import composed
+from dora.lab.sim.run import simulate
+from dora.lab.sim.world import World
 
 KV_TOKENS = 20_000
 

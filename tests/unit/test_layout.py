@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.planning.hardware import HARDWARE
-from dora.planning.layout import Replica, footprints, layer_activation_bytes, limit_bytes, stages
-from dora.planning.models import MODELS, ModelSpec
+from dora.lab.planning.hardware import HARDWARE
+from dora.lab.planning.layout import Replica, footprints, layer_activation_bytes, limit_bytes, stages
+from dora.lab.planning.models import MODELS, ModelSpec
 
 H800 = HARDWARE["h800"]
 # 4 layers of 16 million parameters, and 10 million for each of the embeddings.

@@ -12,7 +12,7 @@ from dora.core import events as on
 from dora.core.handoff.table import VACATING, Phase
 from dora.data.limits import GROUPS_MAX
 from dora.errors import InvalidValue, NotFound
-from dora.sim.invariants import check_state
+from dora.lab.sim.invariants import check_state
 from tests.refusals import refused
 
 

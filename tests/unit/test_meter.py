@@ -6,12 +6,12 @@ import pytest
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.sim.fault_kinds import strike
-from dora.sim.meter import Meter
-from dora.sim.presets import composed
-from dora.sim.trial import HORIZON_S, Trial
-from dora.sim.unreliable import UnreliableWorld
-from dora.sim.world import World
+from dora.lab.sim.fault_kinds import strike
+from dora.lab.sim.meter import Meter
+from dora.lab.sim.presets import composed
+from dora.lab.sim.trial import HORIZON_S, Trial
+from dora.lab.sim.unreliable import UnreliableWorld
+from dora.lab.sim.world import World
 
 
 @dataclass

@@ -6,13 +6,13 @@ import pytest
 
 from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.planning.generation import (
+from dora.lab.planning.generation import (
     engine_options,
 )
-from dora.planning.hardware import HARDWARE, coefficients, find_hardware, kv_tokens
-from dora.planning.models import MODELS, find_model
-from dora.planning.workload import Lognormal, step_workload
-from dora.sim.scenario import Scenario
+from dora.lab.planning.hardware import HARDWARE, coefficients, find_hardware, kv_tokens
+from dora.lab.planning.models import MODELS, find_model
+from dora.lab.planning.workload import Lognormal, step_workload
+from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
 
 CLUSTER = Scenario().cluster

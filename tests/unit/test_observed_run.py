@@ -11,9 +11,9 @@ from dora.config import Config
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.sim import world
-from dora.sim.presets import composed
-from dora.sim.run import simulate
+from dora.lab.sim import world
+from dora.lab.sim.presets import composed
+from dora.lab.sim.run import simulate
 from perf.observed_run import Books, group_correlation, observed, scenario
 from tests.eventlogs import FolderWriter
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from dora.planning.hardware import PREFILL_EFFICIENCY, Hardware
-from dora.planning.layout import Replica
-from dora.planning.models import ModelSpec
-from dora.planning.pace import LINK_EFFICIENCY, UPDATES, Batch, pace
+from dora.lab.planning.hardware import PREFILL_EFFICIENCY, Hardware
+from dora.lab.planning.layout import Replica
+from dora.lab.planning.models import ModelSpec
+from dora.lab.planning.pace import LINK_EFFICIENCY, UPDATES, Batch, pace
 from tests.unit.test_layout import EXPERTS, ROUND
 
 BATCH = Batch(tokens=64_000.0, longest_tokens=1000, context_tokens=0.0)

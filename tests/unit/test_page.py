@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from dora.page.browsers import CHECK_S, IDLE_S, Browsers
-from dora.page.feed import encoded
-from dora.page.head import head_of
-from dora.page.history import OLDER, OLDER_EVERY, RECENT, STATES, History
-from dora.page.reading import pieces, shade_of, turn_bars, worker_bars
-from dora.page.viewers import KEPT, RELOAD, VIEWERS, Viewers
+from dora.ops.page.browsers import CHECK_S, IDLE_S, Browsers
+from dora.ops.page.feed import encoded
+from dora.ops.page.head import head_of
+from dora.ops.page.history import OLDER, OLDER_EVERY, RECENT, STATES, History
+from dora.ops.page.reading import pieces, shade_of, turn_bars, worker_bars
+from dora.ops.page.viewers import KEPT, RELOAD, VIEWERS, Viewers
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, PermissionDenied, Unauthenticated
 from dora.rpc.roles import Generation, Role, Tokens

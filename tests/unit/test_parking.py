@@ -8,7 +8,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.observation import view_of
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.sim.invariants import check_empty
+from dora.lab.sim.invariants import check_empty
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
 

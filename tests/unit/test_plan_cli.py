@@ -7,8 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from dora.cli.exits import DoraGroup
-from dora.cli.plan import plan
+from dora.ops.cli.exits import DoraGroup
+from dora.ops.cli.plan import plan
 
 TWO_BUDGETS = ("--rollout-gpus", "8", "--train-gpus", "8")
 

@@ -9,19 +9,19 @@ import pytest
 from dora.core.forecast.adjustment import even_gain_s, groups_to_add
 from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
-from dora.planning.generation import (
+from dora.lab.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
+from dora.lab.planning.generation import (
     EngineOption,
     Generation,
     bound_s,
     generation,
     ways_to_generate,
 )
-from dora.planning.hardware import HARDWARE, coefficients, kv_tokens
-from dora.planning.models import MODELS
-from dora.planning.plan import ANCHOR, Question, default_training, make_plan
-from dora.planning.workload import Lognormal, StepWorkload, lognormal_of_mean, step_workload
-from dora.sim.scenario import Scenario
+from dora.lab.planning.hardware import HARDWARE, coefficients, kv_tokens
+from dora.lab.planning.models import MODELS
+from dora.lab.planning.plan import ANCHOR, Question, default_training, make_plan
+from dora.lab.planning.workload import Lognormal, StepWorkload, lognormal_of_mean, step_workload
+from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
 
 CLUSTER = Scenario().cluster

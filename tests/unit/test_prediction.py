@@ -10,8 +10,8 @@ from dora.core.forecast import prediction
 from dora.core.forecast.lognormal import longest_quantile
 from dora.core.forecast.prediction import PREDICTORS, Predictor, PromptTraits, Recall, RegressionTrend
 from dora.errors import InvalidValue
-from dora.sim.scenario import Lengths, Workload
-from dora.sim.workload import SimPrompt, WorkloadStream
+from dora.lab.sim.scenario import Lengths, Workload
+from dora.lab.sim.workload import SimPrompt, WorkloadStream
 from tests.refusals import refused
 
 

@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 from dora.config import merged, settings_tree, tree_of
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.planning.generation import bound_s
-from dora.sim.presets import NAMES, composed, planned, preset, scenario_for
-from dora.sim.scenario import Scenario
-from dora.sim.workload import moments
+from dora.lab.planning.generation import bound_s
+from dora.lab.sim.presets import NAMES, composed, planned, preset, scenario_for
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.workload import moments
 from tests.refusals import data_words, refused
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dora.core.forecast.cost import CostModel
+from dora.data.engine_samples import DecodeSample, Measurement, MixedRequest
 from dora.errors import InvalidValue
-from dora.planning.least_squares import non_negative_least_squares
-from dora.planning.profile import fit, predicted_s, validate
-from dora.planning.samples import DecodeSample, Measurement, MixedRequest
+from dora.lab.planning.least_squares import non_negative_least_squares
+from dora.lab.planning.profile import fit, predicted_s, validate
 from tests.refusals import refused
 from tests.unit.timed_engine import COST, SLOTS, samples
 

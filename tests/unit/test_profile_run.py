@@ -13,15 +13,15 @@ import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from dora.cli.exits import DoraGroup, ExitCode
-from dora.cli.profile import coefficients_text, conclude, failure, profile
 from dora.core.forecast.cost import CostModel
+from dora.data.engine_samples import Experts, Measurement, measurement_of, pooled
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.planning.profile import coefficients_of, fit, validate
-from dora.planning.samples import Experts, Measurement, measurement_of, pooled
-from dora.sim.scenario import Cluster
-from dora.view.profile import profile_tree
+from dora.lab.planning.profile import coefficients_of, fit, validate
+from dora.lab.sim.scenario import Cluster
+from dora.ops.cli.exits import DoraGroup, ExitCode
+from dora.ops.cli.profile import coefficients_text, conclude, failure, profile
+from dora.ops.view.profile import profile_tree
 from dora.worker.profiling import MIXTURE_BATCHES, USUAL, Grid, check_grid, default_grid, keep_busy, measure
 from tests.refusals import refused
 from tests.unit.timed_engine import (

@@ -12,11 +12,11 @@ import pytest
 
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.sim.presets import composed
-from dora.sim.run import check_cluster, simulate
-from dora.sim.scenario import Lengths, Scenario, Task, Workload
-from dora.sim.traces import load_trace
-from dora.sim.workload import SimPrompt, WorkloadStream, longest_context_tokens, moments
+from dora.lab.sim.presets import composed
+from dora.lab.sim.run import check_cluster, simulate
+from dora.lab.sim.scenario import Lengths, Scenario, Task, Workload
+from dora.lab.sim.traces import load_trace
+from dora.lab.sim.workload import SimPrompt, WorkloadStream, longest_context_tokens, moments
 from tests.refusals import refused
 
 

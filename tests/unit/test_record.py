@@ -9,7 +9,7 @@ import pytest
 from dora.data.run_record import CommittedStep, Recorder
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.verify.check import read_trajectories
+from dora.ops.verify.check import read_trajectories
 from dora.weights.store import WeightStore
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused

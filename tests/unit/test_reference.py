@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import COMMANDS, app
-from dora.cli.reference import meanings, reference
 from dora.core.state import Counters
+from dora.ops.cli.app import COMMANDS, app
+from dora.ops.cli.reference import meanings, reference
 from dora.orchestrator.rollout.telemetry import Telemetry
 from tests.refusals import refused
 

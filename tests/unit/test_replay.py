@@ -10,20 +10,20 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from dora.cli.exits import DoraGroup
-from dora.cli.replay import replay as replay_command
 from dora.config import Config, validated
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.groups.window import Window
 from dora.errors import DoraError, InvalidValue
+from dora.lab.sim import world
+from dora.lab.sim.invariants import fingerprint
+from dora.lab.sim.trial import Trial, conduct
+from dora.lab.sim.unreliable import UnreliableWorld
+from dora.ops.cli.exits import DoraGroup
+from dora.ops.cli.replay import replay as replay_command
 from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
-from dora.sim import world
-from dora.sim.invariants import fingerprint
-from dora.sim.trial import Trial, conduct
-from dora.sim.unreliable import UnreliableWorld
 from tests.eventlogs import FolderWriter
 from tests.refusals import refused
 

@@ -7,11 +7,11 @@ import pytest
 
 from dora.data.run_record import CommittedStep, Recorder
 from dora.errors import InvalidValue
+from dora.ops.verify.committed import groups_replayed, missing
+from dora.ops.verify.replays import violations
+from dora.ops.view.learning import learning_of
+from dora.ops.view.learning_page import facts, page
 from dora.orchestrator.services.trainer import checked_replays
-from dora.verify.committed import groups_replayed, missing
-from dora.verify.replays import violations
-from dora.view.learning import learning_of
-from dora.view.learning_page import facts, page
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused
 

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
 from dora.data.record_content import CommittedStep
 from dora.data.score import Evaluated, Response, score_of_responses
 from dora.errors import InvalidValue
-from dora.view.learning import learning_of
-from dora.view.learning_page import facts
+from dora.ops.cli.app import app
+from dora.ops.view.learning import learning_of
+from dora.ops.view.learning_page import facts
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 

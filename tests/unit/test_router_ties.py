@@ -17,9 +17,9 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from dora.models.routers import has_routers, watched
 from dora.models.tiny import make_tiny
-from dora.verify import verify
-from dora.verify.recompute import load_model
-from dora.verify.ties import with_choices_turned
+from dora.ops.verify import verify
+from dora.ops.verify.recompute import load_model
+from dora.ops.verify.ties import with_choices_turned
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, compute_canary
 from tests.contract.trainer_service import make_trajectory
 

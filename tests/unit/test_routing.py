@@ -15,6 +15,8 @@ from dora.data.types import Prompt, RequestSpec, Reward, RoutingShape, SamplingP
 from dora.errors import InvalidValue
 from dora.models import routing
 from dora.models.experts import routing_of
+from dora.ops.verify.check import read_trajectories
+from dora.ops.verify.invariants import violations
 from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
@@ -25,8 +27,6 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.convert import request_to_wire, trajectory_bytes_most, trajectory_from_wire, trajectory_to_wire
-from dora.verify.check import read_trajectories
-from dora.verify.invariants import violations
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.trainer_service import make_trajectory
 from tests.contract.workers import Worker

@@ -20,7 +20,7 @@ from dora.data.trajectory import Int32Array
 from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import IllegalTransition, InvalidValue, NotFound
 from dora.kvtransfer.segments import SegmentPool
-from dora.orchestrator.rollout.distributions import LATENCY_BOUNDS_S
+from dora.metrics.distribution import LATENCY_BOUNDS_S
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.response_state import ReportError
 from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession

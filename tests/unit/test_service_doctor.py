@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from dora.doctor.service import Finding, findings_of
 from dora.errors import InvalidValue
+from dora.ops.doctor.service import Finding, findings_of
 from dora.orchestrator.hosts.examinations import checked_examination
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused

@@ -12,7 +12,7 @@ from dora.core import events as on
 from dora.core.rules import restoring
 from dora.core.state import IDLE, RUNNING, WAITING
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.sim.invariants import check_empty, check_state
+from dora.lab.sim.invariants import check_empty, check_state
 from tests.refusals import refused
 from tests.unit.test_machine import Bench
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dora.core.forecast.cost import CostModel
-from dora.sim.workload import Turn
-from dora.sim_engine.engine import Phase, SimEngine, SimRequest
+from dora.lab.sim.workload import Turn
+from dora.lab.sim_engine.engine import Phase, SimEngine, SimRequest
 
 COST = CostModel(kv_token_s=0.001, weights_s=0.01, request_s=0.002, step_s=0.05)
 TURNS = (Turn(tokens=60, environment_s=50.0, answer_tokens=5), Turn(tokens=30, environment_s=0.0, answer_tokens=0))

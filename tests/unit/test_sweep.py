@@ -10,17 +10,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dora.cli.exits import DoraGroup, ExitCode
-from dora.cli.simulate.sweep import sweep as sweep_command
 from dora.core.groups.window import Window
 from dora.core.policies import POLICIES
 from dora.core.rules import membership
 from dora.errors import InvalidValue
-from dora.sim.fault_kinds import KINDS, draw_faults, kinds_of
-from dora.sim.shrinking import ddmin, shrunk
-from dora.sim.sweep import replay, sweep
-from dora.sim.trial import HORIZON_S, Trial
-from dora.sim.wire import GAP_LIMIT_S, Trouble, Wire
+from dora.lab.sim.fault_kinds import KINDS, draw_faults, kinds_of
+from dora.lab.sim.shrinking import ddmin, shrunk
+from dora.lab.sim.sweep import replay, sweep
+from dora.lab.sim.trial import HORIZON_S, Trial
+from dora.lab.sim.wire import GAP_LIMIT_S, Trouble, Wire
+from dora.ops.cli.exits import DoraGroup, ExitCode
+from dora.ops.cli.simulate.sweep import sweep as sweep_command
 from tests.refusals import data_words, refused
 
 TOKEN = "0:dora:all:all:0:2"

@@ -12,11 +12,11 @@ import pytest
 from dora.config import settings_tree
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.sim.presets import composed, planned
-from dora.sim.run import check_cluster, expected_bound_s, simulate
-from dora.sim.scenario import Lengths, Scenario, Task, Turns, Workload
-from dora.sim.tasks import mixed_tokens, shapes_of
-from dora.sim.workload import SimPrompt, Turn, WorkloadStream, moments
+from dora.lab.sim.presets import composed, planned
+from dora.lab.sim.run import check_cluster, expected_bound_s, simulate
+from dora.lab.sim.scenario import Lengths, Scenario, Task, Turns, Workload
+from dora.lab.sim.tasks import mixed_tokens, shapes_of
+from dora.lab.sim.workload import SimPrompt, Turn, WorkloadStream, moments
 from tests.refusals import refused
 
 MATHS, CODE, CHAT = (Task(name=name, share=share) for name, share in (("maths", 0.5), ("code", 0.3), ("chat", 0.2)))

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from dora.cli.app import app
 from dora.data.run_record import ROLLOUT_FILE, CommittedStep, Recorder
 from dora.data.types import PLAIN_NUMERICS, EngineNumerics
 from dora.errors import InvalidValue
-from dora.verify.tolerances import (
+from dora.ops.cli.app import app
+from dora.ops.verify.tolerances import (
     BFLOAT16_ENGINES,
     BFLOAT16_WEIGHTS,
     BY_DEVICE,

@@ -1,6 +1,6 @@
 """A trajectory on its workers' lanes."""
 
-from dora.page.track import track_of
+from dora.ops.page.track import track_of
 from dora.rpc import dora_pb2 as pb
 
 

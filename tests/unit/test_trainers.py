@@ -8,14 +8,14 @@ from random import Random
 import pytest
 
 from dora.errors import InvalidValue
-from dora.planning.allocation import TrainingTime
-from dora.planning.hardware import HARDWARE
-from dora.planning.models import MODELS
-from dora.planning.options import best, even_s, options
-from dora.planning.pace import Batch, batch_of
-from dora.planning.plan import ANCHOR, default_training, make_plan
-from dora.planning.training import Trainers, over_even
-from dora.planning.workload import lognormal_of_mean, step_workload
+from dora.lab.planning.allocation import TrainingTime
+from dora.lab.planning.hardware import HARDWARE
+from dora.lab.planning.models import MODELS
+from dora.lab.planning.options import best, even_s, options
+from dora.lab.planning.pace import Batch, batch_of
+from dora.lab.planning.plan import ANCHOR, default_training, make_plan
+from dora.lab.planning.training import Trainers, over_even
+from dora.lab.planning.workload import lognormal_of_mean, step_workload
 from tests.refusals import refused
 from tests.unit.test_layout import H800, ROUND, memory_bytes
 from tests.unit.test_pace import BATCH, FREE

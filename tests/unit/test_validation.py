@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from dora.config import Config, CostConfig, DoraConfig, PromptsConfig, settings_tree, upgraded, validated
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.sim.scenario import Scenario
+from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
 
 PYDANTIC = ("Input", "should", "valid ", "permitted", "unable", "greater", "less than", "required", "String")

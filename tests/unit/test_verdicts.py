@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import dora.cli
-from dora.cli import demo, evaluate
-from dora.cli.app import app
-from dora.cli.exits import ExitCode
-from dora.cli.simulate import run as simulate
+import dora.ops.cli
 from dora.data.run_record import Recorder
 from dora.data.types import Segment
-from dora.demo.report import DemoReport, build_report
-from dora.doctor import engine_checks
-from dora.doctor import run as doctor
-from dora.doctor.run import run_stage
-from dora.doctor.stages import STAGES
-from dora.doctor.verdict import Failed, Outcome, Subject, Verdict
 from dora.errors import InvalidValue, LimitExceeded
-from dora.verify import verify
+from dora.ops.cli import demo, evaluate
+from dora.ops.cli.app import app
+from dora.ops.cli.exits import ExitCode
+from dora.ops.cli.simulate import run as simulate
+from dora.ops.demo.report import DemoReport, build_report
+from dora.ops.doctor import engine_checks
+from dora.ops.doctor import run as doctor
+from dora.ops.doctor.run import run_stage
+from dora.ops.doctor.stages import STAGES
+from dora.ops.doctor.verdict import Failed, Outcome, Subject, Verdict
+from dora.ops.verify import verify
 from tests.chaos.report import not_struck
 from tests.chaos.strikes import Struck
 from tests.refusals import refused
@@ -53,7 +53,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_every_command_that_gives_a_verdict_has_a_planted_violation() -> None:
-    folder = Path(dora.cli.__file__).parent
+    folder = Path(dora.ops.cli.__file__).parent
     failing = {
         str(file.relative_to(folder))
         for file in folder.rglob("*.py")

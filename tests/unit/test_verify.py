@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dora.cli.app import app
-from dora.cli.exits import ExitCode
 from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.verify import VerifyReport, verify
-from dora.verify.check import drawn
-from dora.verify.recompute import Models, load_model
+from dora.ops.cli.app import app
+from dora.ops.cli.exits import ExitCode
+from dora.ops.verify import VerifyReport, verify
+from dora.ops.verify.check import drawn
+from dora.ops.verify.recompute import Models, load_model
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 
@@ -107,7 +107,7 @@ def test_progress_goes_by_tokens_and_ends_at_one(record: Path, trajectories: lis
 
 
 def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dora.cli.verify.LINES_S", 0.0)
+    monkeypatch.setattr("dora.ops.cli.verify.LINES_S", 0.0)
     shown = CliRunner().invoke(app, ["verify", str(record), "--json"])
     assert json.loads(shown.stdout)["ok"]
     lines = shown.stderr.splitlines()
@@ -115,7 +115,7 @@ def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, m
     for number, line in enumerate(lines, start=1):
         assert re.match(rf"dora: verifying: \d+% \({number} of 6 trajectories\)(, .* left)?$", line)
     assert lines[-1].startswith("dora: verifying: 100%")
-    monkeypatch.setattr("dora.cli.verify.LINES_S", 1e9)
+    monkeypatch.setattr("dora.ops.cli.verify.LINES_S", 1e9)
     assert CliRunner().invoke(app, ["verify", str(record)]).stderr == ""
 
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dora.cli.app import app
 from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import EngineNumerics, Segment
 from dora.errors import InvalidValue
 from dora.models.int8 import int8_of, is_quantised, quantise
 from dora.models.tiny import make_tiny
+from dora.ops.cli.app import app
+from dora.ops.verify import verify
+from dora.ops.verify.tolerances import numerics_of
 from dora.orchestrator.setup import recorder_of
-from dora.verify import verify
-from dora.verify.tolerances import numerics_of
 from dora.weights.store import WeightStore
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.sim.scenario import Lengths, Turns, Workload
-from dora.sim.traces import load_histogram, load_trace
-from dora.sim.workload import SimPrompt, Turn, WorkloadStream, longest_context_tokens, moments
+from dora.lab.sim.scenario import Lengths, Turns, Workload
+from dora.lab.sim.traces import load_histogram, load_trace
+from dora.lab.sim.workload import SimPrompt, Turn, WorkloadStream, longest_context_tokens, moments
 from tests.refusals import refused
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dora.core.forecast.cost import CostModel
+from dora.data.engine_samples import DecodeSample, PrefillSample
 from dora.data.types import RequestSpec, TokenDelta
-from dora.planning.samples import DecodeSample, PrefillSample
 from dora.worker.fake_engine import FakeEngine
 
 COST = CostModel(kv_token_s=2e-6, weights_s=0.012, request_s=0.003, step_s=0.02, prefill_token_s=5e-4)

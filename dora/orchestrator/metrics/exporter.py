@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from prometheus_client import ProcessCollector
 
-from dora.orchestrator.metrics.declaration import families
+from dora.metrics.declaration import families
+from dora.metrics.text import text_of
 from dora.orchestrator.metrics.of_hosts import HOST, HostReadings, histograms_text
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.metrics.readings import ServiceReadings, free_bytes, storage_folders
-from dora.orchestrator.metrics.text import text_of
 from dora.orchestrator.runtime import Runtime
 
 SERVICE_PATH: Final = "/metrics"

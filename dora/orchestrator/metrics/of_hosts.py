@@ -11,9 +11,9 @@ from dora.core.fleet.worker import Worker
 from dora.data.engine_times import BY_NAME, ENDS, HISTOGRAMS
 from dora.host.command import pool_id_of
 from dora.host.launcher import LOCAL
-from dora.orchestrator.metrics.declaration import Declared, Labelled
+from dora.metrics.declaration import Declared, Labelled
+from dora.metrics.text import HistogramText
 from dora.orchestrator.metrics.readings import WORKER_STATES, all_of
-from dora.orchestrator.metrics.text import HistogramText
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status

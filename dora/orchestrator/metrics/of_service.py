@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 from dora.data.counters import COUNTERS
 from dora.data.step_parts import PARTS
-from dora.orchestrator.metrics.declaration import Declared
+from dora.metrics.declaration import Declared
 from dora.orchestrator.metrics.readings import ServiceReadings as Seen
 from dora.orchestrator.metrics.requests import longest_idle_s
 

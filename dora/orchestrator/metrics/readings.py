@@ -13,7 +13,7 @@ from dora.config import Config
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.table import REASONS
 from dora.core.state import State
-from dora.orchestrator.metrics.declaration import Labelled
+from dora.metrics.declaration import Labelled
 from dora.orchestrator.metrics.requests import ages, requests_by_state
 from dora.orchestrator.recording.storage import KEPT, RECORD, RUN_FOLDER, STATE
 from dora.orchestrator.rollout.distributions import KINDS

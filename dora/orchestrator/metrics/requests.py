@@ -7,7 +7,7 @@ import numpy as np
 from dora.core.groups.window import Window
 from dora.core.state import FINISHED, IDLE, LEASED, RUNNING, SCORED, WAITING, State
 from dora.core.table import Column
-from dora.orchestrator.metrics.declaration import Labelled
+from dora.metrics.declaration import Labelled
 
 FREE: Final = "free"
 # The states of a request, as codes from 0. An idle session is in tool time.

@@ -16,8 +16,8 @@ from typing import Final
 from aiohttp import web
 
 from dora.errors import DoraError, InvalidValue
+from dora.metrics.text import TEXT
 from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
-from dora.orchestrator.metrics.text import TEXT
 from dora.rpc.bearer import READS, bearer_of, check_bearer
 from dora.rpc.errors import PermissionDenied
 from dora.rpc.roles import Tokens

@@ -1,43 +1,15 @@
 """The histograms of a service, each declared once: its metric's name, meaning and bounds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Histogram
-
 from dora.core.handoff.table import Kind
+from dora.metrics.distribution import BRIEF_BOUNDS_S, LATENCY_BOUNDS_S, LONG_BOUNDS_S, Distribution
 
-# Six bounds a decade from a millisecond to 1,000 s: a quantile is read to within a fifth of its value.
-LATENCY_BOUNDS_S: Final = (
-    *(round(factor * 10.0**decade, 6) for decade in range(-3, 3) for factor in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
-    1000.0,
-)
-BRIEF_BOUNDS_S: Final = tuple(factor * 10.0**decade for decade in range(-4, 1) for factor in (1, 2, 5))  # to 5 s
-LONG_BOUNDS_S: Final = tuple(factor * 10.0**decade for decade in range(-2, 4) for factor in (1, 2, 5))  # to 5,000 s
 BYTES_BOUNDS: Final = tuple(float(4**power) for power in range(8, 18))  # 64 KiB to 16 GiB
 TOKENS_BOUNDS: Final = tuple(float(2**power) for power in range(4, 21))  # 16 to 1 Mi
 STALENESS_BOUNDS: Final = (*map(float, range(9)), 12.0, 16.0, 32.0)
 REWARD_BOUNDS: Final = (-10.0, -5.0, -2.0, -1.0, -0.5, *(tenth / 10 for tenth in range(11)), 2.0, 5.0, 10.0)
 KINDS: Final = tuple(kind.name.lower() for kind in Kind)  # of handoffs
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """A histogram. ``values``: those that its ``label`` can have, all of which are shown from the start."""
-
-    name: str
-    meaning: str
-    bounds: Sequence[float]
-    label: str = ""
-    values: Sequence[str] = ()
-
-    def histogram(self, registry: CollectorRegistry) -> Histogram:
-        labels = [self.label] if self.label else []
-        made = Histogram(self.name, self.meaning, labels, registry=registry, buckets=self.bounds)
-        for value in self.values:
-            made.labels(value)
-        return made
 
 
 BLACKOUT: Final = Distribution(

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 from typer.testing import CliRunner, Result
 
-from dora.cli.app import app
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.ops.cli.app import app
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import HostServicer, OperatorServicer, PromptsServicer, SessionsServicer
 from tests.private_token import with_token

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli.serve import _print_attach
 from dora.config import load_config
+from dora.ops.cli.serve import _print_attach
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.version_memory import VersionMemory
 from dora.rpc.roles import Tokens

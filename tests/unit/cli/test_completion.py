@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
 from dora.config import Config, load_config
 from dora.core.policies import POLICIES
+from dora.ops.cli.app import app
 from tests.private_token import with_token
 from tests.unit.cli.service import TOKEN, free_port
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dora.cli.exits import ExitCode
 from dora.config import Config, load_config
 from dora.errors import InvalidValue
+from dora.ops.cli.exits import ExitCode
 from dora.orchestrator import setup
 from dora.orchestrator.main import serve
 from dora.orchestrator.preflight import run_preflight

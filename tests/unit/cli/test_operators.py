@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli.exits import ExitCode
-from dora.cli.output import plain
-from dora.cli.token import find_token, left_token, token_file
+from dora.ops.cli.exits import ExitCode
+from dora.ops.cli.output import plain
+from dora.ops.cli.token import find_token, left_token, token_file
+from dora.ops.view.live import spark_line
+from dora.ops.view.narration import Narrator, news
+from dora.ops.view.numbers import duration, number
 from dora.rpc import dora_pb2 as pb
-from dora.view.live import spark_line
-from dora.view.narration import Narrator, news
-from dora.view.numbers import duration, number
 from tests.private_token import with_token
 from tests.unit.cli.service import STATUS, TOKEN, at, dora, free_port
 

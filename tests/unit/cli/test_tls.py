@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli.app import app
+from dora.ops.cli.app import app
 from dora.rpc.roles import Role
 from dora.tls import Tls
 from dora.tls.authority import AUTHORITY, Authority

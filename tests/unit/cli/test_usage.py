@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli import service
-from dora.cli.app import COMMANDS
-from dora.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.config import given, load_config
 from dora.data.trajectory import Trajectory
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
+from dora.ops.cli import service
+from dora.ops.cli.app import COMMANDS
+from dora.ops.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
+from dora.ops.view.settings import toml_of
 from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
-from dora.view.settings import toml_of
 from tests.contract.trainer_service import make_trajectory
 from tests.private_token import with_token
 from tests.refusals import data_words, refused
@@ -322,7 +322,7 @@ def test_verify_of_no_record_is_a_bad_value(tmp_path: Path) -> None:
 
 def test_importing_the_command_line_loads_no_heavy_module() -> None:
     heavy = ("torch", "vllm", "transformers", "matplotlib")
-    code = f"import sys, dora.cli.app; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, dora.ops.cli.app; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
 

@@ -14,29 +14,27 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from dora.cli.app import COMMANDS, SIMULATE_COMMANDS, app
-from dora.cli.verify import _table as verify_table
 from dora.config import CostConfig
 from dora.core import commands as do
 from dora.core import events as on
 from dora.data.counters import COUNTERS
-from dora.demo.folder import OutFolder
-from dora.demo.summary import print_summary, summary_table
-from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
-from dora.planning.profile import Fit, Validation
-from dora.planning.samples import Experts, Measurement
-from dora.rpc import dora_pb2 as pb
-from dora.sim.partial import strategies
-from dora.sim.presets import NAMES, scenario_for
-from dora.verify import VerifyReport
-from dora.view.comparison import comparison, comparison_table
-from dora.view.decisions import CONTINUED, block
-from dora.view.decisions import summary_table as replay_table
-from dora.view.hosts import hosts_table
-from dora.view.live import service_view
-from dora.view.pools import pools_line, pools_table
-from dora.view.profile import profile_table
-from dora.view.service import (
+from dora.data.engine_samples import Experts, Measurement
+from dora.lab.planning.profile import Fit, Validation
+from dora.lab.sim.partial import strategies
+from dora.lab.sim.presets import NAMES, scenario_for
+from dora.ops.cli.app import COMMANDS, SIMULATE_COMMANDS, app
+from dora.ops.cli.verify import _table as verify_table
+from dora.ops.demo.folder import OutFolder
+from dora.ops.demo.summary import print_summary, summary_table
+from dora.ops.verify import VerifyReport
+from dora.ops.view.comparison import comparison, comparison_table
+from dora.ops.view.decisions import CONTINUED, block
+from dora.ops.view.decisions import summary_table as replay_table
+from dora.ops.view.hosts import hosts_table
+from dora.ops.view.live import service_view
+from dora.ops.view.pools import pools_line, pools_table
+from dora.ops.view.profile import profile_table
+from dora.ops.view.service import (
     COUNTER_GROUPS,
     PROMISES,
     by_version,
@@ -46,8 +44,10 @@ from dora.view.service import (
     versions_table,
     workers_table,
 )
-from dora.view.simulation import report_table
-from dora.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
+from dora.ops.view.simulation import report_table
+from dora.ops.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
+from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
+from dora.rpc import dora_pb2 as pb
 from tests.unit.cli.service import STATUS
 from tests.unit.test_plot import REPORT
 
@@ -297,7 +297,7 @@ def test_a_summary_of_the_demo_fits() -> None:
         10**12,
     )  # fmt: skip
     run = {
-        "environment": "dora.demo.agent_tasks:Lookup",
+        "environment": "dora.ops.demo.agent_tasks:Lookup",
         "conversation": "g1000.7",
         "steps": 10,
         "model": "/models/" + "n" * 100,

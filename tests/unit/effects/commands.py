@@ -10,9 +10,9 @@ from typing import Any, Final
 import pytest
 from typer.testing import CliRunner
 
-from dora.cli import serve
-from dora.cli.app import app
 from dora.config import Config, value_at
+from dora.ops.cli import serve
+from dora.ops.cli.app import app
 from tests.unit.effects.rows import Shown
 
 

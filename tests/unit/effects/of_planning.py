@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from dora.doctor import run as doctor_run
-from dora.doctor.verdict import Verdict
-from dora.planning.samples import Measurement
-from dora.sim import sweep
-from dora.sim.trial import Trial
+from dora.data.engine_samples import Measurement
+from dora.lab.sim import sweep
+from dora.lab.sim.trial import Trial
+from dora.ops.doctor import run as doctor_run
+from dora.ops.doctor.verdict import Verdict
 from dora.worker import side_by_side, timing
 from dora.worker.profiling import default_grid, measure
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Shown

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import dora
-from dora.cli import demo, tls
-from dora.cli.guarded import OPTIONS as TLS_OPTIONS
-from dora.cli.service import COMMANDS as SERVICE_COMMANDS
+from dora.ops.cli import demo, tls
+from dora.ops.cli.guarded import OPTIONS as TLS_OPTIONS
+from dora.ops.cli.service import COMMANDS as SERVICE_COMMANDS
 from tests.unit.effects import of_environments
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Sets, Shown
 from tests.unit.effects.of_operators import is_json
@@ -25,7 +25,7 @@ def unserved(bench: Bench) -> None:
         print(f"serves, {as_json}")
         return 0
 
-    bench.monkeypatch.setattr("dora.cli.serve._serve", said)
+    bench.monkeypatch.setattr("dora.ops.cli.serve._serve", said)
     (bench.folder / "own.toml").write_text("[window]\nsize = 5\n")
 
 

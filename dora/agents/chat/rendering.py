@@ -1,0 +1,213 @@
+"""Token ids of a chat: those of a whole prompt, or those that follow a sampled answer.
+
+History is never tokenised again, so new messages need the text that the template writes after an answer. The template
+is rendered twice, with a mark in place of the last answer's text: once up to this answer, once with the new messages.
+What follows the mark in the first text must be how the text after the mark begins in the second. The difference is
+the template's own suffix, whatever it does to earlier messages, such as dropping their reasoning.
+
+Source: "bridging" in renderers 0.1 (``bridge_to_next_turn``); TRL's ``get_training_chat_template``, which demands the
+same property of a template.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+from dora.agents.chat.message import FORMS, Form, Message, for_template
+from dora.errors import DoraError, InvalidValue
+
+_MARK: Final = "dora7mark7of7an7answer"  # a chat that has it itself is not proven
+_TAIL_TOKENS: Final = 8  # sampled tokens before a suffix that may decide how its first characters are tokenised
+OPENS_THINKING: Final = "<think>"
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer(Protocol):
+    """What a renderer needs of :class:`dora.prompts.ChatTokenizer`."""
+
+    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]: ...
+    def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str: ...
+    def render(
+        self, messages: Any, *, tools: Any = None, answer: bool = True, options: Mapping[str, Any] | None = None
+    ) -> str: ...
+
+
+class Unproven(DoraError):
+    """New messages cannot be appended to what was sampled. ``reason``: ``template`` or ``boundary``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the chat's suffix is not proven: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Text to give to the policy, and its tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+    @property
+    def is_thinking(self) -> bool:
+        """Returns whether the template has opened the reasoning of the answer."""
+        return self.text.rstrip().endswith(OPENS_THINKING)
+
+
+class ChatRenderer:
+    """The chat template of one model. ``end_token_ids``: the tokens that end a response of the model."""
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(end_token_ids)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Rendered:
+        """Returns a whole chat up to the next answer. Raises InvalidValue if the template refuses it."""
+        text = self._render(messages, tools, options, answer=True)
+        return Rendered(text, self._tokenizer.encode(text, special_tokens=False))
+
+    def suffix(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools | None,
+        options: Mapping[str, Any],
+        sampled: Sequence[int],
+    ) -> Rendered:
+        """Returns what the template writes after the last answer of ``history``, up to the answer to ``new``.
+
+        ``sampled``: the tokens of that answer, with the token that ended it. Raises Unproven.
+        """
+        text = self._suffix_text(history, new, tools, options, self._end_text(sampled))
+        return Rendered(text, self._suffix_tokens(text, sampled))
+
+    def following(self, prompt: Rendered, token_ids: Sequence[int], sampled: Sequence[int]) -> Rendered | None:
+        """Returns what a prompt has after the text of ``token_ids``, of which ``sampled`` are the last; None if it does
+        not begin with that text.
+        """
+        text = self._tokenizer.decode(token_ids, special_tokens=True)
+        if not prompt.text.startswith(text) or len(prompt.text) == len(text):
+            return None
+        rest = prompt.text[len(text) :]
+        try:
+            return Rendered(rest, self._suffix_tokens(rest, sampled))
+        except Unproven:
+            return None
+
+    def _suffix_text(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools | None,
+        options: Mapping[str, Any],
+        end: str,
+    ) -> str:
+        for marked in _marked(history[-1]):
+            found = self._around_mark([*history[:-1], marked], new, tools, options)
+            if found is None:
+                continue
+            closing, rest = found
+            if end:
+                return self._after_end(closing, rest, end)
+            if marked.get("tool_calls"):  # the answer was cut off: the policy has not closed its calls
+                plain = [*history[:-1], {"role": "assistant", "content": _MARK}]
+                found = self._around_mark(plain, (), tools, options)
+                if found is None:
+                    break
+                closing = found[0]
+            return closing + rest
+        raise Unproven("template")
+
+    def _around_mark(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools | None,
+        options: Mapping[str, Any],
+    ) -> tuple[str, str] | None:
+        """Returns what the template writes after the mark to close the answer, and what it writes for ``new``.
+
+        None if it refuses this form of the answer, or does not begin the second text as the first. An end that it
+        writes only after the chat's last answer may be missing from the second.
+        """
+        try:
+            closing = _after_mark(self._render(history, tools, options, answer=False))
+            after = _after_mark(self._render([*history, *new], tools, options, answer=True)) if new else closing
+        except InvalidValue:
+            return None
+        if closing is None or after is None:
+            return None
+        if after.startswith(closing):
+            return closing, after[len(closing) :]
+        return ("", after) if closing.strip() in self._end_texts else None
+
+    def _after_end(self, closing: str, rest: str, end: str) -> str:
+        """Removes what the sampled answer has already: its end, and the form of its last tool call."""
+        for text in (end, *self._end_texts):  # the policy may end with another token than the template
+            _, found, more = closing.partition(text)
+            if found:
+                return more + rest
+        begun = rest.lstrip()  # some templates let the mark of the next role end an answer
+        return begun.removeprefix(end) if begun.startswith(end) else rest
+
+    def _suffix_tokens(self, text: str, sampled: Sequence[int]) -> tuple[int, ...]:
+        """Tokenises a suffix such that it begins at a token's boundary."""
+        encode, decode = self._tokenizer.encode, self._tokenizer.decode
+        tail = decode(sampled[-1:] if self._is_ended(sampled) else sampled[-_TAIL_TOKENS:], special_tokens=True)
+        before, both = encode(tail, special_tokens=False), encode(tail + text, special_tokens=False)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+        alone = encode(text, special_tokens=False)  # a token would reach over the boundary: it is split there
+        if decode(alone, special_tokens=True) != text and decode(both, special_tokens=True) == tail + text:
+            raise Unproven("boundary")
+        return alone
+
+    def _is_ended(self, sampled: Sequence[int]) -> bool:
+        return bool(sampled) and sampled[-1] in self._ends
+
+    def _end_text(self, sampled: Sequence[int]) -> str:
+        """Returns the text of the token that ended an answer; empty if its length or a stop string did."""
+        return self._tokenizer.decode(sampled[-1:], special_tokens=True) if self._is_ended(sampled) else ""
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any], *, answer: bool
+    ) -> str:
+        chat = [for_template(message, self._form) for message in messages]
+        return self._tokenizer.render(chat, tools=tools or None, answer=answer, options=options)
+
+    @cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        return tuple(self._tokenizer.decode([end], special_tokens=True) for end in sorted(self._ends))
+
+    @cached_property
+    def _form(self) -> Form:
+        """The first form in which the template writes the arguments of a call; any, if it knows no calls."""
+        function = {"name": "f", "arguments": {"mark": _MARK}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral's templates ask for 9 letters
+        chat: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
+        for form in FORMS:
+            messages = [for_template(message, form) for message in chat]
+            with suppress(InvalidValue):
+                if _MARK in self._tokenizer.render(messages, tools=[tool], answer=False):
+                    return form
+        return FORMS[0]
+
+
+def _marked(answer: Message) -> Iterator[Message]:
+    """Yields forms of an answer in which a mark is its last text. The first that a template accepts is used."""
+    calls = answer.get("tool_calls")
+    if calls:
+        last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"mark": _MARK}}}
+        marked = [*calls[:-1], last]
+        yield {"role": "assistant", "content": answer.get("content"), "tool_calls": marked}
+        yield {"role": "assistant", "content": _MARK, "tool_calls": calls}
+    yield {"role": "assistant", "content": _MARK}
+
+
+def _after_mark(text: str) -> str | None:
+    """Returns what follows the mark; None if the text does not have it exactly once."""
+    parts = text.split(_MARK)
+    return parts[1] if len(parts) == 2 else None

@@ -1,0 +1,234 @@
+"""One session and its environment, from ``reset`` to the end.
+
+History is kept as tokens: the chat's new messages are rendered, and what the policy sampled is never tokenised again.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from dora.agents.chat.message import checked_tools
+from dora.agents.chat.reply import Reply as ParsedReply
+from dora.agents.chat.reply import ReplyParser
+from dora.agents.chat.text import TextStream
+from dora.agents.chat.tree import SessionTree
+from dora.agents.environment.calls import Calls, Failed, TimeLeft
+from dora.agents.environment.pool import WarmPool, closed, prepare
+from dora.agents.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
+from dora.agents.environment.verdicts import Conversation, VerdictCache, is_deterministic
+from dora.agents.front.model import ServedModel
+from dora.agents.front.source import Sampled
+from dora.agents.front.turns import Texts
+from dora.client.connection import Patience
+from dora.client.sessions import Turn
+from dora.data.trajectory import Int32Array
+from dora.errors import InvalidValue
+from dora.rpc.errors import ServiceUnavailable
+
+Result = TypeVar("Result")
+NAME_CHARACTERS = 128
+RECONNECT_S = 300.0  # how long a session waits for a service that has gone
+
+
+class Driven(Protocol):
+    """What an episode needs of :class:`dora.client.sessions.Session`."""
+
+    session_id: str
+    prompt_id: str
+    task_id: str
+    prompt_token_ids: Int32Array
+    prompt_text: str
+    verifier_json: str
+    turn: Turn
+    is_evaluation: bool
+
+    async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
+    async def ask(self, given_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn: ...
+    async def end(
+        self,
+        reward: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        log: str = "",
+        is_cached: bool = False,
+        is_warm: bool = False,
+    ) -> None: ...
+    def rewind(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Runs sessions with an environment class.
+
+    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any.
+    """
+
+    make: Callable[[], Environment]
+    model: ServedModel
+    timeout_s: float
+    starting: asyncio.Semaphore
+    pool: WarmPool | None = None
+    verdicts: VerdictCache = field(default_factory=lambda: VerdictCache(0))
+    calls: Calls = field(default_factory=Calls)
+    turns: int = 0
+
+    async def run(self, session: Driven) -> None:
+        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
+        begun = session.turn.number
+        if not begun and len(session.prompt_token_ids):
+            raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt")
+        left, task = TimeLeft(self.timeout_s, self.calls), task_of(session)
+        environments: list[Environment] = []
+
+        async def start(environment: Environment | None) -> list[dict[str, Any]]:
+            environments.append(self.make() if environment is None else environment)
+            if environment is None:
+                await prepare(environments[0])
+            if begun and not is_deterministic(environments[0]):
+                raise Failed(f"the process of its environment ended after turn {begun}")
+            return new_messages(await environments[0].reset(task), "reset()")
+
+        try:
+            async with self.starting:
+                warm = None if self.pool is None else self.pool.take()
+                chat = await left.run(start(warm))
+            if begun:  # from its first turn on, each is repeated, with the tokens that were sampled
+                session.rewind()
+            await self._converse(session, environments[0], chat, left, is_warm=warm is not None)
+        finally:
+            for environment in environments:
+                await closed(environment, self.calls)
+
+    async def _converse(
+        self, session: Driven, environment: Environment, chat: list[dict[str, Any]], left: TimeLeft, *, is_warm: bool
+    ) -> None:
+        tree, steps, numbers = SessionTree(self.model.renderer), Steps(), list[int]()
+        tools = checked_tools(getattr(environment, "tools", None), "tools")
+        judge = _Judge(environment, Conversation(task_of(session)), self.verdicts)
+        judge.told(chat)
+        name = "reset"
+        while True:
+            ask = tree.ask(chat, tools)
+            given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
+            call = session.begin if ask.begins else session.ask
+            try:
+                turn = await kept(partial(call, given, name=name))
+            except InvalidValue as error:
+                if not numbers or error.field != "given_token_ids":
+                    raise
+                cut = steps.cut(f"no room for another turn: {error}")
+                await kept(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
+                return
+            parsed = self._parsed(turn, has_tools=bool(tools), is_thinking=ask.is_thinking)
+            message = parsed.message()
+            tree.answered(ask, turn.token_ids.tolist(), message)
+            numbers.append(turn.number)
+            reply = _reply(len(numbers) - 1, turn, parsed)
+            found = await judge.step(reply, steps, left)
+            if len(numbers) == self.turns and not isinstance(found, End):
+                found = steps.cut(f"environment.turns = {self.turns}")
+            if isinstance(found, End):
+                await kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
+                return
+            judge.told(found)
+            chat = [*chat, message, *found]
+            name = _name_of(found[-1], reply)
+
+    def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
+        parser = ReplyParser(
+            self.model.tools if has_tools else None, is_thinking=is_thinking, new_id=_CallIds(turn.number)
+        )
+        stream = TextStream(self.model.tokenizer, self.model.shows_special_tokens and has_tools)
+        stops = (turn.stop,) if turn.stop else ()
+        _, reply = Texts(stream, parser, self.model.ends, stops).push(
+            Sampled(tuple(turn.token_ids.tolist()), (), turn.finish_reason, turn.stop)
+        )
+        assert reply is not None, "a turn that has ended"
+        return reply
+
+
+class _Judge:
+    """Steps an environment. The end of a conversation that a deterministic one has had before is not computed again."""
+
+    def __init__(self, environment: Environment, conversation: Conversation, verdicts: VerdictCache) -> None:
+        self._environment = environment
+        self._verdicts = verdicts if is_deterministic(environment) else None
+        self._conversation = conversation
+        self.is_cached = False
+
+    def told(self, messages: list[dict[str, Any]]) -> None:
+        self._conversation.told(messages)
+
+    async def step(self, reply: Reply, steps: Steps, left: TimeLeft) -> list[dict[str, Any]] | End:
+        self._conversation.replied(reply)
+        key = self._conversation.key()
+        known = None if self._verdicts is None else self._verdicts.get(key)
+        if known is not None:
+            self.is_cached = True
+            return known
+        found = steps.read(await left.run(self._environment.step(reply)), reply.turn)
+        if self._verdicts is not None and isinstance(found, End):
+            self._verdicts.put(key, found)
+        return found
+
+
+class _CallIds:
+    """Names the calls of one turn, the same in each run. Mistral's templates ask for nine letters or digits."""
+
+    def __init__(self, turn: int) -> None:
+        self._turn = turn
+        self._count = 0
+
+    def __call__(self) -> str:
+        self._count += 1
+        return f"c{self._turn:04d}{self._count:04d}"
+
+
+def task_of(session: Driven) -> Task:
+    verifier = json.loads(session.verifier_json or "{}")
+    return Task(
+        session.prompt_id, session.task_id, session.prompt_text, verifier, session.session_id, session.is_evaluation
+    )
+
+
+def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
+    assert turn.finish_reason is not None
+    return Reply(
+        number,
+        parsed.content,
+        tuple(turn.token_ids.tolist()),
+        turn.finish_reason,
+        parsed.tool_calls,
+        parsed.reasoning,
+    )
+
+
+def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
+    """Returns the name under which a turn's last new message is recorded: the tool's, or the message's own."""
+    called = {call.id: call.name for call in reply.tool_calls}
+    said = message.get("name") or called.get(message.get("tool_call_id") or "")
+    name = said if isinstance(said, str) and said.isprintable() else ""
+    return name[:NAME_CHARACTERS] or ("tool" if message["role"] == "tool" else "step")
+
+
+async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: bool, is_warm: bool) -> None:
+    rewards = {numbers[turn]: float(reward) for turn, reward in end.turn_rewards.items()}
+    reward = None if end.reward is None else float(end.reward)
+    components = {name: float(value) for name, value in end.components.items()}
+    await session.end(
+        reward, components=components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
+    )
+
+
+async def kept(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Repeats a call until the service answers: a repeated turn is sampled once. Raises ServiceUnavailable."""
+    patience = Patience(RECONNECT_S)
+    while True:
+        try:
+            return await call()
+        except ServiceUnavailable as error:
+            await patience.wait(error)

@@ -1,0 +1,360 @@
+"""Whose call it is, what it may ask, and the turns that it gets."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dora.agents.front.asked import MODEL, Wanted, version_of
+from dora.agents.front.callers import TURNS, Call, Callers, Given
+from dora.agents.front.errors import SessionClosed
+from dora.agents.front.figures import Figures
+from dora.agents.front.model import ServedModel
+from dora.agents.front.replays import Replays
+from dora.agents.front.sessions import AgentSession, Verdict, ended_turn
+from dora.agents.front.source import Live, Opening, SessionHandle, SessionSource
+from dora.agents.front.turns import RunningTurn
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
+from dora.rpc.roles import Tokens
+from dora.tls.certificate import Holder
+from dora.tls.http import HttpTls
+
+log = logging.getLogger("dora.front")
+
+CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
+LIVE_S: Final = 1.0  # how old the list of versions may be
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a front."""
+
+    body_bytes: int = 32 << 20
+    body_s: float = 60.0  # for a whole body to arrive
+    connections: int = 4096
+    connection_idle_s: float = 75.0  # a connection without a whole request head is closed, new or after a reply
+    in_flight: int = 512  # requests of one key
+    sessions: int = 16384
+    idle_s: float = 1800.0  # a session without a call is closed
+    futures: int = 4096  # samples of Tinker's clients that they have not fetched
+    future_s: float = 600.0  # a sample that no client asks for is given up
+    poll_s: float = 20.0  # how long a client that asks for a sample may wait
+    messages: int = 4096
+    tools: int = 256
+
+
+class Door:
+    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
+    ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
+    """
+
+    def __init__(
+        self,
+        source: SessionSource,
+        model: ServedModel,
+        *,
+        key: str = "",
+        limits: Limits | None = None,
+        tls: HttpTls | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        self.model = model
+        self.tls = tls
+        self.limits = limits or Limits()
+        self.replays = Replays()
+        self.prefix_breaks: Counter[str] = Counter()
+        self.figures = Figures()
+        self.tokens = tokens
+        self._source = source
+        self._callers = Callers(key, mutual=tls is not None and tls.mutual)
+        self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
+        self._groups: dict[str, asyncio.Task[list[AgentSession]]] = {}  # opened, until all their sessions are closed
+        self._by_key: dict[str, AgentSession] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._in_flight: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._live: tuple[float, Live] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- callers
+
+    def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
+        """Returns who calls. ``session_id``: as header or path say. ``method``: what the request does.
+
+        Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
+        """
+        session = self._by_key.get(key)
+        return self._callers.call_of(Given(key, session_id, session.session_id if session else "", holder, method))
+
+    @contextmanager
+    def in_flight(self, call: Call) -> Iterator[None]:
+        """Counts a request. Raises LimitExceeded."""
+        if self._in_flight[call.holder] >= self.limits.in_flight:
+            raise LimitExceeded("requests", self._in_flight[call.holder], f"at most {self.limits.in_flight} in flight")
+        self._in_flight[call.holder] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[call.holder] -= 1
+            if not self._in_flight[call.holder]:
+                del self._in_flight[call.holder]
+
+    async def page(self) -> bytes:
+        """The front's figures, for Prometheus."""
+        return await self.figures.page(self.prefix_breaks, self._in_flight.total(), len(self._sessions))
+
+    # --------------------------------------------------------------------------------------------------------- turns
+
+    async def live(self) -> Live:
+        now_s = time.monotonic()
+        if self._live is None or self._live[0] < now_s - LIVE_S:
+            self._live = now_s, await self._source.live()
+        return self._live[1]
+
+    async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
+        its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
+        are returned and not sampled again.
+
+        Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
+        """
+        came = self.figures.until_first_token()
+        self._check(wanted)
+        await self._check_model(wanted.model)
+        if call.session_id:
+            session = await self._session(call, wanted)
+            session.used_s = time.monotonic()
+            return await self._begun(session, wanted, came, name)
+        call.check_opens()
+        group_id = group or f"one-{uuid.uuid4().hex}"
+        opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+        defaults = await self._defaults()
+        turns: list[RunningTurn] = []
+        handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
+        for number, handle in enumerate(handles):
+            wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
+            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number), prompt_logprobs=wants_prompt)
+            session = self._made(handle.session_id, handle, defaults)
+            turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
+            self._spawn(self._end_after(session, turns[-1]))
+        return turns
+
+    async def _begun(
+        self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
+    ) -> list[RunningTurn]:
+        before = session.tree.prefix_breaks.copy()
+        turns = await session.begin(wanted, name)
+        for turn in turns:
+            turn.came = came
+        for reason, count in (session.tree.prefix_breaks - before).items():
+            self.prefix_breaks[reason] += count
+            log.warning("%s: a history was given anew: %s", session.session_id, reason)
+        return turns
+
+    def _check(self, wanted: Wanted) -> None:
+        for name, parts, most in (
+            ("messages", wanted.messages, self.limits.messages),
+            ("tools", wanted.tools, self.limits.tools),
+        ):
+            if len(parts) > most:
+                raise InvalidValue(name, len(parts), f"at most {most}")
+
+    async def _check_model(self, model: str) -> None:
+        """Raises NotFound for the name of another model. The service refuses versions that are not live."""
+        live = await self.live()
+        if model not in (MODEL, live.model) and version_of(model) is None:
+            raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
+
+    async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
+        """Ends a session of one turn."""
+        try:
+            await turn.ended()
+            if turn.finish_reason == "abort":
+                await self._abandon(session, "its client has aborted it")
+            else:
+                await session.close()
+        except DoraError as error:
+            log.warning("%s: %s", session.session_id, error)
+            await self._abandon(session, "its only turn has failed")
+
+    # ------------------------------------------------------------------------------------------------------ sessions
+
+    async def open(self, opening: Opening) -> list[AgentSession]:
+        """Opens the sessions of one group. A repeated call for a group gets those of the first one.
+
+        Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable.
+        """
+        known = self._groups.get(opening.group)
+        if known is None:
+            self._check_room(opening.size)
+            known = self._groups[opening.group] = self._spawn(self._open(opening))
+        sessions = await asyncio.shield(known)
+        if len(sessions) != opening.size:
+            raise Conflict("size", opening.size, f"{len(sessions)}, as in the group's first request", why="differs")
+        return sessions
+
+    async def _open(self, opening: Opening) -> list[AgentSession]:
+        try:
+            defaults = await self._defaults(opening.sampling or {})
+            handles = await self._found_or_opened(opening)
+        except BaseException:
+            del self._groups[opening.group]
+            raise
+        sessions = [self._made(each.session_id, each, defaults, opening.group) for each in handles]
+        for session in sessions:
+            self._sessions[session.session_id] = self._by_key[session.key] = session
+        return sessions
+
+    async def withdraw(self, group: str) -> None:
+        """Withdraws the group of a front that died, if the service has it."""
+        await self._source.withdraw(group, "its front has died")
+
+    async def _found_or_opened(self, opening: Opening) -> Sequence[SessionHandle]:
+        """Returns the sessions of a group, which another front may have opened."""
+        try:
+            handles = await self._source.find(opening.group, opening.size)
+        except NotFound:
+            return await self._source.open(opening)
+        found = handles[0].version
+        if opening.version not in (None, found):
+            why = "is another version than the session's"
+            raise Conflict("model", f"{MODEL}-v{opening.version}", f"{MODEL}-v{found}: it was opened before", why)
+        return handles
+
+    async def version_for(self, model: str) -> int | None:
+        """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
+        await self._check_model(model)
+        return version_of(model)
+
+    async def session(self, session_id: str) -> AgentSession:
+        """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
+        one that has ended.
+        """
+        self._check_open(session_id)
+        if session_id not in self._sessions:
+            await self._find(session_id)
+        found = self._sessions[session_id]
+        return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
+
+    def adopt(self, handle: SessionHandle) -> AgentSession:
+        """Lets calls by its id reach a session that an environment drives, which ends it itself."""
+        session = self._made(handle.session_id, handle, {}, is_driven=True)
+        self._sessions[session.session_id] = session
+        return session
+
+    def release(self, session: AgentSession) -> None:
+        """Refuses later calls of a session that was adopted."""
+        session.is_closed = True
+        self._forget(session)
+
+    async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
+        """Ends a session. Later calls of it are refused."""
+        await session.close(verdict)
+        self._forget(session)
+
+    async def sweep(self) -> None:
+        """Closes sessions without a call for long, with the reward that they have."""
+        oldest_s = time.monotonic() - self.limits.idle_s
+        for session in [each for each in self._sessions.values() if isinstance(each, AgentSession)]:
+            if session.used_s < oldest_s and not session.turns:
+                log.info("%s: closed, as it had no call for %g s", session.session_id, self.limits.idle_s)
+                try:
+                    await self.close(session)
+                except DoraError as error:
+                    log.warning("%s: %s", session.session_id, error)
+                    self._forget(session)
+
+    async def _session(self, call: Call, wanted: Wanted) -> AgentSession:
+        """Returns the session of a call. One that nobody opened is opened by its first call."""
+        session_id = call.session_id
+        self._check_open(session_id)
+        if session_id not in self._sessions:
+            call.check_opens()
+            self._check_room(1)
+            self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
+        return await self.session(session_id)
+
+    async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
+        try:
+            opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
+            defaults = await self._defaults()
+            (handle,) = await self._found_or_opened(opening)
+        except BaseException:
+            del self._sessions[session_id]
+            raise
+        session = self._made(session_id, handle, defaults)
+        self._sessions[session_id] = self._by_key[session.key] = session
+        return session
+
+    async def _find(self, session_id: str) -> None:
+        """Notes a session that another front opened. Raises NotFound."""
+        defaults = await self._defaults()
+        try:
+            (handle,) = await self._source.find(session_id, 1)
+        except NotFound:
+            raise NotFound("session", session_id, "the id of an open session") from None
+        if session_id not in self._sessions:  # no call has found it meanwhile
+            self._check_room(1)
+            session = self._made(session_id, handle, defaults)
+            self._sessions[session_id] = self._by_key[session.key] = session
+
+    async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
+        own = {name: value for name, value in (own or {}).items() if name not in ("seed", "max_tokens")}
+        return {**(await self.live()).sampling, **own}
+
+    def _made(
+        self,
+        session_id: str,
+        handle: SessionHandle,
+        defaults: Mapping[str, Any],
+        group: str = "",
+        *,
+        is_driven: bool = False,
+    ) -> AgentSession:
+        about: dict[str, Any] = {"group": group, "defaults": defaults, "is_driven": is_driven}
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
+
+    async def _abandon(self, session: AgentSession, reason: str) -> None:
+        try:
+            await session.abandon(reason)
+        except DoraError as error:
+            log.warning("%s: %s", session.session_id, error)
+
+    def _check_open(self, session_id: str) -> None:
+        if session_id in self._closed:
+            raise SessionClosed("session", session_id, "an open session: open another one")
+
+    def _check_room(self, sessions: int) -> None:
+        if len(self._sessions) + sessions > self.limits.sessions:
+            raise LimitExceeded("sessions", len(self._sessions), f"at most {self.limits.sessions} open: close some")
+
+    def _forget(self, session: AgentSession) -> None:
+        self._sessions.pop(session.session_id, None)
+        self._by_key.pop(session.key, None)
+        self._closed[session.session_id] = None
+        opened = self._groups.get(session.group)
+        if opened is not None and all(each.is_closed for each in opened.result()):
+            del self._groups[session.group]
+        while len(self._closed) > CLOSED_MAX:
+            self._closed.popitem(last=False)
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancels what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _listed(live: Live) -> str:
+    return ", ".join(map(str, live.versions)) or "none"

@@ -1,0 +1,221 @@
+"""Bodies, callers and server-sent events of HTTP requests."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from dora.agents.front.asked import Wanted
+from dora.agents.front.callers import TURNS, Call
+from dora.agents.front.door import Door
+from dora.agents.front.errors import TooLarge, headers_of, openai_body, status_of
+from dora.agents.front.replays import name_of
+from dora.agents.front.turns import Chunk, RunningTurn
+from dora.data.strict_json import read_json
+from dora.errors import DoraError, InvalidValue, described
+from dora.rpc.bearer import READS, bearer_of, check_bearer
+
+log = logging.getLogger("dora.front")
+
+DOOR: Final = web.AppKey("door", Door)
+CALL: Final = web.RequestKey("call", Call)  # who makes a request
+VERSION_HEADER: Final = "X-Policy-Version"
+TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
+TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
+DONE: Final = b"data: [DONE]\n\n"
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)  # dumps makes one a call
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorBody = Callable[[DoraError], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has been read. ``name``: of it and its retries."""
+
+    door: Door
+    call: Call
+    body: Mapping[str, Any]
+    name: str
+    is_retry: bool
+
+    async def turns(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
+        """Returns the turns of the request, those of its first call if it is a retry."""
+        now_s = asyncio.get_running_loop().time()
+        known = self.door.replays.find(self.name, now_s, is_retry=self.is_retry)
+        if known is not None:
+            return list(known)
+        turns = [turn for each in wanted for turn in await self.door.turns(self.call, each, self.name)]
+        request_id = self.body.get("request_id")
+        self.door.replays.keep(self.name, turns, now_s, request_id if isinstance(request_id, str) else "")
+        return turns
+
+    def delivered(self) -> None:
+        self.door.replays.delivered(self.name)
+
+
+async def read_asked(request: web.Request) -> Asked:
+    """Reads a request's body. Raises InvalidValue, TooLarge."""
+    door, call = request.app[DOOR], request[CALL]
+    body = await read_body(request)
+    said = request.headers.get("Idempotency-Key", "")
+    retries = request.headers.get("x-stainless-retry-count", "0")
+    name = name_of(call.holder, request.path, said, body)
+    value = {} if not body else read_json(_text(body), "body", door.limits.body_bytes)
+    if not isinstance(value, dict):
+        raise InvalidValue("body", body[:80], "a JSON object")
+    return Asked(door, call, value, name, bool(said) or retries not in ("", "0"))
+
+
+def caller_of(request: web.Request, method: str = TURNS) -> Call:
+    """Returns who calls, by certificate, key, header and path. The path wins: clients such as verifiers send a header
+    of their own. ``method``: what the request does.
+
+    Raises Unauthenticated, PermissionDenied, InvalidValue.
+    """
+    door = request.app[DOOR]
+    key = bearer_of(request.headers.get("Authorization", "")) or request.headers.get("X-API-Key", "")
+    header, path = request.headers.get("X-Session-ID", ""), request.match_info.get("session", "")
+    if TINKER in request.path:
+        key = key.removeprefix(TINKER_KEY)
+    holder = None if door.tls is None else door.tls.holder(request.transport)
+    return door.caller(key, path or header, holder, method)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Returns the body. Raises TooLarge, InvalidValue for one that does not arrive in time."""
+    limits, encoding = request.app[DOOR].limits, request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise InvalidValue("Content-Encoding", encoding, "left out, or identity")
+    if (request.content_length or 0) > limits.body_bytes:
+        raise TooLarge("body", request.content_length, f"at most {limits.body_bytes} bytes")
+    try:
+        async with asyncio.timeout(limits.body_s):
+            body = await request.read()
+        request.app[DOOR].figures.received_bytes += len(body)
+        return body
+    except web.HTTPRequestEntityTooLarge as error:
+        raise TooLarge("body", "(more)", f"at most {limits.body_bytes} bytes") from error
+    except TimeoutError as error:
+        raise InvalidValue("body", "(incomplete)", f"whole within {limits.body_s:g} s") from error
+    except web.HTTPException:
+        raise
+    except Exception as error:  # of the content's encoding or its chunks
+        raise InvalidValue("body", "(unreadable)", f"as its headers say ({type(error).__name__})") from error
+
+
+def _text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValue("body", body[:80], "JSON in UTF-8") from error
+
+
+def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = TURNS) -> Handler:
+    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight. ``method``: what
+    the request does.
+    """
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            if method == READS:
+                check_reader(request)
+                return await handler(request)
+            call = request[CALL] = caller_of(request, method)
+            with request.app[DOOR].in_flight(call):
+                return await handler(request)
+        except DoraError as error:
+            status, kind = status_of(error)
+            request.app[DOOR].figures.refused[kind] += 1
+            if status >= 500:
+                log.warning("%s %s: %s", request.method, request.path, described(error))
+            return web.json_response(body_of(error), status=status, headers=headers_of(error))
+
+    return handle
+
+
+def check_reader(request: web.Request) -> None:
+    """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
+    certificate or token, otherwise the key of agents.
+    """
+    door = request.app[DOOR]
+    key = bearer_of(request.headers.get("Authorization", ""))
+    if door.tls is None:
+        door.caller(key, "")
+    else:
+        check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
+
+
+def encoded(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """Returns one server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + encoded(value) + b"\n\n"
+
+
+async def whole(request: web.Request, asked: Asked, version: int, body: Mapping[str, Any]) -> web.StreamResponse:
+    """Sends a whole reply."""
+    headers = {VERSION_HEADER: str(version)}
+    response = web.Response(body=encoded(body), content_type="application/json", headers=headers)
+    await response.prepare(request)
+    await response.write_eof()
+    if request.transport is not None and not request.transport.is_closing():
+        asked.delivered()
+    return response
+
+
+async def streamed(
+    request: web.Request, asked: Asked, version: int, events: AsyncIterator[bytes], body_of: ErrorBody = openai_body
+) -> web.StreamResponse:
+    """Sends events as they come. A refusal before the first one is an HTTP status, a later one is the last event."""
+    async with aclosing(events):  # type: ignore[type-var]
+        first = await anext(events)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", VERSION_HEADER: str(version)}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        with asked.door.figures.stream():
+            try:
+                await response.write(first)
+                async for each in events:
+                    await response.write(each)
+                asked.delivered()
+            except DoraError as error:
+                await response.write(event(body_of(error)))
+            await response.write_eof()
+    return response
+
+
+async def merged(turns: Sequence[RunningTurn]) -> AsyncIterator[tuple[int, Chunk]]:
+    """Yields the chunks of several turns as they come, with the turns' numbers. Raises the first failure."""
+    if len(turns) == 1:
+        async for chunk in turns[0].chunks():
+            yield 0, chunk
+        return
+    ready: asyncio.Queue[tuple[int, Chunk | DoraError]] = asyncio.Queue(2 * len(turns))
+
+    async def follow(number: int) -> None:
+        try:
+            async for chunk in turns[number].chunks():
+                await ready.put((number, chunk))
+        except DoraError as error:
+            await ready.put((number, error))
+
+    tasks = [asyncio.create_task(follow(number)) for number in range(len(turns))]
+    try:
+        left = len(turns)
+        while left:
+            number, found = await ready.get()
+            if isinstance(found, DoraError):
+                raise found
+            left -= found.is_last
+            yield number, found
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,34 @@
+"""The served model, as the front knows it: its tokenizer, template and formats."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from dora.agents.chat.rendering import ChatRenderer
+from dora.agents.chat.reply import CLOSE, OPEN
+from dora.agents.chat.tool_calls import ToolFormat, format_of
+from dora.models.ends import end_token_ids
+from dora.prompts import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls."""
+
+    tokenizer: ChatTokenizer
+    ends: frozenset[int]
+    tools: ToolFormat
+    renderer: ChatRenderer = field(repr=False)
+
+    @cached_property
+    def shows_special_tokens(self) -> bool:
+        """Whether a mark of tool calls or reasoning is a special token, which a reply's text must then have."""
+        marks = (*self.tools.marks, OPEN, CLOSE)
+        encode, decode = self.tokenizer.encode, self.tokenizer.decode
+        return any(not decode(encode(mark, special_tokens=False)).strip() for mark in marks)
+
+
+def served_model(folder: Path, cache: Path | None = None, tools: ToolFormat | None = None) -> ServedModel:
+    """Reads a model's folder. Raises InvalidValue if it has no tokenizer."""
+    tokenizer, ends = ChatTokenizer(folder, cache), frozenset(end_token_ids(folder))
+    return ServedModel(tokenizer, ends, tools or format_of(tokenizer.chat_template), ChatRenderer(tokenizer, ends))

@@ -1,0 +1,259 @@
+"""The sessions of agents: their branches, turns, rewards and ends."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dora.agents.chat.reply import ReplyParser
+from dora.agents.chat.text import TextStream
+from dora.agents.chat.tree import Ask, Place, SessionTree
+from dora.agents.front.asked import Wanted, version_of
+from dora.agents.front.errors import SessionClosed
+from dora.agents.front.model import ServedModel
+from dora.agents.front.source import Sampled, SessionHandle
+from dora.agents.front.turns import RunningTurn, Texts
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
+
+BRANCHES_MAX: Final = 256
+GIVER: Final = "agent"  # what gives tokens, for the record
+NAME_CHARACTERS: Final = 12  # of the name of a call, which has to differ from the others of its session
+_ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def giver_of(name: str) -> str:
+    """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
+    return f"{GIVER} {name[:NAME_CHARACTERS]}" if name else GIVER
+
+
+def new_call_id() -> str:
+    """Returns the id of a tool call: nine letters, as the templates of Mistral ask for."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The reward of a session. ``value`` None: the service's reward function scores it."""
+
+    value: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    log: str = ""
+
+
+def ended_turn(handle: SessionHandle) -> RunningTurn:
+    """Returns the last turn of a session as one that has been read."""
+    last = handle.last
+    turn = RunningTurn(handle.version, tuple(handle.token_ids[: len(handle.token_ids) - len(last.token_ids)]), None)
+    turn.add(last)
+    return turn
+
+
+class AgentSession:
+    """One session of an agent. Each of its branches is a trajectory.
+
+    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was asked.
+    ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session gives its sampling, and no
+    request does.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        handle: SessionHandle,
+        model: ServedModel,
+        *,
+        group: str = "",
+        defaults: Mapping[str, Any],
+        now_s: float,
+        spawn: Callable[[Any], asyncio.Task[None]],
+        is_driven: bool = False,
+    ) -> None:
+        self.session_id = session_id
+        self.group = group  # of an opening; empty: its first call has opened it
+        self.key = f"dora-{secrets.token_urlsafe(24)}"
+        self.version = handle.version
+        self.tree = SessionTree(model.renderer)
+        self.used_s = now_s
+        self.verdict = Verdict()
+        self._turn_rewards: dict[int, float] = {}
+        self.is_closed = handle.is_over
+        self.turns = 0  # under way
+        self.begun, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._is_driven = is_driven
+        self._handle = handle
+        self._numbers: dict[tuple[int, int], int] = {}  # of the service's turns, by branch and tokens up to their end
+        self._restored = handle.given_name  # of the last turn of another front, until a call comes
+        tokens = handle.token_ids
+        if handle.turn and tokens:
+            self.tree.restored(tokens, len(tokens) - len(handle.last.token_ids))
+            self._numbers[0, len(tokens)] = handle.turn
+        self._origins: dict[int, int] = {}  # the branches that others begin with
+        self._model = model
+        self._defaults = dict(defaults)
+        self._spawn = spawn
+        self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
+
+    async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+        """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
+
+        If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
+        LimitExceeded.
+        """
+        self._check(wanted)
+        restored, self._restored = self._restored, ""
+        if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
+            return [self._replayed(wanted, self._handle.last)]
+        asks: list[Ask] = []
+        try:
+            for _ in range(wanted.choices):
+                asks.append(self._ask(wanted))
+        except DoraError:
+            for ask in asks:
+                self.tree.dropped(ask, was_asked=False)
+            raise
+        return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
+
+    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+        """Returns a turn that another front began, and notes in the tree what its client is told."""
+        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
+        turn.add(last)
+        self._answered(wanted, ask, turn)
+        return turn
+
+    def _ask(self, wanted: Wanted) -> Ask:
+        if wanted.token_ids:
+            return self.tree.ask_tokens(wanted.token_ids)
+        return self.tree.ask(wanted.messages, wanted.tools, wanted.options)
+
+    def _check(self, wanted: Wanted) -> None:
+        if self.is_closed:
+            raise SessionClosed("session", self.session_id, "an open session: open another one")
+        version = version_of(wanted.model)
+        if version is not None and version != self.version:
+            why = "is another version than the session's"
+            raise Conflict(
+                "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
+            )
+        for name, value in wanted.sampling.items() if self._is_driven else ():
+            if name != "stop_token_ids" or not self._model.ends.issuperset(value):
+                raise InvalidValue(
+                    name, value, "left out", why="is the prompt's: rollout and a prompt's sampling give it"
+                )
+        if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
+            raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
+
+    def _begin(self, wanted: Wanted, ask: Ask, number: int, name: str) -> RunningTurn:
+        """``number``: of the choice."""
+        if ask.origin is not None:
+            self._origins[ask.branch] = ask.origin.branch
+        sampling = self._sampling_of(wanted, number)
+        turn = self._running(wanted, ask, sampling)
+        self.turns += 1
+        self.begun.set()
+        self.idle.clear()
+        wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
+        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name), wants_prompt=wants_prompt))
+        return turn
+
+    def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
+        """Returns the sampling parameters of a choice; none: the session's."""
+        if self._is_driven:
+            return {}
+        return {**self._defaults, **wanted.sampling_of(number)}
+
+    def _running(self, wanted: Wanted, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
+        """Returns the turn of an ask, without tokens yet."""
+        model = self._model
+        texts = None
+        if not wanted.token_ids or wanted.is_text:
+            parser = ReplyParser(
+                model.tools if wanted.calls else None,
+                is_thinking=ask.is_thinking,
+                new_id=new_call_id,
+                is_plain=bool(wanted.token_ids),
+            )
+            stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
+            texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
+        branch = self.tree.branches[ask.branch]
+        return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
+
+    async def _run(
+        self,
+        turn: RunningTurn,
+        ask: Ask,
+        wanted: Wanted,
+        sampling: Mapping[str, Any],
+        giver: str,
+        *,
+        wants_prompt: bool,
+    ) -> None:
+        """Samples a turn to its end, and notes it in the tree."""
+        try:
+            async with self._asking:
+                after = self._after(ask)
+                pieces = self._handle.stream(
+                    ask.given,
+                    after_turn=after,
+                    max_tokens=wanted.max_tokens,
+                    name=giver,
+                    sampling=sampling,
+                    prompt_logprobs=wants_prompt,
+                )
+                await turn.run(pieces)
+                if turn.finish_reason not in (None, "abort"):
+                    self._numbers[ask.branch, len(turn.prompt_token_ids) + len(turn.token_ids)] = self._handle.turn
+        finally:
+            self.turns -= 1
+            if not self.turns:
+                self.idle.set()
+            if turn.finish_reason in (None, "abort"):
+                self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
+            else:
+                self._answered(wanted, ask, turn)
+
+    def _answered(self, wanted: Wanted, ask: Ask, turn: RunningTurn) -> None:
+        message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+        self.tree.answered(ask, turn.token_ids, message)
+
+    def _after(self, ask: Ask) -> int | None:
+        """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
+        place = ask.origin
+        if not ask.begins:
+            place = Place(ask.branch, len(self.tree.branches[ask.branch].token_ids))
+        if place is None or not place.tokens:
+            return None
+        branch = place.branch
+        while (branch, place.tokens) not in self._numbers:
+            branch = self._origins[branch]
+        return self._numbers[branch, place.tokens]
+
+    def reward_turn(self, turn: int, reward: float) -> None:
+        """Notes the reward of one turn. Raises InvalidValue for a turn that the session has not."""
+        turns = len(self.tree.branches[0].turns) if self.tree.branches else 0
+        if type(turn) is not int or not 0 <= turn < turns:
+            raise InvalidValue("turn", turn, f"a turn of the session's first branch: it has {turns}, from 0")
+        self._turn_rewards[turn] = reward
+
+    async def close(self, verdict: Verdict | None = None) -> None:
+        """Ends the session, all its branches with one reward. Raises Conflict if it has sampled nothing yet, or a turn
+        is under way; then it stays open.
+        """
+        if self.turns:
+            raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
+        given = self.verdict if verdict is None else verdict
+        was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
+        try:
+            await self._handle.end(
+                given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
+            )
+        except DoraError:
+            self.is_closed = was_closed
+            raise
+
+    async def abandon(self, reason: str) -> None:
+        """Gives the session up, and its group with it."""
+        self.is_closed = True
+        await self._handle.give_up(reason)

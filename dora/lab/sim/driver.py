@@ -1,0 +1,160 @@
+"""Workers on the agenda: they execute commands, decode until something ends, call environments and report."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.selection import spare_groups
+from dora.lab.sim.agenda import Agenda, Links
+from dora.lab.sim.ledger import Ledger
+from dora.lab.sim.partial import window_steps
+from dora.lab.sim.pool import SimPool
+from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.worker import KvSnapshot, SimWorker
+from dora.lab.sim_engine.engine import Phase, SimRequest
+
+Order = tuple[do.WorkerCommand, SimRequest | None]  # a start or extension comes with the service's part of the response
+
+REPORTS_A_PERIOD = 2  # full reports of every running request between two periodic plans
+
+
+class WorkerDriver(Agenda, ABC):
+    """Runs workers at their times. Their messages go through ``to_core``."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.scenario = scenario
+        batch = scenario.trainer.groups_per_step
+        spare, window = spare_groups(scenario.redundant_fraction, batch), scenario.window
+        if window.is_adaptive:
+            self.ledger = Ledger(window.least, batch, spare, (window.least, window.most))
+        else:
+            self.ledger = Ledger(window_steps(scenario), batch, spare)
+        self.workers: dict[str, SimWorker] = {}  # connected, by id
+        self.pools: dict[str, SimPool] = {}  # connected pools, by id
+        self.snapshots: dict[str, KvSnapshot] = {}
+        self.bad_weights: set[int] = set()  # versions whose present weights no worker can reproduce
+        self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
+        self._pool_links = Links(scenario.cluster.pool_bytes_per_s, scenario.cluster.link_latency_s)
+
+    @abstractmethod
+    def to_core(self, worker: SimWorker, event: on.Event) -> None:
+        """Sends a worker's message to the core."""
+
+    @abstractmethod
+    def target_of(self, command: do.CopyOut) -> str:
+        """The worker or pool that receives the copy."""
+
+    def copy_s(self, source: str, target: str, tokens: int) -> float:
+        """Seconds to copy the KV of ``tokens`` between two engines, or into or out of a pool."""
+        links = self._pool_links if source in self.pools or target in self.pools else self._links
+        return links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
+
+    def load_s(self) -> float:
+        return self.scenario.cluster.load_s
+
+    def _obey(self, worker: SimWorker, orders: Iterable[Order]) -> None:
+        """Executes the commands that have reached the worker at this time."""
+        if not worker.alive:
+            return
+        worker.engine.advance(self.now_s)
+        for command, request in orders:
+            outcome = worker.obey(self, command, request)
+            if isinstance(outcome, on.CommandDone):
+                self.to_core(worker, outcome)
+                continue
+            if outcome.began is not None:
+                self.to_core(worker, outcome.began)
+            if outcome.after_s:
+                self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
+            else:
+                self.to_core(worker, outcome.finish())
+        self.wake_later(worker)
+
+    def _obeyed(self, worker: SimWorker, finish: Callable[[], on.CommandDone]) -> None:
+        if worker.alive:
+            worker.engine.advance(self.now_s)
+            self.to_core(worker, finish())
+            self.wake_later(worker)
+
+    def wake_later(self, worker: SimWorker) -> None:
+        """Schedules the engine's next event. A worker needs one wake-up only, unless that is too late."""
+        worker.due_s = max(self.now_s, worker.engine.next_s())
+        if worker.due_s < worker.wakes_s:
+            self._wake_at(worker, worker.due_s)
+
+    def _wake_at(self, worker: SimWorker, at_s: float) -> None:
+        worker.wakes_s = at_s
+        self.at(at_s, self._wake, worker, at_s)
+
+    def _wake(self, worker: SimWorker, at_s: float) -> None:
+        if not worker.alive or worker.wakes_s != at_s:
+            return
+        worker.wakes_s = inf
+        if worker.due_s > at_s:  # the event was postponed
+            if worker.due_s < inf:
+                self._wake_at(worker, worker.due_s)
+            return
+        engine = worker.engine
+        engine.advance(self.now_s)
+        ended = engine.happened()
+        if ended:
+            self._ended(worker, ended)
+        self.wake_later(worker)
+
+    def _ended(self, worker: SimWorker, ended: list[SimRequest]) -> None:
+        tokens = {request.request_id: request.tokens for request in ended}
+        finished: dict[str, Any] = {}
+        for request in ended:
+            if request.keeps:
+                finished[request.request_id] = "stop"
+            elif request.phase is Phase.AWAY and request.tokens < request.length:
+                answer_s = self.ledger.answer_s(request.request_id, request.turn, self.now_s)
+                self.after(max(0.0, answer_s - self.now_s), self._answered, worker, request)
+            else:
+                finished[request.request_id] = "stop"
+        self.to_core(worker, self._progress(worker, tokens, finished))
+
+    def _answered(self, worker: SimWorker, request: SimRequest) -> None:
+        if worker.alive:
+            worker.engine.advance(self.now_s)
+            worker.engine.resume(request)
+            self.wake_later(worker)
+
+    def _progress(self, worker: SimWorker, tokens: dict[str, int], finished: dict[str, Any]) -> on.Progress:
+        engine = worker.engine
+        return on.Progress(
+            worker.worker_id, worker.epoch, worker.version, tokens, finished, len(engine.waiting), int(engine.kv)
+        )
+
+    @property
+    def report_period_s(self) -> float:
+        return self.scenario.balance.period_s / REPORTS_A_PERIOD
+
+    def _report(self, worker: SimWorker) -> None:
+        """Reports the tokens of all running requests."""
+        if not worker.alive:
+            return
+        engine = worker.engine
+        if engine.requests:
+            engine.advance(self.now_s)
+            tokens = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
+            self.to_core(worker, self._progress(worker, tokens, {}))
+        self.after(self.report_period_s, self._report, worker)
+
+    def renew(self) -> None:
+        """Partial rollout: every engine continues with the newly published version and recomputes its KV."""
+        for worker in self.workers.values():
+            worker.engine.advance(self.now_s)
+            worker.engine.renew(self.scenario.cluster.load_s)
+            self.wake_later(worker)
+
+    def pause(self, paused: bool) -> None:
+        """Pauses the engines while colocated training uses the accelerators, or resumes them."""
+        for worker in self.workers.values():
+            worker.engine.advance(self.now_s)
+            worker.engine.paused = paused
+            self.wake_later(worker)

@@ -1,0 +1,53 @@
+"""A simulated pool of host memory. It stores parked requests and returns them; it runs nothing."""
+
+from dataclasses import dataclass, field
+
+from dora.core import commands as do
+from dora.core.forecast.cost import CostModel
+from dora.lab.sim.ledger import Violation
+from dora.lab.sim.worker import Environment, Outcome, SimWorker
+from dora.lab.sim_engine.engine import SimEngine
+from dora.lab.sim_engine.request import SimRequest
+
+
+@dataclass(slots=True, eq=False)
+class SimPool(SimWorker):
+    """One epoch of one pool. Its engine has no slots, so each request waits there, under its own version."""
+
+    kv_tokens: int = 0
+    reserved: dict[str, int] = field(default_factory=dict)  # incoming request -> its KV in tokens
+
+    @classmethod
+    def of(cls, pool_id: str, epoch: int, cost: CostModel, kv_tokens: int) -> "SimPool":
+        return cls(pool_id, epoch, SimEngine(cost, 0, kv_tokens), kv_tokens=kv_tokens)
+
+    def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+        if isinstance(command, do.LoadVersion | do.StartRequest | do.Park):
+            raise Violation(f"{self.worker_id} is a pool, and is told to obey {command}")
+        if isinstance(command, do.ReserveSlot):
+            if self.held_tokens + command.kv_tokens > self.kv_tokens:
+                return self._failed(command, "no room", "refused")
+            self.reserved[command.request_id] = command.kv_tokens
+        elif isinstance(command, do.CopyIn | do.CancelReservation):
+            self.reserved.pop(command.request_id, None)
+        return super(SimPool, self).obey(world, command, request)
+
+    @property
+    def held_tokens(self) -> int:
+        """KV of stored and reserved requests."""
+        return sum(self.reserved.values()) + sum(request.context for request in self.engine.requests.values())
+
+    def drop(self, subject: int, share: float) -> tuple[str, ...]:
+        """Drops the KV of some requests, at least one, from the ``subject``-th on. Returns their ids."""
+        names = sorted(self.engine.requests)
+        lost = tuple(names[subject % len(names) :][: 1 + int(share * len(names))]) if names else ()
+        for name in lost:
+            self.outgoing.pop(name, None)
+            self.engine.remove(name)
+        return lost
+
+    def takes(self, version: int) -> bool:
+        return True
+
+    def version_of(self, request: SimRequest) -> int:
+        return request.version

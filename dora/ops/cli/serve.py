@@ -1,0 +1,360 @@
+"""``dora serve``"""
+
+import asyncio
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.config import Config, given, load_config
+from dora.ops.cli import completion
+from dora.ops.cli.exits import say
+from dora.ops.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, source_of, token_option, window_size
+from dora.ops.cli.output import print_json
+from dora.ops.cli.token import left_token, token_folder
+from dora.system.log_limit import LogLimit
+from dora.system.log_lines import JsonLines, formatter_of
+from dora.system.signals import drain_on_signals
+from dora.tls.files import FOLDER_VARIABLE, VARIABLES
+
+if TYPE_CHECKING:
+    from dora.agents.environment.child import EnvironmentProcess
+    from dora.agents.front.child import FrontProcess
+    from dora.orchestrator.main import ServiceHandle
+
+EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record"
+
+TOKEN_NOT_LEFT = "cannot store the token for commands, because no folder for it is writable; set DORA_TOKEN for them"
+ATTACH = """\
+dora is serving {model} on {address}: window {window}, {workers} workers.
+Weights: {versions}.
+{ends}{tls}
+
+  export DORA_TOKEN={token}
+  dora watch --address {address}
+
+That is the owner's token: it may do all that follows. For those who are to do one thing only:
+
+{roles}
+
+  import os, dora.sync
+  token = os.environ["DORA_TOKEN"]
+  with dora.sync.Trainer("{address}", token=token) as trainer:
+      for step in trainer.steps(groups={groups}):
+          for group in step:
+              ...
+          step.commit(weights=model)
+"""
+
+GUARDED = "\nIt is under TLS: clients need --tls DIR, or DORA_TLS=DIR, with a certificate of the same authority."
+DRAINS = "Ctrl-C drains and stops."
+CARRIES_ON = "Ctrl-C stops without draining; the next start with --state {state} carries on."
+
+
+def serve(
+    config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
+    settings: SettingsOption = None,
+    window: Annotated[
+        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions (window.size).")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of rollout workers to start (workers.count).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            autocompletion=lambda: completion.PROMPTS,
+            help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, tiny-tail, or none.",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."
+        ),
+    ] = None,
+    record: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for trajectories and versions.")] = None,
+    record_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|none|'every N'",
+            help="Versions whose weights the record keeps besides the first and the last two (record_weights).",
+        ),
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
+    ] = None,
+    begin_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="STATE@VERSION",
+            help="Begin a new run with this version or checkpoint of another state folder (service.begin_from).",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device)."),
+    ] = None,
+    gpus_for_trainer: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer)."),
+    ] = None,
+    carry_on_from: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="Carry on from this step although record, prompts, reward or model have changed.",
+        ),
+    ] = None,
+    kv_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER", autocompletion=lambda: completion.KV_TIERS, help="Shared KV: none or lmcache (kv.tier)."
+        ),
+    ] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(metavar="text|json", help="Lines of the log (service.log_format).")
+    ] = None,
+    traces: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
+    ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec)."),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
+    ] = None,
+    http_key: Annotated[
+        Path | None,
+        typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
+    ] = None,
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            "--tls", metavar="DIR", envvar=FOLDER_VARIABLE, help="Folder with cert.pem, key.pem, ca.pem (tls.folder)."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert)."),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca)."),
+    ] = None,
+    tls_clients: Annotated[
+        str | None,
+        typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients)."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")
+    ] = False,
+) -> None:
+    """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
+
+    Options override --set, which overrides the file, which overrides the defaults.
+    """
+    short = given(
+        {
+            "window.size": window_size(window),
+            "workers.count": workers,
+            "model": model,
+            "prompts": prompts,
+            "reward.function": reward,
+            "environment.spec": environment,
+            "record": record,
+            "record_weights": record_weights,
+            "service.state": state,
+            "service.begin_from": begin_from,
+            "workers.device": device,
+            "workers.gpus_for_trainer": gpus_for_trainer,
+            "service.carry_on_from": carry_on_from,
+            "kv.tier": kv_tier,
+            "service.listen": listen,
+            "service.metrics": metrics,
+            "service.log_format": log_format,
+            "service.traces": traces,
+            "service.token": token or None,
+            "service.token_file": str(source) if isinstance(source := source_of(token or ""), Path) else None,
+            "tls.folder": tls,
+            "tls.cert": tls_cert,
+            "tls.key": tls_key,
+            "tls.ca": tls_ca,
+            "tls.clients": tls_clients,
+        }
+    )
+    check_no_secret(settings)
+    config = load_config(config_file, [*(settings or ()), *short])
+    front = None if http is None else _front(http, http_key, config)
+    if not dry_run:
+        try:
+            code = asyncio.run(_serve(config, as_json, front))
+        except asyncio.CancelledError:  # by a second Ctrl-C
+            raise KeyboardInterrupt from None
+        raise typer.Exit(code)
+    from dora.ops.view.settings import shown, toml_of
+
+    if front is not None:
+        front.close()
+    _environment(config)
+    _run_preflight(config)
+    if as_json:
+        print_json(shown(config))
+    else:
+        sys.stdout.write(toml_of(config))
+
+
+def _front(listen: str, key_file: Path | None, config: Config) -> "FrontProcess":
+    from dora.agents.front.child import FrontProcess
+    from dora.orchestrator.guard import tls_of_children
+
+    return FrontProcess(listen, key_file, tls_of_children(config), config.tls.clients)
+
+
+def _environment(config: Config) -> "EnvironmentProcess | None":
+    """The process of the environment, if there is one. Raises InvalidValue for a class that cannot be loaded."""
+    from dora.agents.environment.child import EnvironmentProcess
+    from dora.orchestrator.guard import tls_of_children
+
+    if not config.environment.spec:
+        return None
+    return EnvironmentProcess(config.environment, config.reward.environment, tls_of_children(config))
+
+
+def _run_preflight(config: Config) -> None:
+    """Runs all checks of a start and reports them on stderr. Raises as a start would."""
+    from dora.orchestrator.preflight import run_preflight
+
+    asyncio.run(run_preflight(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
+    if token_folder() is None:
+        _print_progress(TOKEN_NOT_LEFT)
+    _print_progress("The configuration is valid. (No engine was started.)")
+
+
+async def _serve(config: Config, as_json: bool, front: "FrontProcess | None" = None) -> int:
+    from dora.orchestrator.main import serve as run_service
+    from dora.rpc.roles import Role
+
+    environment = _environment(config)
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    limit, handler, lines = LogLimit(), logging.StreamHandler(), formatter_of(config.service.log_format)
+    handler.addFilter(limit)
+    handler.setFormatter(lines)
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("dora").setLevel(logging.INFO)
+    has_folder = token_folder() is not None
+    if not has_folder:  # report it before the workers start
+        _print_progress(TOKEN_NOT_LEFT)
+    with ExitStack() as until_end:
+        left = until_end.enter_context(ExitStack())
+
+        def leave(handle: "ServiceHandle") -> None:
+            left.close()
+            if left.enter_context(left_token(handle.address, handle.token)) is None and has_folder:
+                _print_progress("cannot store the token for commands; set DORA_TOKEN for them")
+
+        def ready(handle: "ServiceHandle") -> None:
+            leave(handle)
+            _print_attach(handle, config, as_json)
+            if front is not None:
+                tokens = handle.tokens
+                front.start(handle.address, tokens[Role.ENVIRONMENT], handle.model, tokens[Role.METRICS])
+                _print_progress(f"agents reach it at {front.url}/v1; the operator's page is {front.url}/")
+            if environment is not None:
+                environment.start(handle.address, handle.tokens[Role.ENVIRONMENT], handle.model)
+
+        telling = asyncio.create_task(limit.telling())
+        until_end.callback(telling.cancel)
+        until_end.callback(limit.tell)
+
+        def listening(handle: "ServiceHandle") -> None:
+            if isinstance(lines, JsonLines):
+                lines.position = handle.position
+
+        try:
+            return await run_service(
+                config, ready=ready, stop=stop, progress=_print_progress, listening=listening, rotated=leave
+            )
+        finally:
+            if environment is not None:
+                await environment.stop()
+            if front is not None:
+                await front.stop()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first signal drains the service. A Ctrl-C that follows cancels it: what it started ends, folders go."""
+    running = asyncio.current_task()
+    assert running is not None
+
+    def drain() -> None:
+        stop.set()
+        _print_progress("draining; press Ctrl-C again to end at once")
+
+    drain_on_signals(drain, running.cancel)
+
+
+def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> None:
+    from dora.orchestrator.guard import tls_of
+
+    if as_json:
+        print_json(
+            {
+                "address": handle.address,
+                "token": handle.token,
+                "tokens": others(handle),
+                "model": str(handle.model),
+                "run_folder": str(handle.run_folder),
+                "metrics": handle.metrics,
+            }
+        )
+    else:
+        sys.stdout.write(
+            ATTACH.format(
+                address=handle.address,
+                token=handle.token,
+                tls=GUARDED if tls_of(config) is not None else "",
+                ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
+                roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
+                model=config.service.begin_from or config.model,
+                window=config.window.size,
+                workers=config.workers.count,
+                versions=handle.versions or "their size is not known",
+                groups=config.window.groups_per_step or 16,
+            )
+        )
+    sys.stdout.flush()
+
+
+def others(handle: "ServiceHandle") -> dict[str, str]:
+    """The tokens by role, except the owner's."""
+    return {str(role): token for role, token in handle.tokens.items() if token != handle.token}
+
+
+def _print_progress(line: str) -> None:
+    say(f"dora: {line}")

@@ -1,0 +1,40 @@
+"""``python -m dora.ops.doctor STAGE DEVICE MODEL FOLDER``: runs one stage, and writes its verdict as a line of JSON."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from dora.ops.doctor.stages import STAGES
+from dora.ops.doctor.verdict import Failed, Skipped, Subject, Verdict
+
+
+def verdict_of(name: str, subject: Subject) -> Verdict:
+    """Runs a stage in this process."""
+    stage = next(each for each in STAGES if each.name == name)
+    began_s = time.monotonic()
+    try:
+        found = stage.run(subject)
+    except Skipped as error:
+        return Verdict(name, "skipped", str(error))
+    except Failed as error:
+        return Verdict(name, "failed", str(error), error.found, time.monotonic() - began_s)
+    except Exception as error:  # a stage may meet any fault of this machine
+        said = f"{type(error).__name__}: {error}"
+        return Verdict(name, "failed", said.splitlines()[0], {}, time.monotonic() - began_s)
+    return Verdict(name, "ok", "", found, time.monotonic() - began_s)
+
+
+def main() -> None:
+    name, device, model, folder = sys.argv[1:]
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print: only the verdict is the process's output
+    verdict = verdict_of(name, Subject(device, Path(model), Path(folder)))
+    print(json.dumps(asdict(verdict)), file=out, flush=True)
+    os._exit(0)  # an engine's threads need not be ended
+
+
+if __name__ == "__main__":
+    main()
