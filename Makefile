@@ -17,8 +17,8 @@ DEMO_ARGS := $(if $(or $(MODEL),$(AGENT)),--model $(or $(MODEL),tiny)) $(if $(ST
 	$(if $(WINDOW),--window $(WINDOW)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(if $(AGENT),--agent) $(ARGS)
 
 PROTO := dora/rpc/dora.proto
-SAMPLE_PROTO := dora/agents/front/tinker/sample.proto# messages alone
-STUBS := $(addprefix dora/rpc/dora_,pb2.py pb2.pyi pb2_grpc.py) $(addprefix dora/agents/front/tinker/sample_,pb2.py pb2.pyi)
+SAMPLE_PROTO := dora/agents/front/protocols/tinker/sample.proto# messages alone
+STUBS := $(addprefix dora/rpc/dora_,pb2.py pb2.pyi pb2_grpc.py) $(addprefix dora/agents/front/protocols/tinker/sample_,pb2.py pb2.pyi)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO) \
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 

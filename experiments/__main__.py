@@ -21,7 +21,7 @@ from typing import Final
 import tomli_w
 
 from dora.config import DEFAULT_POLICY
-from dora.lab.sim.report import Report
+from dora.lab.sim.figures.report import Report
 from dora.lab.sim.run import simulate
 from experiments.presets import NAMES, file_of, scenario_for
 from experiments.tables import TABLES, Means, Setting

@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+from dora.lab.sim.figures.report import Report
 from dora.lab.sim.presets import preset
-from dora.lab.sim.report import Report
 from dora.lab.sim.run import simulate
 from dora.lab.sim.scenario import Scenario
 from experiments.tables import split

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 
 SLOTS: Final = 4
 MODEL_TOKENS: Final = 2048

@@ -35,7 +35,7 @@ START_S: Final = 600.0
 VLLM: Final = ".venv-vllm-server/bin/python"
 BLOCK_TOKENS: Final = 32
 QUESTION: Final = "Tell me more about the quick brown fox and the lazy dog, please."
-ENVIRONMENT: Final = {  # of both engines, as dora/worker/vllm_environment.py and device/cpu.py have it
+ENVIRONMENT: Final = {  # of both engines, as dora/worker/vllm/environment.py and device/cpu.py have it
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -84,7 +84,7 @@ def process(argv: list[str], **environment: str) -> Iterator["subprocess.Popen[b
 
 
 def vllm_argv(python: str, folder: Path, port: int, options: argparse.Namespace) -> list[str]:
-    """vLLM's server with the settings of DORA's engine (dora/worker/vllm_core.py, device/cpu.py)."""
+    """vLLM's server with the settings of DORA's engine (dora/worker/vllm/core.py, device/cpu.py)."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),

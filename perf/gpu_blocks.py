@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dora.worker.cuda_blocks import DeviceStore
+from dora.worker.copying.cuda_blocks import DeviceStore
 
 LAYERS: Final = 32
 HEADS, TOKENS, CONTENT = 8, 16, 256  # of a block: 64 KiB in bfloat16

@@ -24,7 +24,7 @@ from dora.journal import frames, records
 from dora.journal.finding import find
 from dora.journal.log import FLUSH_BYTES, LOG_FOLDER, Log
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.system.memory import collecting_rarely
 
 GROUP_SIZE = 16

@@ -18,7 +18,7 @@ SLOTS: Final = 2
 
 def load(model: str, rounds: int) -> tuple[Mapping[str, float], list[Table]]:
     """One engine of one thread, which gets two versions in turn from shared memory, and from a disk by vLLM itself."""
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     folder = resolve_model(model, default_cache())
     engine = VllmEngine(folder, slots=SLOTS, kv_tokens=1024, max_model_len_tokens=256)

@@ -23,7 +23,7 @@ from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.rounds import EngineRounds
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 
 SLOTS: Final = 16
 SLOT_TOKENS: Final = 2048

@@ -131,7 +131,7 @@ def gap(trajectories: Sequence[Trajectory], logprobs: torch.Tensor) -> dict[str,
 
 
 def sampled(folder: Path, responses: int, tokens: int, seed: int, replays: bool) -> list[Trajectory]:
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     drawn = np.random.default_rng(seed)
     prompts = drawn.integers(PAD_ID + 3, len(VOCABULARY), (responses, PROMPT_TOKENS))

@@ -38,7 +38,7 @@ from dora.data.token_spans import TokenColumns
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

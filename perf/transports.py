@@ -37,7 +37,7 @@ from rich.table import Table
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.kvtransfer.torch_group import make_group
+from dora.kvtransfer.transports.torch_group import make_group
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
 

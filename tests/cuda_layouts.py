@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dora.worker.cuda_blocks import DeviceStore
+from dora.worker.copying.cuda_blocks import DeviceStore
 
 
 @dataclass(frozen=True, slots=True)

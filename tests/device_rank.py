@@ -2,8 +2,8 @@
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from dora.worker.device.cpu_rank import CpuRank
-from dora.worker.device.rank import RankKv
+from dora.worker.vllm.device.cpu_rank import CpuRank
+from dora.worker.vllm.device.rank import RankKv
 from tests.device_ranks import AsDevices, on_device
 
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dora.worker.device.cpu import Cpu
 from dora.worker.reservation import KvStore
+from dora.worker.vllm.device.cpu import Cpu
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +29,13 @@ class AsDevices(Cpu):
     def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
         import torch
 
-        from dora.worker.vllm_blocks import mapped
+        from dora.worker.vllm.blocks import mapped
 
         pid, descriptor, size_bytes, dtype, shape, stride, offset = handle
         return torch.from_numpy(mapped(pid, descriptor, size_bytes)).view(dtype).as_strided(shape, stride, offset)
 
     def kv_store(self, *args: Any, **kwargs: Any) -> KvStore:
-        from dora.worker.device.cuda import Cuda
+        from dora.worker.vllm.device.cuda import Cuda
 
         return Cuda().kv_store(*args, **kwargs)
 

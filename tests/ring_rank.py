@@ -9,10 +9,10 @@ from typing import Any
 from dora.engine_patches.mapped_weights import Tensors
 from dora.weights.image import Note
 from dora.weights.load_time import LoadDeadline
-from dora.worker.device.cpu import Cpu
-from dora.worker.device.cpu_rank import CpuRank
-from dora.worker.image_source import image_source
-from dora.worker.weight_ring import WeightRing
+from dora.worker.copying.image_source import image_source
+from dora.worker.copying.weight_ring import WeightRing
+from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.cpu_rank import CpuRank
 from tests import host_images
 
 

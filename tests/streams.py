@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dora.worker.streams import DONE, Mark
+from dora.worker.copying.streams import DONE, Mark
 
 
 @dataclass(eq=False)

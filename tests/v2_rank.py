@@ -2,7 +2,7 @@
 
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from dora.worker.device.cpu_rank import CpuRank
+from dora.worker.vllm.device.cpu_rank import CpuRank
 from tests.v2_runner import V2OnCpu
 
 # The interpreter cannot run this kernel: it calls a method of a Triton value on a loop's index.

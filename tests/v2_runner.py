@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.engine_patches.patch import Patch
-from dora.worker.device.cpu import Cpu
+from dora.worker.vllm.device.cpu import Cpu
 
 SITE: Final = str(Path(__file__).with_name("v2_site"))  # what its processes run first
 IS_CHOSEN: Final = os.environ.get("DORA_TEST_RUNNER") == "v2"
@@ -35,12 +35,12 @@ class V2OnCpu(Cpu):
         return [*(patch for patch in super().patches() if patch is not exact_resume.PATCH), stages_in_turn.PATCH]
 
     def check_runner(self, runner: Any) -> str:
-        from dora.worker.device.cuda import Cuda
+        from dora.worker.vllm.device.cuda import Cuda
 
         return Cuda().check_runner(runner)
 
     def weight_source(self, device: Any) -> Any:
-        from dora.worker.device.cuda import Cuda
+        from dora.worker.vllm.device.cuda import Cuda
 
         return Cuda().weight_source(device)
 

@@ -1,4 +1,4 @@
-"""Applies and verifies the patches of an engine; its device chooses them (``dora/worker/device``)."""
+"""Applies and verifies the patches of an engine; its device chooses them (``dora/worker/vllm/device``)."""
 
 from collections.abc import Sequence
 from typing import Any

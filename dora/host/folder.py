@@ -1,7 +1,7 @@
 """The folder of a host, in shared memory: the model, live versions, shared memory for KV, logs.
 
 FOLDER/model/        the service's model; FOLDER/model.digest once it is complete FOLDER/weights/      the store of live
-versions (weights/store.py) FOLDER/kv/           shared memory of the host's workers (kvtransfer/segments.py)
+versions (weights/store.py) FOLDER/kv/           shared memory of the host's workers (kvtransfer/transports/segments.py)
 FOLDER/logs/         logs of its processes
 """
 

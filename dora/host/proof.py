@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora.host.placement import gpus
-from dora.kvtransfer.nixl_pair import nixl_package
+from dora.kvtransfer.transports.nixl_pair import nixl_package
 from dora.models import default_cache
 from dora.release import __version__
 

@@ -31,7 +31,7 @@ from dora.host.processes import Processes
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import local_host
-from dora.kvtransfer.segments import sweep
+from dora.kvtransfer.transports.segments import sweep
 from dora.relay.orders import Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb

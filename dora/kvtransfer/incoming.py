@@ -19,7 +19,7 @@ from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.snapshot import Prefix
-from dora.kvtransfer.transport import CHUNK_MAX, NoRoom, Receiver, Sum, summed
+from dora.kvtransfer.transports.transport import CHUNK_MAX, NoRoom, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 
 log = logging.getLogger("dora.worker")

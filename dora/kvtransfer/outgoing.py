@@ -23,7 +23,7 @@ from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.replies import Answer, Replies
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.transfer import Transfer
-from dora.kvtransfer.transport import Sender, Sum, cut, summed
+from dora.kvtransfer.transports.transport import Sender, Sum, cut, summed
 from dora.kvtransfer.wire import Kind, Stream
 from dora.tls.contexts import Contexts
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dora.errors import InvalidValue
-from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
 from dora.kvtransfer.checksum import Seal
 from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
@@ -31,12 +30,13 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.memory import Memory, Pool
 from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
-from dora.kvtransfer.registry import TRANSPORTS, Resources, Transport, is_installed
-from dora.kvtransfer.segments import SegmentPool
 from dora.kvtransfer.snapshot import NO_PREFIX, KvSnapshot, Prefix
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.transfer import Transfer
-from dora.kvtransfer.transport import Receiver, Sender
+from dora.kvtransfer.transports.arena import Arena
+from dora.kvtransfer.transports.registry import TRANSPORTS, Resources, Transport, is_installed
+from dora.kvtransfer.transports.segments import SegmentPool
+from dora.kvtransfer.transports.transport import Receiver, Sender
 from dora.kvtransfer.wire import Stream
 from dora.tls.contexts import Contexts
 

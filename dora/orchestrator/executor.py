@@ -31,8 +31,8 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.record_queue import RecordQueue
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState, started
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState, started
 from dora.orchestrator.rollout.streams import Sessions
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of

@@ -29,7 +29,7 @@ from dora.errors import Conflict, InvalidValue
 from dora.journal import records
 from dora.journal.finding import Found
 from dora.journal.versions import KeptVersions
-from dora.kvtransfer.segments import sweep
+from dora.kvtransfer.transports.segments import sweep
 from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.guard import tls_of
 from dora.orchestrator.hosts.examinations import Examinations
@@ -46,7 +46,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.presence import TrainerPresence
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.reports import WorkerReports
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import KvTier, Session, Sessions, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rewards import GroupFilter

@@ -23,7 +23,7 @@ from dora.errors import InvalidValue
 from dora.host.launchers import launcher_named
 from dora.host.proof import proof_file
 from dora.kvtier.server import remove_left
-from dora.kvtransfer.registry import check_transports
+from dora.kvtransfer.transports.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.orchestrator.version_memory import weight_versions
 from dora.system.environment import DOWNLOADS, child_environment

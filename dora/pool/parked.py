@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dora.kvtransfer.arena import STEP_BYTES
 from dora.kvtransfer.checksum import Seal
+from dora.kvtransfer.transports.arena import STEP_BYTES
 
 Bodies = Sequence[np.ndarray]  # the rounds of a snapshot, uint8
 

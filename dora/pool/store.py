@@ -24,11 +24,11 @@ import numpy as np
 
 from dora.data.given_digest import beginning_digest, given_digest
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
-from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.copying import NotMovable
 from dora.kvtransfer.endpoint import ReserveOrder, Room
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import Arrived
+from dora.kvtransfer.transports.arena import Arena
 from dora.pool.disk import Disk
 from dora.pool.parked import Bodies, Parked, Round
 from dora.pool.rounds import ParkedRounds

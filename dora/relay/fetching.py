@@ -16,7 +16,7 @@ from typing import Final
 
 from dora.errors import Conflict, InvalidValue, TransferFailed
 from dora.kvtransfer.peer import Identity, Peer, greet
-from dora.kvtransfer.transport import Receiver, summed
+from dora.kvtransfer.transports.transport import Receiver, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 from dora.relay.holding import TAG_BYTES, Holding, tag_of
 from dora.relay.link import Link

@@ -20,10 +20,10 @@ from typing import Final
 from dora.errors import InvalidValue, NotFound, TransferFailed, described
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
-from dora.kvtransfer.registry import is_installed
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
-from dora.kvtransfer.transport import Receiver, Sender
+from dora.kvtransfer.transports.registry import is_installed
+from dora.kvtransfer.transports.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transports.transport import Receiver, Sender
 from dora.kvtransfer.wire import Stream
 from dora.relay.background import stand_back
 from dora.relay.fetching import Fetch, MakeReceiver

@@ -24,7 +24,7 @@ from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transport import Sender
+from dora.kvtransfer.transports.transport import Sender
 from dora.kvtransfer.wire import BODY_MAX, Frame, Kind, Stream
 from dora.relay.background import stand_back
 from dora.relay.holding import Holding, Reader

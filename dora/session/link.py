@@ -14,10 +14,10 @@ import grpc
 
 from dora.data.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import DoraError
-from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
+from dora.kvtransfer.transports.arena import Arena
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

@@ -12,7 +12,7 @@ from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import Conflict, DoraError
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import DataPlane, local_host
-from dora.kvtransfer.registry import installed
+from dora.kvtransfer.transports.registry import installed
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.proven import Prover

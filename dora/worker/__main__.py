@@ -24,10 +24,10 @@ from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import ignore_notices, stop_on_signals
 from dora.tls.options import add_options, tls_of
-from dora.worker.device.choice import device_named
-from dora.worker.device.port import KINDS
 from dora.worker.engine import RolloutEngine
 from dora.worker.loop import EngineLoop, of_store
+from dora.worker.vllm.device.choice import device_named
+from dora.worker.vllm.device.port import KINDS
 
 log = logging.getLogger("dora.worker")
 
@@ -103,10 +103,10 @@ def _arguments_from_stdin(device: str) -> list[str]:
 
     Ends the process if stdin ends first, because the service has ended.
     """
-    from dora.worker import vllm_environment
+    from dora.worker.vllm import environment as vllm_environment
 
     vllm_environment.prepare(device_named(device).environment)
-    from dora.worker import vllm_core, vllm_requests, vllm_weights  # noqa: F401
+    from dora.worker.vllm import weights as vllm_weights  # noqa: F401
 
     line = sys.stdin.readline()
     if not line:
@@ -118,7 +118,7 @@ def _arguments_from_stdin(device: str) -> list[str]:
 def make_engine(options: argparse.Namespace) -> RolloutEngine:
     """Returns the engine of this name; vLLM is imported only here."""
     if options.engine == "fake":
-        from dora.worker.fake_engine import FakeEngine
+        from dora.worker.fake.engine import FakeEngine
 
         return FakeEngine(
             slots=options.slots,
@@ -128,7 +128,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             model=Path(options.model),
             router_replay=options.router_replay,
         )
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     return VllmEngine(
         Path(options.model),

@@ -2,7 +2,7 @@
 
 The worker calls :meth:`RolloutEngine.step` in a loop and all other methods *between* steps. An engine therefore needs
 no locks, and nothing is in flight when a request is frozen, exported or imported. Implementations:
-``vllm_engine.VllmEngine`` and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py`` and
+``vllm.engine.VllmEngine`` and ``fake.engine.FakeEngine``; both pass ``tests/contract/test_engine.py`` and
 ``test_engine_turns.py``.
 
 A request with ``keeps`` may have several turns. When a turn ends (stop token, stop string, ``max_tokens``, context),

@@ -42,7 +42,7 @@ class Timing:
     def start(self) -> RolloutEngine:
         """Starts a vLLM engine with loaded weights in this process, which has none yet."""
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # vLLM reads it while it is imported
-        from dora.worker.vllm_engine import VllmEngine
+        from dora.worker.vllm.engine import VllmEngine
 
         engine = VllmEngine(
             self.model,

@@ -17,7 +17,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.proven import proven_channel
 from dora.rpc.roles import SERVICES, Role
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.direct import Direct
 from tests.abuse.generated import generated
 

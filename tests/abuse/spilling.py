@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from dora.kvtransfer.arena import STEP_BYTES
+from dora.kvtransfer.transports.arena import STEP_BYTES
 from dora.models.tiny import make_tiny
 from tests.abuse.full import fill_up
 from tests.contract.planes import a_plane, until

@@ -18,7 +18,7 @@ from dora.data.types import PoolCapability
 from dora.errors import DoraError, InvalidValue
 from dora.host.agent import AgentOptions, run_agent
 from dora.ops.cli.app import app
-from dora.ops.cli.service import COMMANDS
+from dora.ops.cli.control.service import COMMANDS
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof, proven
 from dora.rpc.challenge import Challenges

@@ -11,8 +11,8 @@ from dora.config import ColumnsConfig, PromptsConfig, RolloutConfig
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import FinishReason, Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ReportError
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ReportError
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
 from dora.prompts.row import OWN_NAMES, Columns, RowLocation, prompt_of_row

@@ -19,7 +19,7 @@ from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompt_ledger import QUEUED_BYTES_MAX
-from dora.orchestrator.rollout.response_buffer import sampling_of
+from dora.orchestrator.rollout.responses.buffer import sampling_of
 from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded

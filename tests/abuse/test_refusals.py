@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from dora.data.types import Canary
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from tests.abuse.test_workers import Orders
 from tests.contract.workers import anywhere

@@ -20,7 +20,7 @@ from dora.rpc.access import may_call, name_of
 from dora.rpc.channel import open_channel
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import CALLER, Caller, Role, Tokens
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.callers import METHODS, answer
 from tests.proofs import caller_of
 from tests.refusals import refused, refused_call

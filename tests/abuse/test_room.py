@@ -21,7 +21,7 @@ from dora.rpc.proven import Prover
 from dora.rpc.roles import Role
 from dora.rpc.room import CALLS_MAX, Room
 from dora.session.link import Link
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.test_idle_connections import GREETING
 from tests.refusals import refused
 from tests.service import configured, running

@@ -10,7 +10,7 @@ import pytest
 from dora.config import Config
 from dora.core import commands as do
 from dora.errors import InvalidValue, SnapshotRefused
-from dora.kvtransfer.segments import SegmentPool
+from dora.kvtransfer.transports.segments import SegmentPool
 from dora.orchestrator.recording.storage import check_room
 from dora.orchestrator.setup import store_of
 from dora.rpc import convert

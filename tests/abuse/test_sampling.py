@@ -9,7 +9,7 @@ from dora.data.sampling import DOMAINS, check_sampling, effective
 from dora.data.types import Prompt, RequestSpec, SamplingParams
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.rollout.response_buffer import sampling_of
+from dora.orchestrator.rollout.responses.buffer import sampling_of
 from tests.refusals import refused
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)
@@ -54,7 +54,7 @@ def test_the_stops_of_a_service_are_those_of_a_prompt_that_has_none() -> None:
 
 def test_vllm_takes_stop_tokens_beside_the_models_own_and_no_stop_texts() -> None:
     """Stop texts are watched for outside it: it is given no tokenizer, and would refuse them."""
-    from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+    from dora.worker.vllm.requests import to_vllm  # here: it takes seconds
 
     sampling = SamplingParams(stop=("END",), stop_token_ids=(7, 5))
     for ignore_eos, expected in ((False, [2, 5, 7]), (True, [5, 7])):
@@ -65,7 +65,7 @@ def test_vllm_takes_stop_tokens_beside_the_models_own_and_no_stop_texts() -> Non
 
 def test_vllm_takes_every_parameter_as_it_is_given() -> None:
     """At the edges of every domain: what vLLM would alter or refuse, the boundary refuses."""
-    from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+    from dora.worker.vllm.requests import to_vllm  # here: it takes seconds
 
     for name, domain in DOMAINS.items():
         for value in (domain.least, domain.most, 0.01, 0.011):

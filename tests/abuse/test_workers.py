@@ -17,7 +17,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import TokenDelta
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.rollout.response_state import ReportError
+from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.worker_checks import checked_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -26,7 +26,7 @@ from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.errors import from_rpc_error
 from dora.rpc.proven import proven_channel
 from dora.rpc.roles import Role
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from tests.abuse.generated import hostile
 from tests.refusals import data_words, refused

@@ -13,7 +13,7 @@ from dora.ops.verify import verify
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.tolerances import FLOAT32
 from dora.rpc import dora_pb2 as pb
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests import promises, session_audit
 from tests.chaos import chats
 from tests.chaos.faults import ACTIONS

@@ -13,8 +13,8 @@ import pytest
 
 import dora
 from dora.agents.front.child import FrontProcess
+from dora.agents.front.protocols.tinker import sample_pb2 as pb
 from dora.agents.front.run import FrontOptions, front
-from dora.agents.front.tinker import sample_pb2 as pb
 from dora.data.trajectory import Trajectory
 from dora.ops.verify.check import verify
 from dora.system.process_tree import descendants

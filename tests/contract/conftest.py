@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dora.models.tiny import make_tiny
-from dora.worker.device.port import Device, Kind
 from dora.worker.engine import RolloutEngine
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
+from dora.worker.vllm.device.port import Device, Kind
 from tests import v2_runner
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
 
@@ -29,7 +29,7 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     if kind.startswith("vllm-v2"):
         v2_runner.prepare()
         device = v2_runner.V2OnCpu()
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     return VllmEngine(model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=device)
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from dora.errors import DoraError
-from dora.kvtransfer.torch_group import Joining, make_group
-from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
-from dora.kvtransfer.transport import CHUNK_MAX, summed
+from dora.kvtransfer.transports.torch_group import Joining, make_group
+from dora.kvtransfer.transports.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transports.transport import CHUNK_MAX, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 LONG_S = 60.0

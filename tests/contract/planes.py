@@ -15,8 +15,8 @@ from dora.kvtransfer.device import Part, whole
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.kvtransfer.registry import is_installed
-from dora.worker.device_memory import Landings
+from dora.kvtransfer.transports.registry import is_installed
+from dora.worker.copying.device_memory import Landings
 
 WAIT_S = 20.0
 DEVICE_BYTES = 256 << 20

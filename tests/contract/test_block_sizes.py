@@ -11,7 +11,7 @@ from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
 from dora.session.failure import fail
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import Driver, Response, make_request, over_the_wire, run
 from tests.contract.planes import WAIT_S, End, a_plane
 from tests.contract.workers import copying_of

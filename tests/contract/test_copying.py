@@ -11,7 +11,7 @@ from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.copying import Copying, NotMovable
 from dora.kvtransfer.transfer import Sent
 from dora.models.tiny import make_tiny
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.rounds import LEFT_BLOCKS, ROUNDS_MAX
 from tests.contract.driver import Driver, Response, make_request, run
 from tests.contract.planes import WAIT_S, End, a_plane, until

@@ -18,16 +18,16 @@ from dora.errors import TransferFailed
 from dora.kvtransfer.codec import closing_of, opening_of, parts_of, round_of
 from dora.kvtransfer.device import OnDevice, Whole, is_on_device
 from dora.kvtransfer.layout import blocks_for
-from dora.kvtransfer.nixl_pair import _device_place, nixl_package
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
+from dora.kvtransfer.transports.nixl_pair import _device_place, nixl_package
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.device.cpu import Cpu
-from dora.worker.device_memory import Landings
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.copying.cuda_blocks import DeviceStore
+from dora.worker.copying.device_memory import Landings
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.reservation import KvStore
+from dora.worker.vllm.device.cpu import Cpu
 from tests.contract import nixl_stand_in
 from tests.contract.conftest import Engines
 from tests.contract.driver import EVERYTHING, KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, make_request, run
@@ -226,7 +226,7 @@ class CpuAsDevice(Cpu):
 
 @pytest.fixture
 def vllm_driver(engines: Engines) -> Iterator[Driver]:
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     engines.close()  # one engine of vLLM in a process
     engine = VllmEngine(

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.kvtransfer.arena import STEP_BYTES
 from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.transports.arena import STEP_BYTES
 from dora.worker.engine import RolloutEngine
 from tests.contract.conftest import KINDS
 from tests.contract.driver import (

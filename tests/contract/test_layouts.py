@@ -13,7 +13,7 @@ from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
 from dora.weights.canary import compute_canary
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     EVERYTHING,
     GREEDY,
@@ -166,7 +166,7 @@ def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from dora.kvtransfer.reblock import _resized
-    from dora.worker.vllm_groups import interior_of
+    from dora.worker.vllm.groups import interior_of
 
     tokens, heads, size = 150, 2, 64
     generator = torch.Generator().manual_seed(1)

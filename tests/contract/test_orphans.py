@@ -12,7 +12,7 @@ from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.worker.engine import RolloutEngine
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from dora.worker.responses import Responses
 from tests.contract.driver import Driver, Response, VersionFolder, make_request

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora.kvtransfer.arena import STEP_BYTES
 from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.transports.arena import STEP_BYTES
 from dora.rpc import dora_pb2 as pb
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import MAX_MODEL_LEN_TOKENS, SLOTS, Driver, Response, VersionFolder, mixed_requests, run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.kvtransfer.arena import STEP_BYTES
+from dora.kvtransfer.transports.arena import STEP_BYTES
 from dora.models.tiny import make_tiny
 from dora.pool.spill import LOCK_FILE, PREFIX, SpillFolder
 from dora.pool.store import WAIT_S

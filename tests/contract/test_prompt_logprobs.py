@@ -12,7 +12,7 @@ import pytest
 from dora.data.types import RequestSpec
 from dora.errors import Conflict, InvalidValue
 from dora.weights.reference import read_reference
-from dora.worker.fake_model import FakeModel
+from dora.worker.fake.model import FakeModel
 from tests.contract.driver import GREEDY, ROUNDING, SAMPLED, SAMPLINGS, Driver, VersionFolder, make_request, run
 from tests.refusals import refused
 

@@ -18,9 +18,9 @@ from dora.kvtransfer.codec import head_of
 from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import TinyKind, make_tiny
-from dora.worker.device.cpu import Cpu
-from dora.worker.device.port import Device
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.port import Device
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,
     MAX_MODEL_LEN_TOKENS,

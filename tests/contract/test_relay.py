@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora.errors import InvalidValue, NotFound, TransferFailed
-from dora.kvtransfer.registry import is_installed
+from dora.kvtransfer.transports.registry import is_installed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
 from dora.weights import files, manifest

@@ -12,7 +12,7 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import make_tiny
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     GREEDY,
     KV_TOKENS,
@@ -126,8 +126,8 @@ def test_rows_are_those_of_one_rank(engine: VllmEngine, alone: Alone) -> None:
 
 
 def test_an_engine_that_routes_otherwise_than_its_config_says_is_refused() -> None:
-    from dora.worker.device.rank import RankKv, RankRouting
-    from dora.worker.vllm_ranks import check_routing
+    from dora.worker.vllm.device.rank import RankKv, RankRouting
+    from dora.worker.vllm.ranks import check_routing
 
     shape = RoutingShape(layers=3, top_k=2, experts=8)
     nowhere = RankKv(1, -1, 0, (), frozenset())

@@ -13,7 +13,7 @@ from dora.data.types import RequestSpec, RoutingShape
 from dora.models import routing
 from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import (
     FILLING,
     GREEDY,
@@ -63,7 +63,7 @@ def engine(kind: str, model: Path) -> Iterator[RolloutEngine]:
     if kind == "fake":
         engine = FakeEngine(**sizes, mean_tokens=25, model=model, router_replay=True)
     else:
-        from dora.worker.vllm_engine import VllmEngine
+        from dora.worker.vllm.engine import VllmEngine
 
         engine = VllmEngine(model, **sizes, router_replay=True)
     engine.load_weights(1, model, None)

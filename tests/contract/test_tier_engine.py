@@ -8,7 +8,7 @@ import pytest
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     EVERYTHING,
     GREEDY,

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from dora.errors import SnapshotRefused, TransferFailed
-from dora.kvtransfer.torch_group import Joining
-from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
-from dora.kvtransfer.transport import summed
+from dora.kvtransfer.transports.torch_group import Joining
+from dora.kvtransfer.transports.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transports.transport import summed
 from dora.kvtransfer.wire import Stream
 from tests.contract import group_peer
 from tests.contract.group_peer import CHUNK, LONG_S, attach, digest, joined_receiver

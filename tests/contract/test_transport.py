@@ -21,10 +21,10 @@ from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.checksum import digest_with
 from dora.kvtransfer.device import is_on_device
 from dora.kvtransfer.peer import Identity, Peer, greet
-from dora.kvtransfer.registry import is_installed
-from dora.kvtransfer.segments import sweep
 from dora.kvtransfer.transfer import Sent, Transfer
-from dora.kvtransfer.transport import CHUNK_BYTES
+from dora.kvtransfer.transports.registry import is_installed
+from dora.kvtransfer.transports.segments import sweep
+from dora.kvtransfer.transports.transport import CHUNK_BYTES
 from dora.kvtransfer.wire import Gone, Kind, Stream
 from tests.contract.planes import ON_DEVICE, SECRET, TRANSPORTS, WAIT_S, End, a_plane, name_of, until
 from tests.refusals import refused

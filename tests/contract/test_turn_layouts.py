@@ -6,7 +6,7 @@ import pytest
 
 from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, VersionFolder
 from tests.contract.test_engine_forks import (  # noqa: F401
     test_a_block_that_others_have_stays_theirs,

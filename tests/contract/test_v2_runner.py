@@ -10,7 +10,7 @@ import pytest
 
 from dora.engine_patches.patch import PatchFailed, nothing
 from dora.models.tiny import make_tiny
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests import v2_runner
 from tests.contract.driver import (
     EVERYTHING,

@@ -16,7 +16,7 @@ from dora.data.types import Canary
 from dora.errors import CanaryMismatch
 from dora.models.tiny import TinyKind, make_tiny
 from dora.weights.canary import compute_canary
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,
     MAX_MODEL_LEN_TOKENS,
@@ -137,7 +137,7 @@ def test_a_load_that_fails_half_way_serves_nothing_and_the_next_one_is_whole(
 ) -> None:
     if kind.ranks > 1:
         pytest.skip("ranks in processes of their own read the files themselves")
-    from dora.worker import weight_sources  # with vLLM, which only this test's process needs
+    from dora.worker.copying import weight_sources  # with vLLM, which only this test's process needs
 
     whole = weight_sources.mapped_tensors
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dora.engine_patches.patch import PatchFailed, nothing
 from dora.errors import CanaryMismatch
 from dora.weights.canary import compute_canary
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import GREEDY, SAMPLED, Driver, VersionFolder, make_request, mixed_requests, run
 from tests.refusals import refused
 
@@ -45,8 +45,8 @@ def reference(version_folder: VersionFolder) -> Iterator[torch.nn.Module]:
 
 
 def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) -> None:
-    from dora.worker import vllm_core
-    from dora.worker.device.port import EngineSettings
+    from dora.worker.vllm import core as vllm_core
+    from dora.worker.vllm.device.port import EngineSettings
 
     capability = engine.capability
     settings = EngineSettings(capability.slots, 0, 0, capability.max_model_len_tokens, capability.dtype)

@@ -19,7 +19,7 @@ from dora.weights.canary import compute_canary
 from dora.weights.files import header_of
 from dora.weights.reference import WEIGHTS_FILE
 from dora.weights.store import WeightStore
-from dora.worker.vllm_engine import VllmEngine
+from dora.worker.vllm.engine import VllmEngine
 from tests import host_images
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SAMPLED, SLOTS, make_request
 from tests.refusals import refused
@@ -61,7 +61,7 @@ class FullDevice:
 
 
 def test_a_device_without_room_for_a_layer_is_refused_by_name() -> None:
-    from dora.worker.vllm_ranks import Ranks
+    from dora.worker.vllm.ranks import Ranks
 
     ranks = object.__new__(Ranks)
     ranks._core = cast(Any, FullDevice())

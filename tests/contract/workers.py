@@ -15,7 +15,7 @@ from dora.kvtransfer.transfer import Transfer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire
 from dora.worker.engine import RolloutEngine
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.loop import EngineLoop, Versions
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.rounds import EngineRounds

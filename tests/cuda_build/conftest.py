@@ -8,7 +8,7 @@ import pytest
 IS_CHOSEN = "DORA_CUDA_BUILD" in os.environ
 
 if IS_CHOSEN:
-    from dora.worker.device.cuda import Cuda
+    from dora.worker.vllm.device.cuda import Cuda
 
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **Cuda.environment})
     from tests.cuda_build import stand_in

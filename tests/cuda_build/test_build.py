@@ -13,8 +13,8 @@ import torch
 
 from dora.errors import InvalidValue
 from dora.system.environment import BATCH_INVARIANT
-from dora.worker.device.cuda import CHUNK_TOKENS, Cuda
-from dora.worker.device.port import EngineSettings
+from dora.worker.vllm.device.cuda import CHUNK_TOKENS, Cuda
+from dora.worker.vllm.device.port import EngineSettings
 from tests.refusals import refused
 
 SETTINGS = EngineSettings(slots=16, kv_tokens=0, block_tokens=0, max_model_len_tokens=512, dtype="bfloat16")
@@ -23,7 +23,7 @@ REPLACED = ("vllm.v1.worker.cpu", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.c
 
 
 def config_of(model: Path, settings: EngineSettings = SETTINGS) -> Any:
-    from dora.worker import vllm_core
+    from dora.worker.vllm import core as vllm_core
 
     return vllm_core.arguments(model, settings, DEVICE).create_engine_config()
 
@@ -101,8 +101,8 @@ def test_kv_is_resharded_only_where_heads_lie_in_a_row(layout: str) -> None:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from dora.kvtransfer.snapshot import UNKNOWN
-    from dora.worker.cuda_blocks import DeviceStore
-    from dora.worker.vllm_groups import interior_on_device
+    from dora.worker.copying.cuda_blocks import DeviceStore
+    from dora.worker.vllm.groups import interior_on_device
 
     blocks, names, chosen = 4, ["layer.0", "layer.1"], KVCacheLayout[layout]
 
@@ -140,8 +140,14 @@ def test_kv_is_resharded_only_where_heads_lie_in_a_row(layout: str) -> None:
 
 
 def test_no_module_of_the_engine_imports_vllms_cpu_modules() -> None:
-    from dora.worker import vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, weight_sources
-    from dora.worker.device import cuda_rank
+    from dora.worker.copying import weight_sources
+    from dora.worker.vllm import core as vllm_core
+    from dora.worker.vllm import engine as vllm_engine
+    from dora.worker.vllm import ranks as vllm_ranks
+    from dora.worker.vllm import requests as vllm_requests
+    from dora.worker.vllm import tier as vllm_tier
+    from dora.worker.vllm import weights as vllm_weights
+    from dora.worker.vllm.device import cuda_rank
 
     modules = (vllm_core, vllm_engine, vllm_ranks, vllm_requests, vllm_tier, vllm_weights, weight_sources, cuda_rank)
     assert all(modules)
@@ -170,7 +176,7 @@ def test_a_block_size_of_the_user_is_kept(model: Path) -> None:
 def test_the_rank_is_vllms_worker_with_what_the_engine_calls() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    from dora.worker.device.cuda_rank import CudaRank
+    from dora.worker.vllm.device.cuda_rank import CudaRank
 
     assert issubclass(CudaRank, Worker) and CudaRank.__mro__[1].__name__ == "Rank"
     for name in ("start_weight_update", "update_weights", "finish_weight_update", "unproven_patch", "shown_kv"):
@@ -193,8 +199,8 @@ def test_what_is_overridden_is_called_as_vllm_calls_it() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from dora.worker.vllm_connector import SnapshotConnector
-    from dora.worker.vllm_scheduler import HoldingScheduler
+    from dora.worker.vllm.connector import SnapshotConnector
+    from dora.worker.vllm.scheduler import HoldingScheduler
 
     assert not SnapshotConnector.__abstractmethods__
     for kind, base in ((SnapshotConnector, KVConnectorBase_V1), (HoldingScheduler, Scheduler)):
@@ -250,7 +256,7 @@ def test_kv_as_the_build_lays_it_out_is_blocks_that_can_be_copied(layout: str, k
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from dora.worker.cuda_blocks import DeviceStore
+    from dora.worker.copying.cuda_blocks import DeviceStore
 
     blocks, names = 6, ["layer.0", "layer.1"]
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -281,7 +287,7 @@ def test_the_batch_invariant_mode_chooses_a_backend_that_has_it_or_is_refused(
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
-    from dora.worker.vllm_core import names_batch_invariance
+    from dora.worker.vllm.core import names_batch_invariance
 
     monkeypatch.setenv(BATCH_INVARIANT, "1")
     DEVICE.check_platform(replace(SETTINGS, batch_invariant=True))
@@ -297,7 +303,7 @@ def test_the_batch_invariant_mode_chooses_a_backend_that_has_it_or_is_refused(
 
 @pytest.mark.parametrize("kind", ["Stream", "Event"])
 def test_a_process_whose_torch_was_replaced_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dora.worker.streams import CudaStreams
+    from dora.worker.copying.streams import CudaStreams
 
     class Replaced:
         pass
@@ -311,7 +317,7 @@ def test_a_process_whose_torch_was_replaced_is_refused(kind: str, monkeypatch: p
 def test_too_large_a_kv_cache_is_refused_by_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM runs out of memory while it allocates, which is no ValueError."""
     from dora.errors import LimitExceeded
-    from dora.worker import vllm_core
+    from dora.worker.vllm import core as vllm_core
 
     def core(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")

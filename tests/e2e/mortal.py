@@ -86,7 +86,7 @@ def mortal_workers(module: Any) -> None:
 
 
 def worker() -> None:
-    from dora.worker.fake_engine import FakeEngine
+    from dora.worker.fake.engine import FakeEngine
 
     around(FakeEngine, "load_weights", before="load", after="loaded")
 

@@ -23,7 +23,7 @@ from dora.models.tiny import make_tiny
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.committed import missing
 from dora.ops.verify.invariants import violations
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import Response, farthest, run
 from tests.e2e.mortal import ITSELF
 from tests.e2e.restarts import Killed, settings_of

@@ -15,7 +15,7 @@ from dora.client import Operator
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import RequestSpec
 from dora.rpc.roles import Role
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import Response, farthest, run
 from tests.service import ask_move, check_promises, configured, during, running, until
 

@@ -18,7 +18,7 @@ from dora.core.rules.restoring import durable
 from dora.journal.finding import find
 from dora.orchestrator import starting
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
 from tests.service import configured, during, move_one, running

@@ -20,7 +20,7 @@ from dora.models import routing
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.invariants import violations
 from dora.orchestrator.starting import ServiceHandle
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import run
 from tests.e2e.test_sessions_fake import GROUP_SIZE, prompts_of, through_restarts
 from tests.refusals import refused

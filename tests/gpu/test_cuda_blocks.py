@@ -8,7 +8,7 @@ import torch
 
 from dora.kvtransfer.device import OnDevice
 from dora.weights.words import checksum
-from dora.worker.cuda_blocks import DeviceStore
+from dora.worker.copying.cuda_blocks import DeviceStore
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 
 pytestmark = [

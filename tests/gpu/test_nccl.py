@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.torch_pair import _Stage
+from dora.kvtransfer.transports.torch_pair import _Stage
 from dora.ops.doctor.kv_between import prove
 from tests.contract.planes import a_plane
 

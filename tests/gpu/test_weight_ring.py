@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dora.errors import DeadlineExceeded
 from dora.weights.load_time import LoadDeadline
-from dora.worker.weight_ring import WeightRing
+from dora.worker.copying.weight_ring import WeightRing
 from tests.refusals import refused
 
 pytestmark = [

@@ -181,7 +181,7 @@ def exported(trained: Trained, name: str) -> Any:
 
 @pytest.mark.parametrize("kind", IN_VLLM)
 def test_exported_weights_say_in_vllm_what_they_say_in_megatron(kind: str, trained: Trained) -> None:
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
     engine = VllmEngine(trained.models[kind], slots=4, kv_tokens=512, max_model_len_tokens=128)
     try:

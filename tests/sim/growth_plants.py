@@ -11,8 +11,9 @@ from dora.journal import content
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
 from dora.orchestrator.recovery import recovery_state
-from dora.orchestrator.rollout import delivery, response_buffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses import buffer as response_buffer
+from dora.orchestrator.rollout.responses import delivery
+from dora.orchestrator.rollout.responses.state import ResponseState
 
 Patch = pytest.MonkeyPatch
 

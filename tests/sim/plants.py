@@ -37,12 +37,12 @@ from dora.core.rules import (
 )
 from dora.core.state import LEASED, State
 from dora.data.token_spans import Column, TokenColumns
-from dora.lab.sim import crash
-from dora.lab.sim.service import SimLog
+from dora.lab.sim.faults import crash
+from dora.lab.sim.faults.service import SimLog
 from dora.orchestrator.recovery import recovery_state
-from dora.orchestrator.rollout.accepted import Accepted
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import TOKEN
+from dora.orchestrator.rollout.responses.accepted import Accepted
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import TOKEN
 
 Patch = pytest.MonkeyPatch
 

@@ -24,11 +24,12 @@ from dora.core.rules import (
 from dora.core.state import IDLE, RequestStatus, State
 from dora.data.trajectory import Trajectory
 from dora.journal import records
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.ledger import Response
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.lab.sim_engine.request import SimRequest
-from dora.orchestrator.rollout import branches, delivery, response_buffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses import branches, delivery
+from dora.orchestrator.rollout.responses import buffer as response_buffer
+from dora.orchestrator.rollout.responses.state import ResponseState
 
 Patch = pytest.MonkeyPatch
 

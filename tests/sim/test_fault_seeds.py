@@ -12,11 +12,11 @@ from dora.core.dispatcher import Dispatcher
 from dora.core.handoff.table import TABLE, Action, Handoff, Kind, Phase, Signal
 from dora.core.policies import POLICIES, allows_any
 from dora.core.policies.dora import DoraPolicy
-from dora.lab.sim.fault_kinds import KINDS
-from dora.lab.sim.served import Habits
-from dora.lab.sim.sweep import SweepReport, sweep
-from dora.lab.sim.trial import Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
+from dora.lab.sim.faults.fault_kinds import KINDS
+from dora.lab.sim.faults.served import Habits
+from dora.lab.sim.faults.sweep import SweepReport, sweep
+from dora.lab.sim.faults.trial import Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.workload import FILTERED
 from tests.sim.seeds import seeds_of
 from tests.unit.test_machine import Bench

@@ -9,8 +9,8 @@ from dora.core import events as on
 from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
-from dora.lab.sim.trial import Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
+from dora.lab.sim.faults.trial import Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.orchestrator.recovery import recovery_state
 
 LAST = 60  # beginnings of each log, up to its end, where the prompts run out

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora.lab.sim.trial import DRAWN, Trial
+from dora.lab.sim.faults.trial import DRAWN, Trial
 from tests.sim import growth_plants as growth
 from tests.sim import plants
 from tests.sim import session_plants as sessions

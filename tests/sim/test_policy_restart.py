@@ -9,10 +9,10 @@ from dora.core.observation import view_of
 from dora.core.plan import LINE, POOL, Move, Trigger
 from dora.core.policies import POLICIES, policy_of
 from dora.core.state import State
-from dora.lab.sim.fault_kinds import KINDS
+from dora.lab.sim.faults.fault_kinds import KINDS
+from dora.lab.sim.faults.trial import Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.presets import scenario_for
-from dora.lab.sim.trial import Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.lab.sim.world import World
 
 EVERY = 37  # events between two restarts: no divisor of any rhythm in the runs

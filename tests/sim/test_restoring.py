@@ -13,10 +13,10 @@ from dora.core.policies import POLICIES, allows_any
 from dora.core.rules import restoring
 from dora.core.state import RUNNING, State
 from dora.errors import Conflict, InvalidValue
+from dora.lab.sim.faults.trial import Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.invariants import check_state
 from dora.lab.sim.presets import scenario_for
-from dora.lab.sim.trial import Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.lab.sim.world import World
 from tests.refusals import refused
 

@@ -10,9 +10,9 @@ from dora.core import events as on
 from dora.core.policies import POLICIES
 from dora.core.rules.selection import REDUNDANT
 from dora.errors import InvalidValue
+from dora.lab.sim.figures.report import Report
 from dora.lab.sim.ledger import Ledger, Lost
 from dora.lab.sim.presets import composed
-from dora.lab.sim.report import Report
 from dora.lab.sim.run import simulate
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream

@@ -4,10 +4,10 @@ import pytest
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.lab.sim.fault_kinds import KINDS
+from dora.lab.sim.faults.fault_kinds import KINDS
+from dora.lab.sim.faults.trial import DRAWN, Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.ledger import Failure, failure_of
-from dora.lab.sim.trial import DRAWN, Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.lab.sim.watch import Watch
 from tests.sim import plants
 from tests.sim.seeds import seeds_of
@@ -17,7 +17,7 @@ QUIET = 20  # seeds in which a watch has nothing to say
 
 # What only a look at the whole state finds: how many workers are to stay is no single one's, and what a snapshot would
 # show is nobody's. What a core draws by lot shows where its events are replayed, and who is replaced without a reason
-# shows where every eviction is checked (dora/lab/sim/unsteady.py).
+# shows where every eviction is checked (dora/lab/sim/faults/unsteady.py).
 UNNAMED = {
     plants.staying_is_counted_again,
     plants.given_work_is_not_noted,
@@ -38,7 +38,7 @@ class WatchedWorld(UnreliableWorld):
         self.watch.saw(self.now_s, event, commands)
 
 
-# A watch stays with one core: what a core that starts again stands at is compared as a whole (lab/sim/unsteady.py).
+# A watch stays with one core: what a core that starts again stands at is compared as a whole (sim/faults/unsteady.py).
 CRASH = "crash"
 ALL = ",".join(kind for kind in KINDS if kind != CRASH)
 SEEN = [bug for bug in BUGS if bug.plant not in UNNAMED and CRASH not in bug.kinds.split(",")]

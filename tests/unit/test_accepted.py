@@ -7,10 +7,10 @@ from dora.config import RolloutConfig
 from dora.data.given_digest import beginning_digest, given_digest
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import Prompt
-from dora.orchestrator.rollout.accepted import BegunSegment
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ReportError
-from dora.orchestrator.rollout.session_paths import runs_of
+from dora.orchestrator.rollout.responses.accepted import BegunSegment
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.session_paths import runs_of
+from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from tests.refusals import refused

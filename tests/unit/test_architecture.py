@@ -10,7 +10,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.lab.planning.layout import Stage, stage_parameters, stages
 from dora.lab.planning.models import MODELS, ModelSpec
-from dora.ops.cli.model_architecture import planned_model
+from dora.ops.cli.offline.model_architecture import planned_model
 from tests.refusals import refused
 
 # The fields that determine sizes, as published.

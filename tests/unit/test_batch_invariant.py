@@ -14,11 +14,11 @@ from dora.errors import InvalidValue
 from dora.host.command import LaunchContext, worker_argv, worker_environment
 from dora.orchestrator.recovery.changed_settings import FIXED
 from dora.system.environment import BATCH_INVARIANT
-from dora.worker import vllm_environment
 from dora.worker.__main__ import _parser
-from dora.worker.device.cpu import Cpu
-from dora.worker.device.cuda import Cuda
-from dora.worker.device.port import EngineSettings
+from dora.worker.vllm import environment as vllm_environment
+from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.cuda import Cuda
+from dora.worker.vllm.device.port import EngineSettings
 from tests.refusals import refused
 from tests.service import configured
 from tests.snippets import ROOT
@@ -137,7 +137,7 @@ def test_vllms_refusals_of_its_kernels_are_known_as_such(monkeypatch: pytest.Mon
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.attention.selector import _cached_get_mamba_attn_backend
 
-    from dora.worker.vllm_core import names_batch_invariance
+    from dora.worker.vllm.core import names_batch_invariance
 
     def reasons(**named: bool) -> list[str]:
         return CPUAttentionBackend.validate_configuration(

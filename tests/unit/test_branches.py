@@ -15,9 +15,9 @@ from dora.journal.content import Content
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.journal.records import Tokens
 from dora.ops.verify.invariants import violations
-from dora.orchestrator.rollout.branches import leaves, trajectories
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.branches import leaves, trajectories
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
 from tests.unit.test_accepted import reported
 

@@ -14,7 +14,7 @@ from dora.orchestrator.rollout.streams import Sessions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire, columns_to_wire
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.gathering import Gathering
 from dora.worker.loop import EngineLoop
 from tests.contract.workers import anywhere

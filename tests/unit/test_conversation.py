@@ -12,8 +12,8 @@ from dora.data.trajectory import Trajectory
 from dora.data.types import EnvironmentEvent, Segment
 from dora.errors import InvalidValue, NotFound
 from dora.models.tiny_vocabulary import VOCABULARY
+from dora.ops.cli.control.service import DEMO_RECORD
 from dora.ops.cli.exits import ExitCode
-from dora.ops.cli.service import DEMO_RECORD
 from dora.ops.demo.folder import DEFAULT_RECORD
 from dora.ops.view.conversation import conversation_lines
 from tests.contract.trainer_service import make_trajectory

@@ -17,8 +17,8 @@ from dora.errors import TransferFailed
 from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.device import is_on_device
 from dora.kvtransfer.snapshot import KvLayout
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.layer_rows import LayerRows, TensorMisfit
+from dora.worker.copying.cuda_blocks import DeviceStore
+from dora.worker.copying.layer_rows import LayerRows, TensorMisfit
 from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 from tests.refusals import refused

@@ -11,12 +11,12 @@ import pytest
 from dora.config import KvConfig
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue
-from dora.worker.device.choice import device_named
-from dora.worker.device.cpu import Cpu
-from dora.worker.device.cuda import Cuda
-from dora.worker.device.port import KINDS, EngineSettings, Kind, check_installed
-from dora.worker.vllm_engine import VllmEngine
-from dora.worker.vllm_views import KvViews, Live
+from dora.worker.vllm.device.choice import device_named
+from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.cuda import Cuda
+from dora.worker.vllm.device.port import KINDS, EngineSettings, Kind, check_installed
+from dora.worker.vllm.engine import VllmEngine
+from dora.worker.vllm.views import KvViews, Live
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from packaging.specifiers import SpecifierSet
 
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 from dora.errors import InvalidValue
-from dora.worker import vllm_environment
-from dora.worker.device.choice import device_named
-from dora.worker.device.cpu import Cpu
+from dora.worker.vllm import environment as vllm_environment
+from dora.worker.vllm.device.choice import device_named
+from dora.worker.vllm.device.cpu import Cpu
 from tests.refusals import data_words, refused
 from tests.unit.test_locks import pins
 
@@ -105,14 +105,14 @@ def imported(file: Path) -> set[str]:
 def test_vllms_cpu_modules_are_imported_by_the_cpu_adapter_alone() -> None:
     """Their import replaces parts of ``torch.cuda`` in the whole process."""
     of_vllm = ("vllm.v1.worker.cpu", "vllm.model_executor.layers.fused_moe.experts.cpu_moe", f"{SCALED}.cpu")
-    of_dora = ("dora.engine_patches.cpu", "dora.worker.device.cpu_rank")
+    of_dora = ("dora.engine_patches.cpu", "dora.worker.vllm.device.cpu_rank")
     for file in (ROOT / "dora").rglob("*.py"):
         name = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         if name.startswith(of_dora):
             continue
         found = imported(file)
         assert not [each for each in found if each.startswith(of_vllm)], name
-        assert name == "dora.worker.device.cpu" or not [each for each in found if each.startswith(of_dora)], name
+        assert name == "dora.worker.vllm.device.cpu" or not [each for each in found if each.startswith(of_dora)], name
 
 
 def test_a_random_stream_advanced_at_once_is_where_single_draws_lead() -> None:

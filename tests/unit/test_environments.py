@@ -17,7 +17,7 @@ from dora.journal.content import Content
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.journal.records import Tokens
 from dora.orchestrator.rollout.environments import ATTENDEES_MAX, Environments
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.rpc.errors import LimitExceeded
 from tests.refusals import refused
 from tests.unit.test_accepted import reported

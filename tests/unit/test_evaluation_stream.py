@@ -10,8 +10,8 @@ from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
 from dora.orchestrator.rollout import evaluations as module
 from dora.orchestrator.rollout.evaluations import UNREAD, Evaluations
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import TOKEN, SegmentStart
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import TOKEN, SegmentStart
 from dora.rpc.errors import LimitExceeded
 from tests.refusals import refused
 

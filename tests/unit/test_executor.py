@@ -23,8 +23,8 @@ from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
 from dora.orchestrator.rollout.record_queue import RecordQueue
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import TOKEN
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import TOKEN
 from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dora.agents.front.door import Limits
+from dora.agents.front.protocols.tinker import sample_pb2 as pb
+from dora.agents.front.protocols.tinker.futures import Futures
 from dora.agents.front.source import Opening
-from dora.agents.front.tinker import sample_pb2 as pb
-from dora.agents.front.tinker.futures import Futures
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 from tests.unit.front_service import FakeService, front, front_of, fronts, prompt_logprobs_of

@@ -19,7 +19,7 @@ from dora.lab.sim.invariants import check_state
 from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from tests.refusals import refused
 
 SIZE, LEAST = 4, 2

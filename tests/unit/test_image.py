@@ -157,7 +157,7 @@ def publisher(tmp_path: Path, model: Path) -> Iterator[Publisher]:
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The tensors of a version as an engine reads them from its image; None: it has none."""
-    from dora.worker.image_source import image_source
+    from dora.worker.copying.image_source import image_source
 
     with noted(folder) as note:
         if note is None:

@@ -9,8 +9,8 @@ from dora.host import proof
 from dora.kvtransfer.device import is_on_device
 from dora.ops.doctor.kv_between import kv_between, prove
 from dora.ops.doctor.verdict import Skipped, Subject
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.device.cuda import Cuda
+from dora.worker.copying.cuda_blocks import DeviceStore
+from dora.worker.vllm.device.cuda import Cuda
 
 
 def test_the_proof_holds_between_two_processes(tmp_path: Path) -> None:

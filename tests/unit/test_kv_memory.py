@@ -1,11 +1,11 @@
-"""The allocation of a rank's KV-cache (``vllm_blocks.KvMemory``)."""
+"""The allocation of a rank's KV-cache (``vllm.blocks.KvMemory``)."""
 
 import os
 
 import numpy as np
 import pytest
 
-from dora.worker.vllm_blocks import KvMemory, mapped
+from dora.worker.vllm.blocks import KvMemory, mapped
 
 torch = pytest.importorskip("torch")
 

@@ -6,11 +6,11 @@ import pytest
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.lab.sim.fault_kinds import strike
-from dora.lab.sim.meter import Meter
+from dora.lab.sim.faults.fault_kinds import strike
+from dora.lab.sim.faults.trial import HORIZON_S, Trial
+from dora.lab.sim.faults.unreliable import UnreliableWorld
+from dora.lab.sim.figures.meter import Meter
 from dora.lab.sim.presets import composed
-from dora.lab.sim.trial import HORIZON_S, Trial
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.lab.sim.world import World
 
 

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from dora.ops.cli.exits import DoraGroup
-from dora.ops.cli.plan import plan
+from dora.ops.cli.offline.plan import plan
 
 TWO_BUDGETS = ("--rollout-gpus", "8", "--train-gpus", "8")
 

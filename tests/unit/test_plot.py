@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.lab.sim.panels import ARROW_GAP, ARROWS_MAX, BESIDE_MAX, ROWS_MAX, bundled
-from dora.lab.sim.plot import draw
-from dora.lab.sim.report import Arrow, Report, Span, StepSpan, Timeline
+from dora.lab.sim.figures.panels import ARROW_GAP, ARROWS_MAX, BESIDE_MAX, ROWS_MAX, bundled
+from dora.lab.sim.figures.plot import draw
+from dora.lab.sim.figures.report import Arrow, Report, Span, StepSpan, Timeline
 from tests.refusals import refused
 
 REPORT = Report(

@@ -20,7 +20,7 @@ from dora.errors import Conflict, DoraError, InvalidValue
 from dora.lab.planning.profile import coefficients_of, fit, validate
 from dora.lab.sim.scenario import Cluster
 from dora.ops.cli.exits import DoraGroup, ExitCode
-from dora.ops.cli.profile import coefficients_text, conclude, failure, profile
+from dora.ops.cli.offline.profile import coefficients_text, conclude, failure, profile
 from dora.ops.view.profile import profile_tree
 from dora.worker.profiling import MIXTURE_BATCHES, USUAL, Grid, check_grid, default_grid, keep_busy, measure
 from tests.refusals import refused

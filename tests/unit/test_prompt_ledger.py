@@ -10,11 +10,11 @@ from dora.data.types import Prompt
 from dora.errors import Conflict, IllegalTransition
 from dora.journal import records
 from dora.journal.ledger import Ledger
-from dora.lab.sim.service import SimLog
+from dora.lab.sim.faults.service import SimLog
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger, PromptState
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState
 
 PROMPT = Prompt("p", "task", (1, 2), group_size=2)
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.errors import TransferFailed
-from dora.worker import rank_stores
-from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.rank_stores import FromOutside, RankStores, store_of_ranks
-from dora.worker.streams import Mark
+from dora.worker.copying import rank_stores
+from dora.worker.copying.cuda_blocks import DeviceStore
+from dora.worker.copying.rank_stores import FromOutside, RankStores, store_of_ranks
+from dora.worker.copying.streams import Mark
 from tests.refusals import refused
 from tests.streams import Simulated, Work, _nothing
 

@@ -28,7 +28,7 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import CALLER, SESSION, Caller, Role, Tokens
 from dora.weights.store import WeightStore
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.full import files_up_to
 from tests.unit.journal.incarnations import opened
 from tests.unit.test_runtime import Praise, Shell

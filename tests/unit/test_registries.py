@@ -10,7 +10,7 @@ from dora.errors import InvalidValue
 from dora.host import launchers
 from dora.host.launchers import launcher_named
 from dora.host.processes import Processes
-from dora.kvtransfer.registry import TRANSPORTS, check_transports, installed, is_installed
+from dora.kvtransfer.transports.registry import TRANSPORTS, check_transports, installed, is_installed
 from dora.orchestrator.setup import check_engine
 from tests.refusals import refused
 

@@ -17,11 +17,11 @@ from dora.core import events as on
 from dora.core.groups.window import Window
 from dora.errors import DoraError, InvalidValue
 from dora.lab.sim import world
+from dora.lab.sim.faults.trial import Trial, conduct
+from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.invariants import fingerprint
-from dora.lab.sim.trial import Trial, conduct
-from dora.lab.sim.unreliable import UnreliableWorld
 from dora.ops.cli.exits import DoraGroup
-from dora.ops.cli.replay import replay as replay_command
+from dora.ops.cli.offline.replay import replay as replay_command
 from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
 from tests.eventlogs import FolderWriter

@@ -17,17 +17,17 @@ from dora.models import routing
 from dora.models.experts import routing_of
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.invariants import violations
-from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ReportError, ResponseState
+from dora.orchestrator.rollout.responses.branches import trajectories
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ReportError, ResponseState
 from dora.orchestrator.services.turn_request import given_of
 from dora.orchestrator.setup import routing_wanted
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.convert import request_to_wire, trajectory_bytes_most, trajectory_from_wire, trajectory_to_wire
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.trainer_service import make_trajectory
 from tests.contract.workers import Worker
 from tests.refusals import data_words, refused

@@ -19,10 +19,10 @@ from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Int32Array
 from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import IllegalTransition, InvalidValue, NotFound
-from dora.kvtransfer.segments import SegmentPool
+from dora.kvtransfer.transports.segments import SegmentPool
 from dora.metrics.distribution import LATENCY_BOUNDS_S
 from dora.orchestrator.rollout.feed import PromptFeed
-from dora.orchestrator.rollout.response_state import ReportError
+from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime

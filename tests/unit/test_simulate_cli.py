@@ -18,17 +18,17 @@ from dora.core.plan import Plan, Trigger
 from dora.core.policies import POLICIES, Strategy
 from dora.core.policies.laxity import LaxityPolicy
 from dora.core.view import View
+from dora.lab.sim.figures.meter import Consumed
+from dora.lab.sim.figures.report import Report
 from dora.lab.sim.ledger import Group
-from dora.lab.sim.meter import Consumed
 from dora.lab.sim.partial import strategies
 from dora.lab.sim.presets import NAMES, composed, preset, scenario_for
-from dora.lab.sim.report import Report
 from dora.lab.sim.run import simulate as simulate_scenario
 from dora.lab.sim.workload import WorkloadStream
 from dora.ops.cli.app import app
 from dora.ops.cli.exits import ExitCode
+from dora.ops.cli.offline.simulate import run as simulate
 from dora.ops.cli.output import progress_bar
-from dora.ops.cli.simulate import run as simulate
 
 NO_COST = [
     word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from dora.lab.sim.figures.report import Report
 from dora.lab.sim.presets import scenario_for
-from dora.lab.sim.report import Report
-from dora.ops.cli.simulate import run as simulate
+from dora.ops.cli.offline.simulate import run as simulate
 from dora.ops.view.comparison import comparison, comparison_table
 from dora.ops.view.simulation import report_table, report_tree
 from tests.unit.test_plot import REPORT

@@ -9,9 +9,9 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.data.step_parts import PARTS, named
 from dora.data.types import Prompt, SamplingParams
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState, SegmentStart
-from dora.orchestrator.rollout.session_paths import GivenRun
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.session_paths import GivenRun
+from dora.orchestrator.rollout.responses.state import ResponseState, SegmentStart
 from dora.orchestrator.rollout.step_times import StepTimes, divided, spans_of
 
 OFFSET = 1_000_000.0  # of the wall clock to the monotonic one

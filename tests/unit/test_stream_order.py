@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.snapshot import KvLayout, Pieces
-from dora.worker.cuda_blocks import DeviceStore, _Batch
+from dora.worker.copying.cuda_blocks import DeviceStore, _Batch
+from dora.worker.copying.streams import DONE, Mark
 from dora.worker.reservation import Begun, Reservation
-from dora.worker.streams import DONE, Mark
 from tests.cuda_layouts import Made, Sizes, made
 from tests.streams import Simulated, Work, _nothing
 

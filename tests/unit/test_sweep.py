@@ -14,13 +14,13 @@ from dora.core.groups.window import Window
 from dora.core.policies import POLICIES
 from dora.core.rules import membership
 from dora.errors import InvalidValue
-from dora.lab.sim.fault_kinds import KINDS, draw_faults, kinds_of
-from dora.lab.sim.shrinking import ddmin, shrunk
-from dora.lab.sim.sweep import replay, sweep
-from dora.lab.sim.trial import HORIZON_S, Trial
-from dora.lab.sim.wire import GAP_LIMIT_S, Trouble, Wire
+from dora.lab.sim.faults.fault_kinds import KINDS, draw_faults, kinds_of
+from dora.lab.sim.faults.shrinking import ddmin, shrunk
+from dora.lab.sim.faults.sweep import replay, sweep
+from dora.lab.sim.faults.trial import HORIZON_S, Trial
+from dora.lab.sim.faults.wire import GAP_LIMIT_S, Trouble, Wire
 from dora.ops.cli.exits import DoraGroup, ExitCode
-from dora.ops.cli.simulate.sweep import sweep as sweep_command
+from dora.ops.cli.offline.simulate.sweep import sweep as sweep_command
 from tests.refusals import data_words, refused
 
 TOKEN = "0:dora:all:all:0:2"

@@ -17,10 +17,10 @@ from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.recovery.resume import restore_buffer
 from dora.orchestrator.recovery.state_folder import state_folder_of
-from dora.orchestrator.rollout.branches import trajectories
 from dora.orchestrator.rollout.journal import Journal
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import readers
+from dora.orchestrator.rollout.responses.branches import trajectories
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import readers
 from dora.orchestrator.starting import journal_of
 from dora.rpc import convert, packed
 from dora.rpc import dora_pb2 as pb
@@ -65,7 +65,7 @@ def test_every_kind_of_value_can_be_written() -> None:
 
 def test_the_service_computes_each_field() -> None:
     lacking = DECLARED.keys() ^ readers(0, 0, 1).keys()
-    assert not lacking, f"dora/orchestrator/rollout/response_state.py: no value is read for {lacking}"
+    assert not lacking, f"dora/orchestrator/rollout/responses/state.py: no value is read for {lacking}"
 
 
 def configured(state: Path) -> Config:

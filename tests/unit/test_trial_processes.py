@@ -7,10 +7,10 @@ from multiprocessing import active_children
 import pytest
 
 from dora.core.policies import POLICIES
+from dora.lab.sim.faults.sweep import sweep
+from dora.lab.sim.faults.trial import Trial
+from dora.lab.sim.faults.trial_processes import TRIALS_A_PROCESS, TrialsEnded, outcomes, processes_for
 from dora.lab.sim.ledger import Failure
-from dora.lab.sim.sweep import sweep
-from dora.lab.sim.trial import Trial
-from dora.lab.sim.trial_processes import TRIALS_A_PROCESS, TrialsEnded, outcomes, processes_for
 from tests.refusals import refused
 
 TRIALS = [Trial(seed, "dora", "kill") for seed in range(7)]

@@ -14,10 +14,11 @@ import dora.ops.cli
 from dora.data.run_record import Recorder
 from dora.data.types import Segment
 from dora.errors import InvalidValue, LimitExceeded
-from dora.ops.cli import demo, evaluate
+from dora.ops.cli import demo
 from dora.ops.cli.app import app
+from dora.ops.cli.control import evaluate
 from dora.ops.cli.exits import ExitCode
-from dora.ops.cli.simulate import run as simulate
+from dora.ops.cli.offline.simulate import run as simulate
 from dora.ops.demo.report import DemoReport, build_report
 from dora.ops.doctor import engine_checks
 from dora.ops.doctor import run as doctor

@@ -22,9 +22,9 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.failure import fail
 from dora.weights.load_time import READ_SHARE, LoadDeadline, load_limit_s
 from dora.weights.reference import DTYPE_BYTES, Reference, TensorHeader, read_layout
-from dora.worker import weight_ring
-from dora.worker.streams import DONE, Mark
-from dora.worker.weight_ring import DTYPES, Piece, Slot, WeightRing
+from dora.worker.copying import weight_ring
+from dora.worker.copying.streams import DONE, Mark
+from dora.worker.copying.weight_ring import DTYPES, Piece, Slot, WeightRing
 from tests.refusals import refused
 from tests.streams import Simulated, Work, _nothing
 

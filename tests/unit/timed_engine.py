@@ -6,7 +6,7 @@ from pathlib import Path
 from dora.core.forecast.cost import CostModel
 from dora.data.engine_samples import DecodeSample, PrefillSample
 from dora.data.types import RequestSpec, TokenDelta
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 
 COST = CostModel(kv_token_s=2e-6, weights_s=0.012, request_s=0.003, step_s=0.02, prefill_token_s=5e-4)
 SLOTS, KV_TOKENS, CONTEXT = 8, 8192, 512

@@ -9,13 +9,14 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from dora.agents.front import anthropic, chat, completions, control, responses, tokens
+from dora.agents.front import control
 from dora.agents.front.callers import ENDS, OPENS, TURNS
 from dora.agents.front.door import Door
 from dora.agents.front.errors import TooLarge, anthropic_body, openai_body, status_of
 from dora.agents.front.http import DOOR, ErrorBody, Handler, refusing
 from dora.agents.front.listening import BACKLOG, url_of
-from dora.agents.front.tinker.routes import add_routes
+from dora.agents.front.protocols import anthropic, chat, completions, responses, tokens
+from dora.agents.front.protocols.tinker.routes import add_routes
 from dora.errors import DoraError, InvalidValue, NotFound
 from dora.rpc.bearer import READS
 from dora.system.memory import collecting_rarely

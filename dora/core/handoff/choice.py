@@ -5,7 +5,7 @@ from typing import Final
 
 from dora.core.forecast.cost import CostModel
 
-# The default for an engine without a profile: a 32B model on four H800, as dora/lab/sim/scenario.py. Only ratios matter.
+# The default for an engine without a profile: a 32B model on four H800, as in lab/sim/scenario.py. Only ratios matter.
 TYPICAL: Final = CostModel(kv_token_s=3e-8, weights_s=6e-3, request_s=5e-5, step_s=2e-2, prefill_token_s=4e-5)
 
 

@@ -4,7 +4,7 @@ vLLM's runner treats every new request as a prompt without outputs. Re-sending o
 output penalties, ``min_tokens`` and ``max_tokens`` count from the prompt's end, and the seeded random stream restarts.
 With this patch a new request whose sampling parameters carry ``OUTPUTS_KEY`` enters with those outputs *as outputs*,
 and its random stream is advanced by its draws. A later turn of a session enters the same way: everything before it is
-its prompt, so it may have draws without outputs. The scheduler's half is ``dora.worker.vllm_scheduler``.
+its prompt, so it may have draws without outputs. The scheduler's half is ``dora.worker.vllm.scheduler``.
 
 The CPU sampler draws one ``torch.randint(0, 2**31)`` for each token of a seeded request (vllm/v1/sample/ops/
 topk_topp_sampler.py, ``forward_cpu``). ``verify`` refuses samplers that draw differently.

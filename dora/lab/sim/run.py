@@ -12,11 +12,11 @@ from dora.core.forecast.adjustment import groups_to_add
 from dora.core.rules.selection import spare_groups
 from dora.errors import DoraError, InvalidValue
 from dora.lab.sim.extent import bound_of_s, check_extent, expected_bound_s, limit_s, standstill
+from dora.lab.sim.figures.meter import Meter, Reading
+from dora.lab.sim.figures.report import BrokenReport, Report, Timeline
 from dora.lab.sim.invariants import check_state
 from dora.lab.sim.ledger import Failure, Stalled, Violation, failure_of
-from dora.lab.sim.meter import Meter, Reading
 from dora.lab.sim.partial import has_versions
-from dora.lab.sim.report import BrokenReport, Report, Timeline
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.watch import Watch
 from dora.lab.sim.workload import longest_context_tokens

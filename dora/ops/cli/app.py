@@ -6,28 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dora.ops.cli import (
-    demo,
-    doctor,
-    environment,
-    evaluate,
-    front,
-    host,
-    plan,
-    prepare,
-    profile,
-    replay,
-    report,
-    role,
-    serve,
-    service,
-    tls,
-    verify,
-    version,
-)
+from dora.ops.cli import demo, doctor, environment, front, host, role, serve, tls, version
+from dora.ops.cli.control import evaluate, service
 from dora.ops.cli.exits import MEANINGS, DoraGroup
 from dora.ops.cli.guarded import guarded
-from dora.ops.cli.simulate import presets, run, sweep
+from dora.ops.cli.offline import plan, prepare, profile, replay, report, verify
+from dora.ops.cli.offline.simulate import presets, run, sweep
 
 EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
 

@@ -93,7 +93,7 @@ def predictors() -> list[str]:
 
 def faults(incomplete: str) -> Values:
     """Completes a comma-separated list of fault kinds."""
-    from dora.lab.sim.fault_kinds import KINDS
+    from dora.lab.sim.faults.fault_kinds import KINDS
 
     typed = incomplete[: incomplete.rfind(",") + 1]
     return [("all", "every kind"), *((f"{typed}{name}", kind.meaning) for name, kind in KINDS.items())]

@@ -78,7 +78,7 @@ def doctor(
 
 
 def _examine(service: str, token: str | None, probe: bool, as_json: bool) -> None:
-    from dora.ops.cli.service import ask
+    from dora.ops.cli.control.service import ask
     from dora.ops.doctor.service import findings_of
 
     async def examined(operator: "Operator") -> list["ExaminedHost"]:

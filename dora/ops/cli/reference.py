@@ -26,19 +26,19 @@ from dora.data.engine_times import HISTOGRAMS
 from dora.data.trajectory import MEANINGS as TRAJECTORY
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
-from dora.lab.sim.fault_kinds import KINDS
-from dora.lab.sim.report import BrokenReport, Report
+from dora.lab.sim.faults.fault_kinds import KINDS
+from dora.lab.sim.faults.sweep import SweepReport
+from dora.lab.sim.figures.report import BrokenReport, Report
 from dora.lab.sim.scenario import Scenario
-from dora.lab.sim.sweep import SweepReport
 from dora.metrics.declaration import Declared
 from dora.metrics.distribution import Distribution
 from dora.ops.cli import tls
 from dora.ops.cli.app import COMMANDS
 from dora.ops.cli.exits import MEANINGS, exit_code_of
 from dora.ops.cli.limits import limits
-from dora.ops.cli.simulate import presets, run, sweep
-from dora.ops.cli.simulate.presets import PresetRow
-from dora.ops.cli.simulate.run import ComparisonTree, Origin
+from dora.ops.cli.offline.simulate import presets, run, sweep
+from dora.ops.cli.offline.simulate.presets import PresetRow
+from dora.ops.cli.offline.simulate.run import ComparisonTree, Origin
 from dora.ops.demo.report import DemoReport
 from dora.ops.doctor.service import Finding
 from dora.ops.verify import VerifyReport

@@ -20,9 +20,9 @@ def environment(subject: Subject) -> dict[str, Any]:
     from importlib.metadata import version
 
     from dora.host.placement import gpus, placement_of
-    from dora.worker import vllm_environment
-    from dora.worker.device.choice import device_named
-    from dora.worker.device.port import EngineSettings
+    from dora.worker.vllm import environment as vllm_environment
+    from dora.worker.vllm.device.choice import device_named
+    from dora.worker.vllm.device.port import EngineSettings
 
     device = device_named(subject.device)
     placement = placement_of(subject.device, field="--device")
@@ -49,8 +49,8 @@ def environment(subject: Subject) -> dict[str, Any]:
 
 def purity(subject: Subject) -> dict[str, Any]:
     """Imports all of the engine. vLLM's CPU modules replace parts of ``torch.cuda``, which a GPU engine must keep."""
-    from dora.worker import vllm_environment
-    from dora.worker.device.choice import device_named
+    from dora.worker.vllm import environment as vllm_environment
+    from dora.worker.vllm.device.choice import device_named
 
     device = device_named(subject.device)
     vllm_environment.prepare(device.environment)
@@ -58,7 +58,7 @@ def purity(subject: Subject) -> dict[str, Any]:
 
     import torch
 
-    import_module("dora.worker.vllm_core")
+    import_module("dora.worker.vllm.core")
     import_module(device.worker_class.rpartition(".")[0])
     device.patches()
     replaced = [name for name in ("Stream", "Event") if not getattr(torch.cuda, name).__module__.startswith("torch.")]
@@ -73,7 +73,7 @@ def blocks(subject: Subject) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from dora.worker.cuda_blocks import DeviceStore
+    from dora.worker.copying.cuda_blocks import DeviceStore
 
     shape = (BLOCKS, 8, 32, 256)
     tensors = {

@@ -14,7 +14,7 @@ from dora.ops.doctor.verdict import Failed, Skipped, Subject
 
 if TYPE_CHECKING:
     from dora.kvtransfer.snapshot import KvSnapshot
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
 CONTEXT_TOKENS = 512
 CPU_KV_TOKENS = 8192
@@ -131,9 +131,9 @@ def memory(subject: Subject) -> dict[str, Any]:
 
 def engine_of(subject: Subject, kv_tokens: int | None = None, **split: int) -> "VllmEngine":
     """Starts an engine without weights. ``split``: its ranks, as ``VllmEngine`` takes them; they need no proof."""
-    from dora.worker.device.cpu import Cpu
-    from dora.worker.device.cuda import Cuda
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.device.cpu import Cpu
+    from dora.worker.vllm.device.cuda import Cuda
+    from dora.worker.vllm.engine import VllmEngine
 
     is_cpu = subject.device == "cpu"
     return VllmEngine(

@@ -20,7 +20,7 @@ from dora.weights.store import WeightStore
 if TYPE_CHECKING:
     import torch
 
-    from dora.worker.image_source import Open
+    from dora.worker.copying.image_source import Open
 
 ANSWER_S = 60.0
 
@@ -100,7 +100,7 @@ def _train(store_folder: Path, model: Path, device: str, make: Make, told: Conne
 def _read(version: Path, device: str, opened: "Open") -> "dict[str, torch.Tensor]":
     import torch
 
-    from dora.worker.image_source import image_source
+    from dora.worker.copying.image_source import image_source
 
     with noted(version) as note:
         if note is None:

@@ -17,11 +17,11 @@ from dora.host.proof import write_proof
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.kvtransfer.registry import is_installed
+from dora.kvtransfer.transports.registry import is_installed
 from dora.ops.doctor.verdict import Failed, Skipped, Subject
 
 if TYPE_CHECKING:
-    from dora.worker.cuda_blocks import DeviceStore
+    from dora.worker.copying.cuda_blocks import DeviceStore
 
 ANSWER_S: Final = 60.0
 STALL_S: Final = 20.0
@@ -144,8 +144,8 @@ def _plane(
 def _store(device: str, seed: int) -> "DeviceStore":
     import torch
 
-    from dora.worker.cuda_blocks import DeviceStore
-    from dora.worker.device_memory import LANDING_BYTES
+    from dora.worker.copying.cuda_blocks import DeviceStore
+    from dora.worker.copying.device_memory import LANDING_BYTES
 
     random = torch.Generator().manual_seed(seed)
     tensors = {

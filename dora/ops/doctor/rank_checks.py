@@ -10,7 +10,7 @@ from dora.ops.doctor.engine_checks import PLAIN, check_moves, engine_of, finishe
 from dora.ops.doctor.verdict import Failed, Skipped, Subject
 
 if TYPE_CHECKING:
-    from dora.worker.vllm_engine import VllmEngine
+    from dora.worker.vllm.engine import VllmEngine
 
 KV_TOKENS: Final = 8192  # an engine that was closed may still have its memory
 SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})

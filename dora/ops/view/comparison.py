@@ -7,8 +7,8 @@ from typing import Annotated, Final, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dora.lab.sim.figures.report import Report, StepUnit, step_unit
 from dora.lab.sim.partial import has_versions
-from dora.lab.sim.report import Report, StepUnit, step_unit
 from dora.lab.sim.scenario import Scenario
 from dora.ops.view.numbers import NONE, number, percent, ratio
 from dora.ops.view.simulation import Division, division, over_bound, staleness, stationarity, step_time

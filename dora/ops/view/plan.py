@@ -12,7 +12,7 @@ from dora.lab.planning.generation import Generation
 from dora.lab.planning.layout import Layout, Replica
 from dora.lab.planning.plan import Plan, Question
 from dora.lab.planning.training import Trainers
-from dora.lab.sim.report import StepUnit, step_unit
+from dora.lab.sim.figures.report import StepUnit, step_unit
 from dora.ops.view.tables import SHEET, Column, Note, Sheet
 
 SHOWN_EACH_SIDE: Final = 4  # candidates on each side of the best

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, NamedTuple
 from rich.console import Group
 from rich.text import Text
 
-from dora.lab.sim.report import Report, StepUnit, step_unit
+from dora.lab.sim.figures.report import Report, StepUnit, step_unit
 from dora.lab.sim.scenario import Scenario
 from dora.ops.view.numbers import NONE, duration, number, percent, ratio
 from dora.ops.view.tables import FRAMED, WIDEST, Column, Note, Sheet

@@ -18,7 +18,7 @@ from dora.errors import InvalidValue
 from dora.journal.finding import Found
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.orchestrator.recovery.recovery_state import standing
-from dora.orchestrator.rollout.response_buffer import sampling_of
+from dora.orchestrator.rollout.responses.buffer import sampling_of
 
 FIXED: Final = (
     "model",

@@ -15,7 +15,7 @@ from dora.data.types import Prompt
 from dora.journal.content import Requests, started
 from dora.journal.ledger import OPEN, Ledger, LiveGroup
 from dora.journal.records import CLOSED
-from dora.orchestrator.rollout.session_paths import prompt_of, runs_of, shift_of
+from dora.orchestrator.rollout.responses.session_paths import prompt_of, runs_of, shift_of
 
 COMMANDS_A_LIFE: Final = 1 << 32  # command ids of one incarnation
 GROUPS_A_LIFE: Final = 1_000_000  # group ids skipped at each incarnation: more than a window holds

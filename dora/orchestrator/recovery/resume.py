@@ -19,7 +19,7 @@ from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.recovery.changed_settings import pinned, settings_before
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 
 log = logging.getLogger("dora.service")
 

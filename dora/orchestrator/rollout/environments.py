@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from dora.core.state import IDLE, State
-from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.accepted import Accepted
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
 ATTENDEES_MAX: Final = 1024  # of all environments

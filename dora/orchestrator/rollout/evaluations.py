@@ -14,8 +14,8 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict
 from dora.orchestrator.rollout.prompt_ledger import memory_bytes
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
 PROMPT_BYTES_MAX: Final = 256 << 20  # prompts of all running evaluations, in memory

@@ -5,8 +5,8 @@ from dora.core.state import State
 from dora.journal import records
 from dora.journal.log import Log
 from dora.orchestrator.recording.event_fields import event_to_fields
-from dora.orchestrator.rollout.accepted import Accepted
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.accepted import Accepted
+from dora.orchestrator.rollout.responses.state import ResponseState
 
 
 class Journal:

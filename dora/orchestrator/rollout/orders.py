@@ -4,7 +4,7 @@ from typing import Final, Protocol
 
 from dora.core import commands as do
 from dora.data.types import Canary, EngineCapability, KvEndpoint, PoolCapability
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 

@@ -13,7 +13,7 @@ from dora.data.sampling import check_sampling, checked_overrides
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt, RoutingShape, SamplingParams
 from dora.errors import MISSING, InvalidValue
-from dora.orchestrator.rollout.response_buffer import sampling_of
+from dora.orchestrator.rollout.responses.buffer import sampling_of
 from dora.prompts.check import check_name, check_priority, check_size, check_verifier, checked_messages
 from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb

@@ -12,7 +12,7 @@ from dora.errors import Conflict, IllegalTransition
 from dora.journal import records
 from dora.journal.ledger import CANCELLED_KEPT_MAX
 from dora.orchestrator.rollout.journal import Journal
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
 QUEUED_BYTES_MAX: Final = 512 << 20  # queued prompts, in memory

@@ -18,9 +18,9 @@ from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout import worker_checks as checks
-from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.journal import Journal
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.accepted import Accepted
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
 from dora.rpc import convert

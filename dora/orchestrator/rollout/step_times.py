@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import ResponseState, started
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.state import ResponseState, started
 
 TAIL_SHARE: Final = 10  # one in so many groups of a step, the last ones, is its tail
 Phase = Literal["asking", "groups", "training", "publishing"]

@@ -20,8 +20,8 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Arrival, TierLoad
 from dora.metrics.distribution import Distribution
 from dora.orchestrator.rollout import distributions as of
-from dora.orchestrator.rollout.accepted import Accepted
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
+from dora.orchestrator.rollout.responses.accepted import Accepted
 from dora.orchestrator.rollout.step_times import StepTimes
 
 STEPS_KEPT = 512

@@ -17,8 +17,8 @@ from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
 from dora.data.token_spans import TokenColumns
 from dora.data.types import EngineCapability, PoolCapability
 from dora.errors import MISSING, InvalidValue
-from dora.kvtransfer.registry import TRANSPORTS
-from dora.orchestrator.rollout.span_checks import LOGPROB_BYTES
+from dora.kvtransfer.transports.registry import TRANSPORTS
+from dora.orchestrator.rollout.responses.span_checks import LOGPROB_BYTES
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire

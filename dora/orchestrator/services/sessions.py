@@ -14,8 +14,8 @@ from dora.core import events as on
 from dora.data.types import Reward
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.orchestrator.hosts.fronts import Front, host_of_peer
-from dora.orchestrator.rollout.response_state import ResponseState
-from dora.orchestrator.rollout.session_paths import places, shift_of
+from dora.orchestrator.rollout.responses.session_paths import places, shift_of
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import opening, turn_request
 from dora.orchestrator.services.turn_request import check_line

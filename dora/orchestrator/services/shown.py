@@ -9,7 +9,7 @@ import numpy as np
 
 from dora.core.state import GroupStatus, RequestStatus, State
 from dora.errors import InvalidValue, NotFound
-from dora.orchestrator.rollout.response_state import ResponseState
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 

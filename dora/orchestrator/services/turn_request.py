@@ -9,8 +9,8 @@ from dora.data.sampling import check_sampling, checked_overrides
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt, SamplingParams, SamplingValue
 from dora.errors import MISSING, Conflict, InvalidValue
-from dora.orchestrator.rollout.response_state import ResponseState
-from dora.orchestrator.rollout.span_checks import LOGPROB_BYTES
+from dora.orchestrator.rollout.responses.span_checks import LOGPROB_BYTES
+from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded

@@ -14,7 +14,7 @@ from typing import Final
 from dora.data.types import RequestSpec
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import SAMPLINGS, Response, make_request, run
 from tests.contract.planes import End, a_plane, until
 from tests.contract.workers import Worker, peer_of

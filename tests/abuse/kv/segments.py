@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from dora.kvtransfer.segments import MARK_AT, MARK_BYTES, STATE_BYTES
+from dora.kvtransfer.transports.segments import MARK_AT, MARK_BYTES, STATE_BYTES
 from dora.kvtransfer.wire import Kind
 from tests.abuse.kv.middle import Middle, Passing, Plan
 from tests.abuse.kv.mill import MEMORY_BYTES, Mill, Verdict, two_ends

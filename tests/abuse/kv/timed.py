@@ -14,7 +14,7 @@ from typing import Final
 from dora.core.handoff.table import LIVE, Action, Handoff, Phase, Signal
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.kv.mill import RESPONSES, Account, Mill, an_engine, request_of
 from tests.contract.planes import End
 from tests.contract.workers import Worker

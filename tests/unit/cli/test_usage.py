@@ -14,8 +14,8 @@ import pytest
 from dora.config import given, load_config
 from dora.data.trajectory import Trajectory
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
-from dora.ops.cli import service
 from dora.ops.cli.app import COMMANDS
+from dora.ops.cli.control import service
 from dora.ops.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.ops.view.settings import toml_of
 from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated

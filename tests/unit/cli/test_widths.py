@@ -23,7 +23,7 @@ from dora.lab.planning.profile import Fit, Validation
 from dora.lab.sim.partial import strategies
 from dora.lab.sim.presets import NAMES, scenario_for
 from dora.ops.cli.app import COMMANDS, SIMULATE_COMMANDS, app
-from dora.ops.cli.verify import _table as verify_table
+from dora.ops.cli.offline.verify import _table as verify_table
 from dora.ops.demo.folder import OutFolder
 from dora.ops.demo.summary import print_summary, summary_table
 from dora.ops.verify import VerifyReport

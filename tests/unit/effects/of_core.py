@@ -9,7 +9,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
 from dora.errors import DoraError
-from dora.lab.sim.meter import Meter
+from dora.lab.sim.figures.meter import Meter
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.world import World
 from tests.unit.effects.rows import Place, Row, Seen

@@ -17,7 +17,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.starting import Start
 from dora.rpc.roles import Tokens
 from dora.worker import __main__ as worker_process
@@ -167,7 +167,7 @@ def sampled(field: str) -> Callable[[Config, Place], Any]:
     """Observes one of vLLM's sampling parameters."""
 
     def see(config: Config, _: Place) -> object:
-        from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+        from dora.worker.vllm.requests import to_vllm  # here: it takes seconds
 
         request = RequestSpec("g0.0", 0, PROMPT.token_ids, sampling_of(config))
         return getattr(to_vllm(request, "e", (2,)).sampling_params, field)
@@ -184,7 +184,7 @@ def vllm_argument(field: str) -> Callable[[Config, Place], Any]:
     """An argument with which a worker's process makes its engine."""
 
     def see(config: Config, place: Place) -> object:
-        from dora.worker import vllm_core  # here: it takes seconds
+        from dora.worker.vllm import core as vllm_core  # here: it takes seconds
 
         seen: list[Any] = []
 

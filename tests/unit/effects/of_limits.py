@@ -15,7 +15,7 @@ from dora.orchestrator import waiting
 from dora.orchestrator.recovery.reattachment import Reattachment
 from dora.orchestrator.rollout.streams import Sessions
 from dora.orchestrator.runtime import Runtime
-from dora.worker.fake_engine import FakeEngine
+from dora.worker.fake.engine import FakeEngine
 from dora.worker.reporting import Reporting
 from tests.unit.effects.of_core import bench
 from tests.unit.effects.rows import Place, Row, Seen, Shown

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import typer
 
-from dora.ops.cli import evaluate
-from dora.ops.cli.service import COMMANDS
+from dora.ops.cli.control import evaluate
+from dora.ops.cli.control.service import COMMANDS
 from tests.unit.cli.service import TOKEN
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Shown
 

@@ -10,8 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dora.data.engine_samples import Measurement
-from dora.lab.sim import sweep
-from dora.lab.sim.trial import Trial
+from dora.lab.sim.faults import sweep
+from dora.lab.sim.faults.trial import Trial
 from dora.ops.doctor import run as doctor_run
 from dora.ops.doctor.verdict import Verdict
 from dora.worker import side_by_side, timing

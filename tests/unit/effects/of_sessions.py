@@ -8,7 +8,7 @@ from dora.data.types import Prompt
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
-from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.services.turn_request import place_of
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded

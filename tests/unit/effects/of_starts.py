@@ -6,8 +6,8 @@ from typing import Final
 
 import dora
 from dora.ops.cli import demo, tls
+from dora.ops.cli.control.service import COMMANDS as SERVICE_COMMANDS
 from dora.ops.cli.guarded import OPTIONS as TLS_OPTIONS
-from dora.ops.cli.service import COMMANDS as SERVICE_COMMANDS
 from tests.unit.effects import of_environments
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Sets, Shown
 from tests.unit.effects.of_operators import is_json

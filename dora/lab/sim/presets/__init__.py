@@ -1,8 +1,8 @@
 """Presets: named scenarios, each a TOML file in this directory.
 
 A file has the fields of a :class:`~dora.lab.sim.scenario.Scenario`. A section ``[policy.NAME]`` has the fields that
-differ for that strategy. Each strategy may have its own split, and strategies that alternate training and rollout share all
-accelerators.
+differ for that strategy. Each strategy may have its own split, and strategies that alternate training and rollout
+share all accelerators.
 """
 
 import tomllib

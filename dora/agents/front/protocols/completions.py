@@ -1,0 +1,94 @@
+"""OpenAI's ``/v1/completions``. Source: the OpenAI API reference; vLLM's ``entrypoints/openai/completion``."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from dora.agents.front.asked import Wanted, completion_wanted
+from dora.agents.front.http import DONE, event, merged, read_asked, streamed, whole
+from dora.agents.front.model import ServedModel
+from dora.agents.front.protocols.chat import reply_of
+from dora.agents.front.protocols.parts import (
+    finite,
+    head,
+    prompt_logprobs,
+    stop_reason,
+    token_text,
+    usage,
+    weight_versions,
+)
+from dora.agents.front.turns import RunningTurn
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    asked = await read_asked(request)
+    model = asked.door.model
+    prompts = completion_wanted(asked.body, model.tokenizer.encode)
+    wanted = prompts[0]
+    turns = await asked.turns(prompts)
+    if wanted.stream:
+        return await streamed(request, asked, turns[0].version, _events(model, wanted, turns, len(prompts)))
+    for turn in turns:
+        await turn.ended()
+    firsts = [turns[number - number % wanted.choices] for number in range(len(turns))]  # of each one's prompt
+    body = {
+        **head("text_completion", "cmpl", turns),
+        "choices": [
+            _choice(model, wanted, number, *each) for number, each in enumerate(zip(turns, firsts, strict=True))
+        ],
+        "usage": usage(turns, len(prompts)),
+    }
+    return await whole(request, asked, turns[0].version, body)
+
+
+def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn, first: RunningTurn) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": number,
+        "text": reply_of(turn).content,
+        "logprobs": None,
+        "finish_reason": turn.finish_reason,
+        "stop_reason": stop_reason(model, turn),
+        "weight_versions": weight_versions(turn),
+        "prompt_logprobs": prompt_logprobs(model, wanted, first),
+    }
+    if wanted.logprobs:
+        choice["logprobs"] = _logprobs(model, wanted, turn.token_ids, turn.logprobs)
+    if wanted.returns_ids:
+        choice |= {"prompt_token_ids": turn.prompt_token_ids, "token_ids": turn.token_ids}
+    return choice
+
+
+def _logprobs(
+    model: ServedModel, wanted: Wanted, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[str, Any]:
+    texts = [token_text(model, wanted, each) for each in token_ids]
+    values = list(map(finite, logprobs))
+    offsets = [0]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    top = [{text: value} for text, value in zip(texts, values, strict=True)]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets[: len(texts)]}
+
+
+async def _events(
+    model: ServedModel, wanted: Wanted, turns: Sequence[RunningTurn], prompts: int
+) -> AsyncIterator[bytes]:
+    shared, begun = head("text_completion", "cmpl", turns), set[int]()
+    async for number, chunk in merged(turns):
+        turn = turns[number]
+        choice: dict[str, Any] = {"index": number, "text": chunk.piece.content, "logprobs": None, "finish_reason": None}
+        if wanted.logprobs:
+            choice["logprobs"] = _logprobs(model, wanted, chunk.token_ids, chunk.logprobs)
+        if wanted.returns_ids:
+            choice["token_ids"] = chunk.token_ids
+            if number not in begun:
+                choice["prompt_token_ids"] = turn.prompt_token_ids
+        begun.add(number)
+        if chunk.is_last:
+            choice |= {"finish_reason": turn.finish_reason, "stop_reason": stop_reason(model, turn)}
+            choice["weight_versions"] = weight_versions(turn)
+        yield event({**shared, "choices": [choice]})
+    if wanted.usage:
+        yield event({**shared, "choices": [], "usage": usage(turns, prompts)})
+    yield DONE

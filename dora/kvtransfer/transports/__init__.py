@@ -1,0 +1,1 @@
+"""What moves bytes between two workers: shared memory, TCP, torch.distributed, NIXL, and their registry."""

@@ -1,0 +1,1 @@
+"""Measures, tables and plots of simulated runs."""

@@ -1,0 +1,1 @@
+"""Tokens, logprobs and turns of every live response."""

@@ -1,0 +1,108 @@
+"""Checks that a report's token spans continue the responses that they belong to."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from dora.data.token_spans import STOP, Column, TokenColumns
+from dora.data.types import RoutingShape
+from dora.orchestrator.rollout.responses.columns import ResponseColumns
+from dora.orchestrator.rollout.responses.state import ReportError, ResponseState
+
+LOGPROB_BYTES: Final = 4
+
+
+def check_spans(
+    columns: TokenColumns,
+    held: Column,
+    responses: ResponseColumns,
+    entries: Mapping[int, ResponseState],
+    routing: RoutingShape | None,
+) -> None:
+    """Raises ReportError unless every span can be appended.
+
+    ``held``: tokens of each span's response. ``entries``: by row. ``routing``: that responses retain; None: they retain
+    none.
+    """
+    rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
+    max_tokens = responses.max_tokens[rows]
+    reached = np.maximum(held, firsts + counts)
+    for field, wrong, value, allowed in (
+        ("first token", firsts > held, firsts, "{} or before"),
+        ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
+        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one in an ended response"),
+    ):
+        if wrong.any():
+            index = int(wrong.argmax())
+            limit = held if field == "first token" else max_tokens
+            name = entries[int(rows[index])].request_id
+            raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
+    for index in np.flatnonzero((firsts < held) & (counts > 0)).tolist():
+        _check_repeated(entries[int(rows[index])], columns, index)
+    for index, stop in columns.stops.items():
+        entry = entries[int(rows[index])]
+        if stop and (columns.ends[index] != STOP or stop not in entry.turn_sampling().stop):
+            raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
+    if routing is not None or len(columns.routed_experts):
+        _check_routing(columns, responses, entries, routing)
+
+
+def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseState]) -> None:
+    """Raises ReportError unless the responses that are still to bring prompt logprobs, by row, bring them with their
+    turn's first token, and no others do.
+    """
+    for index in columns.prompt_logprobs:
+        row = int(columns.rows[index])
+        if row not in owing:
+            raise ReportError(f"row {row}: prompt_logprobs", "given", "none: they were not asked for, or have come")
+    for index in np.flatnonzero(np.isin(columns.rows, list(owing))).tolist():
+        entry = owing[int(columns.rows[index])]
+        begins = int(columns.first_tokens[index] + columns.counts[index]) > entry.given[-1].end
+        expected = (entry.context_tokens() - 1) * LOGPROB_BYTES if begins else 0
+        raw = columns.prompt_logprobs.get(index, b"")
+        if len(raw) != expected:
+            raise ReportError(f"{entry.request_id}: prompt_logprobs bytes", len(raw), str(expected))
+
+
+def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> None:
+    """Tokens that the response has already must be the same ones."""
+    first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
+    held = entry.tokens[first : first + count]
+    repeated = columns.token_ids[begin : begin + len(held)]
+    if not np.array_equal(repeated, held):
+        raise ReportError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
+
+
+def _check_routing(
+    columns: TokenColumns,
+    responses: ResponseColumns,
+    entries: Mapping[int, ResponseState],
+    routing: RoutingShape | None,
+) -> None:
+    """A span needs one row of experts for each token that was fed to sample it; none if responses retain none."""
+    rows, counts, given = columns.rows, columns.counts, columns.routed_bytes
+    if routing is None:
+        expected = np.zeros(len(columns), np.int64)
+    else:
+        begins = (columns.first_tokens == responses.turn_begins[rows]) & (counts > 0)
+        expected = (counts + np.where(begins, responses.first_fed[rows] - 1, 0)) * routing.token_bytes
+    wrong = given != expected
+    if wrong.any():
+        index = int(wrong.argmax())
+        name = entries[int(columns.rows[index])].request_id
+        raise ReportError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
+    if routing is not None:
+        _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), routing)
+
+
+def _check_experts(raw: bytes, routing: RoutingShape) -> None:
+    """Raises ReportError if a row names an expert that the model lacks, or the first two of a layer are the same one.
+
+    A row that a kernel left empty repeats an expert.
+    """
+    ids = np.frombuffer(raw, f"<u{routing.id_bytes}").reshape(-1, routing.top_k)
+    if ids.size and ids.max() >= routing.experts:
+        raise ReportError("routed_experts", int(ids.max()), f"0 to {routing.experts - 1}, the experts of a layer")
+    if routing.top_k > 1 and (ids[:, 0] == ids[:, 1]).any():
+        raise ReportError("routed_experts", "an expert twice", f"{routing.top_k} experts of a layer")

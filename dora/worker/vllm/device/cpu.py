@@ -1,0 +1,93 @@
+"""The device port's adapter for CPUs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.engine_patches.patch import Patch
+from dora.errors import InvalidValue
+from dora.worker.engine_checks import CanaryBound
+from dora.worker.reservation import KvStore
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from dora.engine_patches.mapped_weights import Source
+    from dora.weights.image import Note
+
+PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
+
+
+class Cpu:
+    """Engines on a CPU: eager, one thread, Model Runner V1 with patches."""
+
+    kind: Kind = "cpu"
+    default_dtype: Dtype = "float32"
+    worker_class = "dora.worker.vllm.device.cpu_rank.CpuRank"
+    proves_reloads = False  # the patches prove each kind of layer that a reload could leave stale
+    environment: Mapping[str, str] = {
+        # Compiling small helpers costs seconds a start, and a C++ compiler that may not be there.
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise an engine of several ranks needs a NUMA node for each
+    }
+
+    def check_platform(self, settings: EngineSettings) -> None:
+        from vllm.platforms import current_platform
+
+        check_installed(self.kind, current_platform.device_type)
+        if settings.batch_invariant:
+            allowed = "false: vLLM has this mode on GPUs; on CPUs logits do not depend on neighbours with one thread"
+            raise InvalidValue("workers.batch_invariant", True, allowed)
+
+    def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches.cpu import registry
+
+        return registry.PATCHES
+
+    def check_runner(self, runner: Any) -> str:
+        return ""  # ``exact_resume`` verifies it
+
+    def arguments(self, settings: EngineSettings) -> dict[str, Any]:
+        return {
+            "enforce_eager": True,
+            # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside
+            # decodes.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": settings.max_model_len_tokens + settings.slots,
+            "block_size": settings.block_tokens,
+            "kv_cache_memory_bytes": PROFILE_BYTES,
+        }
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
+        from dora.engine_patches.cpu.exact_resume import DRAWS_KEY, OUTPUTS_KEY, PROMPT_KEY
+
+        return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt, DRAWS_KEY: draws}
+
+    def weight_source(self, device: "torch.device") -> "Source":
+        from dora.worker.copying.weight_sources import mapped
+
+        return mapped
+
+    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+        return None  # the file's pages are the trainer's own copy
+
+    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
+        return bound_of_cpus(dtype, quantisation)
+
+    def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
+        raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")
+
+    def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
+        raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")
+
+    def kv_store(
+        self,
+        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
+        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
+        groups: Mapping[str, int],
+        block_count: int,
+    ) -> KvStore:
+        from dora.worker.vllm.blocks import BlockStore
+
+        return BlockStore(rows(), groups)

@@ -1,0 +1,122 @@
+"""The device port's adapter for NVIDIA GPUs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.engine_patches.patch import Patch
+from dora.errors import InvalidValue
+from dora.host.proof import proof_file
+from dora.worker.engine_checks import CanaryBound
+from dora.worker.reservation import KvStore
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from dora.engine_patches.mapped_weights import Source
+    from dora.weights.image import Note
+
+CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
+INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
+
+
+class Cuda:
+    """Engines on GPUs: CUDA graphs, chunked prefill, Model Runner V2 without patches to its noise.
+
+    The runner's noise is a function of seed, position and token, and a request carries its outputs to the runner
+    (vllm/v1/worker/gpu), so a resumed request needs nothing else.
+    """
+
+    kind: Kind = "cuda"
+    default_dtype: Dtype = "bfloat16"
+    worker_class = "dora.worker.vllm.device.cuda_rank.CudaRank"
+    proves_reloads = True
+    environment: Mapping[str, str] = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked rank could not use CUDA if this process has
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention kernel computes float32 in TF32
+    }
+
+    def __init__(self, *, proves_ranks: bool = False) -> None:
+        """``proves_ranks``: engines of several ranks start without a proof, since this one is to make it."""
+        self._proves_ranks = proves_ranks
+
+    def check_platform(self, settings: EngineSettings) -> None:
+        from vllm.platforms import current_platform
+
+        check_installed(self.kind, current_platform.device_type)
+        if settings.ranks > 1 and not self._proves_ranks and not proof_file("ranks").is_file():
+            allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
+            name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
+            raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
+        if settings.quantisation:
+            raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
+        if settings.batch_invariant and not current_platform.has_device_capability(INVARIANT_FROM):
+            found = current_platform.get_device_capability()
+            allowed = f"false: vLLM's mode needs compute capability {INVARIANT_FROM / 10}, and this GPU has {found}"
+            raise InvalidValue("workers.batch_invariant", True, allowed)
+
+    def patches(self) -> Sequence[Patch]:
+        from dora.engine_patches import mapped_weights, stages_in_turn
+
+        return (mapped_weights.PATCH, stages_in_turn.PATCH)
+
+    def check_runner(self, runner: Any) -> str:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        if isinstance(runner, GPUModelRunner):
+            return ""
+        return f"the model runner is {type(runner).__module__}.{type(runner).__name__}, not vLLM's Model Runner V2"
+
+    def arguments(self, settings: EngineSettings) -> dict[str, Any]:
+        return {
+            "enforce_eager": False,
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(CHUNK_TOKENS, settings.slots),
+            "block_size": settings.block_tokens or None,
+            "gpu_memory_utilization": settings.memory_share,
+        }
+
+    def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
+        return None
+
+    def weight_source(self, device: "torch.device") -> "Source":
+        from dora.worker.copying.weight_sources import pinned
+
+        return pinned(device)
+
+    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+        from dora.weights.cuda_image import opened
+        from dora.worker.copying.image_source import image_source
+
+        return image_source(note, opened, device)
+
+    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
+        return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's
+
+    def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handle: tuple[Any, ...] = reduce_tensor(tensor)[1]  # of CUDA IPC
+        return handle
+
+    def opened(self, handle: tuple[Any, ...]) -> "torch.Tensor":
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        tensor: torch.Tensor = rebuild_cuda_tensor(*handle)
+        return tensor
+
+    def kv_store(
+        self,
+        rows: "Callable[[], Mapping[str, Sequence[np.ndarray]]]",
+        tensors: "Callable[[], Sequence[Mapping[str, torch.Tensor]]]",
+        groups: Mapping[str, int],
+        block_count: int,
+    ) -> KvStore:
+        from dora.worker.copying.device_memory import LANDING_BYTES
+        from dora.worker.copying.rank_stores import store_of_ranks
+
+        landing_bytes = LANDING_BYTES if proof_file("kv").is_file() else 0
+        return store_of_ranks(tensors(), groups, block_count, landing_bytes)

@@ -1,0 +1,353 @@
+"""vLLM as a rollout engine: in this process, stepped by its owner, with nothing in flight between steps.
+
+``core`` starts vLLM, ``scheduler`` holds and resumes requests, ``connector`` brings KV in, and
+``vllm_weights`` replaces weights. vLLM is imported with the first engine. A process has one engine, because vLLM's KV
+connector is a global of the process.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.data.types import (
+    Canary,
+    EngineCapability,
+    EngineLoad,
+    RequestSpec,
+    TokenDelta,
+)
+from dora.engine_patches.patch import PatchFailed
+from dora.errors import InvalidValue
+from dora.kvtier.chunks import ChunkShape
+from dora.kvtransfer.device import DeviceMemory
+from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
+from dora.models import routing
+from dora.models.ends import end_token_ids
+from dora.weights.load_time import READ_SHARE, load_limit_s
+from dora.weights.reference import read_reference
+from dora.worker.base_engine import BaseEngine
+from dora.worker.reservation import Reservation
+from dora.worker.stop_strings import StopStrings
+from dora.worker.vllm import environment as vllm_environment
+from dora.worker.vllm.device.choice import device_named
+from dora.worker.vllm.device.port import Device, Dtype, EngineSettings, Kind
+from dora.worker.vllm.views import KvViews, Live
+
+if TYPE_CHECKING:
+    from dora.kvtier.tier import Tier
+
+log = logging.getLogger("dora.worker")
+
+QUANTISATIONS: Final = ("", "int8")
+
+
+class VllmEngine(BaseEngine[Live]):
+    """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
+
+    Re-prefilled tokens are those whose KV was computed before, here or elsewhere: prompt and outputs without the last
+    token and without the prefix cache's hits.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        slots: int,
+        kv_tokens: int,
+        max_model_len_tokens: int,
+        dtype: Dtype | None = None,
+        block_tokens: int = 32,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        lost: Callable[[str], None] | None = None,
+        tier_endpoint: str = "",
+        router_replay: bool = False,
+        quantisation: str = "",
+        device: Kind | Device = "cpu",
+        memory_share: float = 0.9,
+        load_timeout_s: float = 60.0,
+        batch_invariant: bool = False,
+    ) -> None:
+        """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
+        ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
+
+        ``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
+
+        ``batch_invariant``: vLLM's mode, in which a request's logits do not depend on its neighbours.
+
+        ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
+
+        ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
+        InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
+        """
+        self._device = device_named(device) if isinstance(device, str) else device
+        dtype = dtype or self._device.default_dtype
+        bound = self._device.canary_bound(dtype, quantisation)
+        if quantisation not in QUANTISATIONS:
+            raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
+        self._reference = read_reference(model)
+        self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
+        vllm_environment.prepare(self._device.environment, batch_invariant=batch_invariant)
+        from dora.worker.vllm import core as vllm_core
+        from dora.worker.vllm import groups as vllm_groups
+        from dora.worker.vllm import ranks as vllm_ranks
+        from dora.worker.vllm import requests as vllm_requests
+        from dora.worker.vllm import turns as vllm_turns
+        from dora.worker.vllm import weights as vllm_weights
+
+        self._requests, self._weights = vllm_requests, vllm_weights
+        settings = EngineSettings(
+            slots,
+            kv_tokens,
+            block_tokens,
+            max_model_len_tokens,
+            dtype,
+            tensor_parallel,
+            pipeline_parallel,
+            quantisation,
+            memory_share,
+            batch_invariant,
+        )
+        self._core: Any = vllm_core.start(model, settings, self._device)
+        self._ranks = vllm_ranks.Ranks(
+            self._core, self._device, lost or vllm_ranks.end_process, routing(model) if router_replay else None
+        )
+        self._scheduler.routing = self._ranks.routing
+        self._store = self._scheduler.connector.store = self._ranks.store
+        self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
+        self._takes_ahead = vllm_core.takes_ahead(self._core)
+        self._why_unmovable = vllm_core.why_unmovable(self._core)
+        layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
+        capability = EngineCapability(
+            fingerprint=layout.fingerprint,
+            slots=slots,
+            kv_tokens=vllm_core.kv_tokens_of(self._core, kv_tokens),
+            block_tokens=layout.block_tokens,
+            max_model_len_tokens=max_model_len_tokens,
+            vocab_size=self._reference.vocab_size,
+            dtype=dtype,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+        )
+        super().__init__(capability, layout, bound)
+        self._is_reload_proven = False
+        self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
+        self._views = KvViews(
+            self._scheduler,
+            self._store,
+            self._layout,
+            self._groups,
+            self._why_unmovable,
+            self._takes_ahead,
+        )
+        self._tier: Any = None
+        if tier_endpoint:
+            self._tier = self._open_tier(tier_endpoint)
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        return self._store.device_memory
+
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        found = super().load_weights(version, folder, canary)
+        if self._device.proves_reloads and not self._is_reload_proven:
+            self._version = None
+            self._prove_reloads(folder, found)
+            self._version, self._is_reload_proven = version, True
+        return found
+
+    def _replace_weights(self, version: int, folder: Path) -> None:
+        files = self._weights.check_files(folder, self._reference)
+        self._ranks.replace_weights([str(file) for file in files], self._load_s)
+        self._reset_prefix_cache()
+
+    def _prove_reloads(self, folder: Path, found: Canary) -> None:
+        """Raises PatchFailed if reloads in place do not reach every kind of tensor (``reload_proof``).
+
+        ``found``: the canary of the loaded version. Loads it as often as its tensors have kinds, and once more.
+        """
+        from dora.engine_patches import reload_proof
+
+        files = [str(file) for file in self._weights.check_files(folder, self._reference)]
+        for kind in reload_proof.kinds(tensor.name for tensor in self._reference.tensors):
+            self._ranks.replace_weights(files, self._load_s, kind, found.token_ids)
+            self._reset_prefix_cache()
+            if tuple(self._score(found.token_ids)) == found.logprobs:
+                raise PatchFailed("reload_proof", f"changed weights ({kind}) do not change the model's logprobs")
+        self._ranks.replace_weights(files, self._load_s)
+        self._reset_prefix_cache()
+        if tuple(self._score(found.token_ids)) != found.logprobs:
+            raise PatchFailed("reload_proof", "the same weights give other logprobs after others were loaded")
+
+    def step(self) -> list[TokenDelta]:
+        if not self.has_work():
+            return []
+        outputs, _ = self._step()
+        deltas = [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+        if self._tier is not None:
+            self._tier.keep_new()
+        return deltas
+
+    def freeze(self, request_id: str) -> None:
+        live = self._find(request_id)
+        if live.engine_id not in self._scheduler.held:
+            self._scheduler.hold(live.engine_id)
+
+    def thaw(self, request_id: str) -> None:
+        live = self._find(request_id)
+        if live.engine_id in self._scheduler.held:
+            self._scheduler.take_up(live.engine_id)
+
+    def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
+        return self._views.export(self._find(request_id), first)
+
+    def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
+        return self._views.final_blocks(self._find(request_id))
+
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        return self._views.full_blocks(self._find(request_id), first)
+
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
+        return self._views.siblings(self._find(request_id), self._live, blocks)
+
+    def remove(self, request_id: str) -> None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._turns.forget(live)
+            self._core.abort_requests([live.engine_id])
+
+    def load(self) -> EngineLoad:
+        self._scheduler.prefixes.sweep()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        blocks_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return EngineLoad(
+            running=self._scheduler.running_count(),
+            waiting=self._scheduler.waiting_count(),
+            kv_used_tokens=min(
+                -(-blocks_used * self._capability.block_tokens // len(self._groups)), self._capability.kv_tokens
+            ),
+            reprefilled_tokens=self._scheduler.reprefilled_tokens,
+            generated_tokens=self._generated_tokens,
+            tier=None if self._tier is None else self._tier.load,
+            preemptions=self._scheduler.preemptions,
+        )
+
+    def has_work(self) -> bool:
+        return self._scheduler.get_num_unfinished_requests() > 0
+
+    def close(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+        self._ranks.close()
+        self._core.shutdown()
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore, for inspection; only this object steps it."""
+        return self._core
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes of its ranks; empty if the only rank is in this process."""
+        return self._ranks.pids
+
+    @property
+    def tier(self) -> "Tier | None":
+        """This worker's part of the shared KV tier."""
+        return None if self._tier is None else self._tier.tier
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
+        begun = None if reservation is None else reservation.begun_with(request)
+        self._start(request, self._make_ahead(request) if begun is None else begun.made, snapshot, reservation)
+
+    def _start(
+        self, request: RequestSpec, made: Any, snapshot: KvSnapshot | None, reservation: Reservation | None
+    ) -> None:
+        live = self._live[request.request_id] = self._turns.live_of(request, made)
+        if self._tier is not None:
+            self._tier.begin(live.engine_id, request.version)
+        self._turns.start(request, made, snapshot, reservation)
+
+    def _make_ahead(self, request: RequestSpec) -> Any:
+        return self._turns.make(request)
+
+    def _is_frozen(self, request_id: str) -> bool:
+        return self._live[request_id].engine_id in self._scheduler.held
+
+    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+        is_cut = after < len(live.outputs)
+        if not (request.owes_prompt or (is_cut and self._why_unmovable)) and self._turns.extend(live, request, after):
+            if is_cut and self._tier is not None:
+                self._tier.cut(live.engine_id)
+            return
+        made = self._make_ahead(request)  # before anything changes: it may refuse the sampling
+        self.remove(request.request_id)
+        self._start(request, made, None, None)
+
+    def _so_far(self, live: Live) -> RequestSpec:
+        return live.so_far
+
+    def _open_tier(self, endpoint: str) -> Any:
+        """Opens this engine's part of the shared tier; None if a request's state is more than one list of blocks."""
+        from dora.kvtier.tier import Tier
+        from dora.worker.vllm.tier import TIER_BYTES, TierPrefixes
+
+        if not self._takes_ahead:
+            log.warning("no KV tier: a request of this model has more state than one list of blocks of all its tokens")
+            return None
+        shape = ChunkShape.of(self._layout)
+        tier = Tier(endpoint, shape, TIER_BYTES)
+        self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
+        return self._scheduler.connector.tier
+
+    def _slots_left(self) -> int:
+        return self._capability.slots - self._scheduler.running_count() - self._scheduler.waiting_with_kv_count()
+
+    def _free_blocks(self) -> int:
+        return int(self._scheduler.free_blocks())
+
+    def _reserve(self, count: int) -> Reservation:
+        block_ids = self._scheduler.take_blocks(count if self._takes_ahead else 0)
+        return Reservation(self._layout, block_ids, self._store, self._make, self._scheduler.prefixes)
+
+    def _free(self, reservation: Reservation) -> None:
+        self._scheduler.give_back(reservation)
+
+    def _slots_changed(self) -> None:
+        self._scheduler.reserve_slots(self.reserved)
+
+    def _delta(self, output: Any) -> TokenDelta:
+        live, delta = self._turns.delta(output)
+        self._generated_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None and not live.request.keeps:
+            if delta.stop:
+                self.remove(delta.request_id)
+            else:  # vLLM has removed it
+                del self._live[delta.request_id]
+                self._turns.forget(live)
+        return delta
+
+    def _step(self) -> Any:
+        """Runs a step of the core. All KV written so far is in place before its forward pass."""
+        self._store.join()
+        return self._core.step()
+
+    def _reset_prefix_cache(self) -> None:
+        self._scheduler.prefixes.sweep()
+        if not self._core.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
+
+    def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        core_request = self._requests.scoring(tuple(token_ids), self._turns.next_engine_id("canary"))
+        self._core.add_request(self._core.preprocess_add_request(core_request)[0])
+        while self.has_work():
+            outputs, _ = self._step()
+        (scored,) = (output for batch in outputs.values() for output in batch.outputs)
+        logprobs = scored.new_prompt_logprobs_tensors.logprobs[:, 0]
+        self._reset_prefix_cache()
+        return logprobs.tolist()
