@@ -77,7 +77,7 @@ async def serve(
         await start.prepare()
         config = start.config
         runtime = await start.build()
-        if not await opened(start.open(runtime, launcher), stop, runtime.failed):
+        if not await opened(start.open(runtime, launcher), stop, runtime.core.failed):
             return 0
         listening(start.handle)
         ticking = asyncio.create_task(runtime.ticks())
@@ -86,10 +86,10 @@ async def serve(
             following = start.follow_token(rotated)
             stack.callback(following.cancel)
         progress(f"starting {config.workers.count} workers")
-        failures = (runtime.failed, launcher.failed, ticking)
+        failures = (runtime.core.failed, launcher.failed, ticking)
         if await until_ready(config, runtime, launcher, stop, failures):
             ready(start.handle)
-            failures = (runtime.failed, failed_alone(launcher, runtime), ticking)
+            failures = (runtime.core.failed, failed_alone(launcher, runtime), ticking)
             await until_stopped(stop, *failures)
             if state is None:
                 progress("draining")

@@ -40,7 +40,7 @@ class HostReadings:
     @cached_property
     def workers(self) -> Sequence[Worker]:
         """The workers that load versions from the host's store."""
-        state = self._runtime.machine.state
+        state = self._runtime.core.state
         workers = state.workers.values()
         if self.host.name == LOCAL:
             return [worker for worker in workers if worker.host not in state.arrived]

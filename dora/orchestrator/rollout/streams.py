@@ -171,7 +171,7 @@ class WorkerProcesses(Protocol):
 
 
 class Sessions:
-    """The connected workers, pools and trainer. ``lost`` receives each ended epoch of a worker or pool, with the
+    """The connected workers and pools. ``lost`` receives each ended epoch of a worker or pool, with the
     reason.
 
     ``report_period_ms``: the shortest time between two reports of a worker.
@@ -185,7 +185,6 @@ class Sessions:
     ) -> None:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
-        self.stream: StepStream | None = None  # the trainer's
         self.lost_reasons: dict[str, str] = {}  # by worker
         self.lost_pools: dict[str, str] = {}
         self.processes = processes
@@ -244,13 +243,6 @@ class Sessions:
     def kv_token_bytes(self) -> int:
         """KV bytes of one token, as workers report it; 0: unknown."""
         return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
-
-    def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
-        """The trainer's open stream of this step."""
-        stream = self.stream
-        if stream is not None and (stream.trainer_epoch, stream.step) == (trainer_epoch, step):
-            return stream
-        return None
 
     def lose(self, session: Session, reason: str) -> None:
         """Ends the epoch at once; the stream of a hung worker might never end."""

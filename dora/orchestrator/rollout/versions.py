@@ -1,0 +1,78 @@
+"""The stored weights of versions: deleted once no step and no evaluation can need them."""
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+from dora.config import RolloutConfig
+from dora.core import commands as do
+from dora.journal import records
+from dora.journal.versions import KeptVersions
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.rollout.core import Core, Handlers
+from dora.orchestrator.rollout.journal import Journal
+
+
+class Store(Protocol):
+    """Keeps the weights of every live version, until they are retired."""
+
+    def set_aside(self, version: int) -> Path | None: ...
+    def free(self, gone: Path) -> None: ...
+
+
+class HostStores(Protocol):
+    """The stores of all hosts (hosts.py)."""
+
+    def retired(self, version: int) -> None: ...
+
+
+class Versions:
+    """``kept``: the versions that a restart needs; None: there is no state folder."""
+
+    def __init__(
+        self,
+        core: Core,
+        store: Store,
+        kept: KeptVersions | None,
+        storage: Storage,
+        journal: Journal,
+        hosts: HostStores,
+        rollout: RolloutConfig,
+    ) -> None:
+        self._core = core
+        self._store = store
+        self.kept = kept
+        self._storage = storage
+        self._journal = journal
+        self._hosts = hosts
+        self._reference_version = rollout.reference_version
+        self.handlers: Handlers = {
+            do.PinVersion: lambda command: self._forget(command.version),  # evaluations do not outlive the service
+            do.RetireVersion: self._retire,
+        }
+
+    def _forget(self, version: int) -> None:
+        """Notes that a restart of the service does not need the version."""
+        self._journal.note(records.Retired(version, version == self._reference_version))
+        self._core.spawn(self.drop_kept(version))
+
+    def _retire(self, command: do.RetireVersion) -> None:
+        self._forget(command.version)
+        with self._storage.tidying(RUN_FOLDER):
+            gone = self._store.set_aside(command.version)
+            if gone is not None:
+                self._core.spawn(self._free(gone))
+        self._hosts.retired(command.version)
+
+    async def _free(self, gone: Path) -> None:
+        """Deletes a retired version's files in the background."""
+        with self._storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(self._store.free, gone)
+
+    async def drop_kept(self, version: int) -> None:
+        """Deletes a version's stored weights once no client can be told that they are needed."""
+        if self.kept is None or version == self._reference_version:
+            return
+        await self._journal.settled()
+        with self._storage.tidying(KEPT):
+            await asyncio.to_thread(self.kept.drop, version)
