@@ -48,13 +48,7 @@ async def serve(
     ``service.drain_timeout_s`` to commit them; then the workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError if the workers do not start.
     """
-    load_strategies()
-    config = await asyncio.to_thread(with_token, config)
-    check_live(config.balance, config.window)
-    check_engine(config)
-    check_traces(config.service)
-    progress(f"TLS: {await asyncio.to_thread(check_tls, config)}")
-    await check_tier(config)
+    config = await _checked(config, progress)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
@@ -97,6 +91,18 @@ async def serve(
             else:
                 progress(f"stopping; the next start with service.state = {state.folder} carries on")
     return 0
+
+
+async def _checked(config: Config, progress: Callable[[str], None]) -> Config:
+    """Returns the configuration with its token. Raises InvalidValue for a bad one."""
+    load_strategies()
+    config = await asyncio.to_thread(with_token, config)
+    check_live(config.balance, config.window)
+    check_engine(config)
+    check_traces(config.service)
+    progress(f"TLS: {await asyncio.to_thread(check_tls, config)}")
+    await check_tier(config)
+    return config
 
 
 __all__ = ["ServiceHandle", "serve"]
