@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dora.orchestrator.rollout.responses.turn_order import TurnLimits
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.checkpoints import Checkpoints
 from dora.orchestrator.services.host import HostService
@@ -46,8 +47,9 @@ def trainer_service(of: Runtime, model: Path) -> TrainerService:
 
 
 def session_service(of: Runtime, model: Path) -> SessionService:
+    config, vocab_size = of.config, of.store.reference.vocab_size
+    context_tokens, message_bytes = config.workers.context_tokens, config.service.max_message_bytes
     return SessionService(
-        of.config,
         of.core,
         of.buffer,
         of.journal,
@@ -55,8 +57,8 @@ def session_service(of: Runtime, model: Path) -> SessionService:
         of.environments,
         of.evaluations,
         of.fronts,
-        Opening(of.config, of.core, of.feed, of.buffer, of.environments, model),
-        vocab_size=of.store.reference.vocab_size,
+        Opening(config, of.core, of.feed, of.buffer, of.environments, model),
+        TurnLimits(config.sessions.forks, context_tokens, message_bytes, vocab_size, of.buffer.sampling),
     )
 
 

@@ -37,6 +37,7 @@ from dora.orchestrator.rollout.workers import Workers
 from dora.prompts.traits import features_of, key_of
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from tests.part_core import PartCore
+from tests.turn_orders import order
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')
@@ -243,7 +244,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     ]
     entry = parts.buffer["g0.0"]
     entry.finish_reason = "stop"
-    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0)
+    parts.buffer.give(order(entry, [5, 6], 9, "tool"), 0.0)
     assert {type(command) for command in commands} == {
         kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand)
     }
@@ -267,10 +268,10 @@ async def test_a_fork_says_what_its_worker_drops() -> None:
     entry = parts.buffer["g0.0"]
     entry.delivered += np.zeros(4, TOKEN).tobytes()
     entry.finish_reason = "stop"
-    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0, (0, 1))
+    parts.buffer.give(order(entry, [5, 6], 9, "tool", (0, 1)), 0.0)
     await parts.carry_out(do.ExtendRequest("w0", 1, 0, "g0.0"))
-    (order,) = await parts.orders()
-    assert (order.extend_request.first_token, order.extend_request.dropped_tokens) == (1, 3)
+    (sent,) = await parts.orders()
+    assert (sent.extend_request.first_token, sent.extend_request.dropped_tokens) == (1, 3)
 
 
 async def test_the_ends_of_a_handoff_are_told_of_each_other() -> None:

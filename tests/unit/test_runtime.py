@@ -33,6 +33,7 @@ from dora.rpc.columns import columns_to_wire
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 from tests.refusals import refused
+from tests.turn_orders import order
 
 SPAN = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "routed_experts")
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
@@ -371,8 +372,8 @@ async def test_a_settled_turn_is_the_one_that_its_worker_has_last(shell: Shell, 
     (request_id,) = await shell.admit(1, environment="tool")
     shell.report(ended(request_id))
     if is_asked:
-        runtime.buffer.give(runtime.buffer[request_id], [5], 9, "tool", 0.0)
-        runtime.core.post(on.TurnAsked(request_id, 1))
+        asked = order(runtime.buffer[request_id], [5], 9, "tool")
+        runtime.core.post(asked.event, lambda: runtime.buffer.give(asked, 0.0))
     runtime.durable_ends.settle()
     assert [list(each.request_ids) for each in shell.orders("settled")] == [[request_id]] * (not is_asked)
 

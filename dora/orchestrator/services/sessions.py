@@ -4,12 +4,10 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from dora.config import Config
 from dora.core import events as on
 from dora.data.types import Reward
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -21,18 +19,17 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.session_paths import places, shift_of
 from dora.orchestrator.rollout.responses.state import ResponseState
+from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder, check_line
 from dora.orchestrator.rollout.telemetry import Telemetry
-from dora.orchestrator.services import turn_request
 from dora.orchestrator.services.opening import Opening
-from dora.orchestrator.services.turn_request import check_line
+from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
 
-NAME_MAX: Final = 128  # characters, of what gave tokens
-REASON_MAX: Final = 200
+REASON_MAX: Final = 200  # characters
 LOG_MAX: Final = 4096
 COMPONENTS_MAX: Final = 64  # parts of a reward
 
@@ -42,7 +39,6 @@ class SessionService(stubs.SessionsServicer):
 
     def __init__(
         self,
-        config: Config,
         core: ServiceCore,
         buffer: ResponseBuffer,
         journal: Journal,
@@ -51,11 +47,8 @@ class SessionService(stubs.SessionsServicer):
         evaluations: Evaluations,
         fronts: Fronts,
         opening: Opening,
-        *,
-        vocab_size: int,
+        limits: TurnLimits,
     ) -> None:
-        """``vocab_size``: of the model; 0: unknown."""
-        self._config = config
         self._core = core
         self._buffer = buffer
         self._journal = journal
@@ -64,7 +57,7 @@ class SessionService(stubs.SessionsServicer):
         self._evaluations = evaluations
         self._fronts = fronts
         self._opening = opening
-        self._vocab_size = vocab_size
+        self._limits = limits
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")
@@ -105,12 +98,12 @@ class SessionService(stubs.SessionsServicer):
         return self._opening.described()
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
-        entry = self._session(request.session_id)
-        turns = len(entry.given)
-        if request.turn > turns:
-            self._ask(entry, request)
+        entry, journal, buffer = self._session(request.session_id), self._journal, self._buffer
+        if request.turn > len(entry.given):
+            order = TurnOrder.parse(request, entry, self._limits)
+            self._core.post(order.event, lambda: journal.session(entry, buffer.give(order, time.time())))
         elif request.turn:
-            turn_request.check_repeated(entry, request, self._buffer.sampling)
+            check_repeated(entry, request, self._limits.resolved)
         sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
         is_large = request.ByteSize() > SMALL_BYTES
         del request
@@ -123,10 +116,10 @@ class SessionService(stubs.SessionsServicer):
                 has_ended, reached = turn < len(entry.given) or entry.finish_reason is not None, entry.turn_end(turn)
                 if has_ended:
                     piece = _tokens(entry, turn, sent, earlier)
-                    await self._journal.settled()
+                    await journal.settled()
                     yield piece
                     return
-                if self._buffer.get(entry.request_id) is not entry:
+                if buffer.get(entry.request_id) is not entry:
                     raise NotFound("session_id", entry.request_id, "an open session", why="was cancelled or replaced")
                 if reached > sent and not is_whole:
                     piece, sent, earlier = _tokens(entry, turn, sent, earlier), reached, b""
@@ -140,12 +133,11 @@ class SessionService(stubs.SessionsServicer):
             if reward is not None and entry.reward != reward:
                 raise Conflict("session_id", entry.request_id, "an open session", why="has ended with another reward")
         else:
-            entry.reward = reward
-            try:
-                self._core.post(on.SessionEnded(entry.request_id))
-            except InvalidValue:
-                entry.reward = None
-                raise
+
+            def rewarded() -> None:
+                entry.reward = reward
+
+            self._core.post(on.SessionEnded(entry.request_id), rewarded)
             self._journal.verdict(entry, time.time())
             self._telemetry.session_ended(is_cached=request.is_cached, is_warm=request.is_warm)
         await self._journal.settled()
@@ -175,28 +167,6 @@ class SessionService(stubs.SessionsServicer):
         if entry is None or not entry.is_session:
             raise NotFound("session_id", session_id[:80], "a session of a group that no step has trained on")
         return entry
-
-    def _ask(self, entry: ResponseState, request: pb.TurnRequest) -> None:
-        """Begins the next turn. Raises NotFound, Conflict or InvalidValue; then nothing has changed."""
-        if request.turn > len(entry.given) + 1:
-            raise InvalidValue("turn", request.turn, f"at most {len(entry.given) + 1}, the next")
-        self._core.machine.check_turn(entry.request_id)
-        check_line("name", request.name, NAME_MAX)
-        place = turn_request.place_of(entry, request, self._config.sessions.forks)
-        vocab_size = self._vocab_size
-        given, max_tokens = turn_request.given_of(entry, request, place, self._config, vocab_size)
-        sampling = turn_request.sampling_of(entry, request, self._buffer.sampling)
-        turn_request.check_turn_sampling(entry, sampling, max_tokens, vocab_size)
-        fork, event = None, on.TurnAsked(entry.request_id, len(given))
-        if place is not None and place.is_prompt:
-            fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
-        elif place is not None:
-            fork = place.after_turn, place.first_token
-            event = replace(event, after_tokens=place.first_token, is_on_branch=entry.is_on_path(*fork))
-        record = self._buffer.give(
-            entry, given, max_tokens, request.name, time.time(), fork, sampling, prompt_logprobs=request.prompt_logprobs
-        )
-        self._core.post(event, lambda: None if entry.is_evaluation else record)
 
 
 def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:

@@ -51,6 +51,7 @@ from dora.orchestrator.rollout.orders import worker_message
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger
 from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.turn_order import TurnOrder
 from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
@@ -271,14 +272,12 @@ class Service:
     def _give(self, event: on.TurnAsked) -> None:
         """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
         entry = self.buffer[event.request_id]
-        fork, after = None, event.after_tokens
-        if event.is_prompt:
-            fork = (len(entry.given), -event.tokens)
-        elif after != on.NO_FORK:
-            fork = (len(entry.given), after)
-        first = np.array([0 if event.is_prompt else len(entry) if fork is None else after])
-        token_ids, _ = sampled([(event.request_id, entry.version)], first, np.array([event.tokens]))
-        record = self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork)
+        after, is_fork = event.after_tokens, event.is_prompt or event.after_tokens != on.NO_FORK
+        first = -event.tokens if event.is_prompt else after if is_fork else len(entry)
+        origin, count = (event.request_id, entry.version), np.array([event.tokens])
+        token_ids, _ = sampled([origin], np.array([max(0, first)]), count)
+        order = TurnOrder(entry, tuple(token_ids.tolist()), TOKENS_MAX, "", len(entry.given), first, is_fork)
+        record = self.buffer.give(order, self._world.now_s)
         self.journal.session(entry, record)
 
     def carried_out(self, event: on.Event) -> None:
