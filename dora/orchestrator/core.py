@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dora.core import Machine
@@ -43,23 +44,23 @@ class Traces(Protocol):
         """Enters the publication that a step's commit has just made."""
 
 
+@dataclass(eq=False, repr=False)
 class ServiceCore:
     """The machine, and the tasks in the background. ``executor`` gets its handlers after this is built."""
 
-    def __init__(
-        self, machine: Machine, executor: Executor, journal: Journal, telemetry: Telemetry, buffer: ResponseBuffer
-    ) -> None:
-        self.machine = machine
-        self.executor = executor
-        self._journal = journal
-        self._telemetry = telemetry
-        self._buffer = buffer
+    machine: Machine
+    executor: Executor
+    _journal: Journal
+    _telemetry: Telemetry
+    _buffer: ResponseBuffer
+
+    def __post_init__(self) -> None:
         self.traces: Traces | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
-        if journal.log is not None:
-            journal.log.failed.add_done_callback(self._ended)
-            journal.log.synced = functools.partial(telemetry.observe, of.SYNC)
+        if self._journal.log is not None:
+            self._journal.log.failed.add_done_callback(self._ended)
+            self._journal.log.synced = functools.partial(self._telemetry.observe, of.SYNC)
 
     @property
     def state(self) -> State:

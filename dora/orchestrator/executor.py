@@ -15,7 +15,7 @@ class Executor:
     """The handlers of all parts, by command."""
 
     def __init__(self) -> None:
-        self._handler_of: dict[type, Callable[[Any], None]] = {}
+        self._handler_of: dict[type, Callable[[Any], object]] = {}
 
     def register(self, handlers: Handlers) -> None:
         """Adds the handlers of one part. No command may have two."""

@@ -18,12 +18,7 @@ from dora.orchestrator.recovery.begin_from import begun_from
 from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rotation import with_token
-from dora.orchestrator.setup import (
-    check_engine,
-    open_many_files,
-    run_folder_of,
-    writable,
-)
+from dora.orchestrator.setup import check_engine, open_many_files, run_folder_of, writable
 from dora.orchestrator.starting import ServiceHandle, Start, tier_of
 from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.waiting import drain, failed_alone, opened, until_ready, until_stopped

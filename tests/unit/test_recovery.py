@@ -16,7 +16,7 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.peer import this_host
-from dora.orchestrator.assembly import worker_service
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.recording.storage import KEPT, RECORD, STATE, Storage
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rollout.feed import PromptFeed
@@ -190,7 +190,7 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
         await room.wait()
 
     monkeypatch.setattr(runtime.journal, "settled", settled)
-    service = worker_service(runtime, tmp_path / "kv", Tokens())
+    service = services_of(runtime, shell.model, tmp_path / "kv", Tokens()).workers
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=shell.model)
     hello = convert.hello_to_wire("mine", 1, this_host(), engine.capability)
     hello.fingerprint = shell.session.capability.fingerprint

@@ -199,7 +199,7 @@ def test_a_turn_whose_rows_fit_into_no_message_is_refused() -> None:
     for shape in (None, RoutingShape(layers=48, top_k=8, experts=128)):
         buffer = ResponseBuffer(config.rollout, shape)
         (session,) = buffer.admit("g", replace(PROMPT, environment="tool"), 0, {"r": 0}, 0.0)
-        limits = TurnLimits(0, 4096, config.service.max_message_bytes, 0, buffer.sampling)
+        limits = TurnLimits.of(config, 0, buffer.sampling)
         if shape is None:
             assert TurnOrder.parse(asked, session, limits).max_tokens == 1000
             continue

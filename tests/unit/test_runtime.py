@@ -21,7 +21,7 @@ from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import IllegalTransition, InvalidValue, NotFound
 from dora.kvtransfer.transports.segments import SegmentPool
 from dora.metrics.distribution import LATENCY_BOUNDS_S
-from dora.orchestrator.assembly import trainer_service
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession
@@ -30,6 +30,7 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_to_wire
+from dora.rpc.roles import Tokens
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 from tests.refusals import refused
@@ -114,7 +115,7 @@ class Shell:
             recorder=Recorder(folder / "record"),
         )
         self.runtime.sessions.processes = self.kills
-        self.trainer = trainer_service(self.runtime, model)
+        self.trainer = services_of(self.runtime, model, folder / "kv", Tokens("")).trainer
         self.session = self.join(1)
 
     @property

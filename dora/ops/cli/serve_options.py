@@ -41,8 +41,7 @@ RecordWeightsOption = Annotated[
     ),
 ]
 StateOption = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
+    str | None, typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state).")
 ]
 BeginFromOption = Annotated[
     str | None,
@@ -53,18 +52,15 @@ BeginFromOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str | None,
-    typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device)."),
+    str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device).")
 ]
 GpusForTrainerOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer)."),
+    int | None, typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer).")
 ]
 CarryOnFromOption = Annotated[
     int | None,
     typer.Option(
-        metavar="STEP",
-        help="Carry on from this step although record, prompts, reward or model have changed.",
+        metavar="STEP", help="Carry on from this step although record, prompts, reward or model have changed."
     ),
 ]
 KvTierOption = Annotated[
@@ -84,20 +80,17 @@ TracesOption = Annotated[
     str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
 ]
 EnvironmentOption = Annotated[
-    str | None,
-    typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec)."),
+    str | None, typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec).")
 ]
 HttpOption = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
 ]
 HttpKeyOption = Annotated[
-    Path | None,
-    typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents."),
+    Path | None, typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents.")
 ]
 OwnerTokenOption = Annotated[
-    str | None,
-    token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
+    str | None, token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one.")
 ]
 TlsOption = Annotated[
     str | None,
@@ -106,23 +99,19 @@ TlsOption = Annotated[
     ),
 ]
 TlsCertOption = Annotated[
-    str | None,
-    typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert)."),
+    str | None, typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert).")
 ]
 TlsKeyOption = Annotated[
     str | None, typer.Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
 ]
 TlsCaOption = Annotated[
-    str | None,
-    typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca)."),
+    str | None, typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca).")
 ]
 TlsClientsOption = Annotated[
-    str | None,
-    typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients)."),
+    str | None, typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients).")
 ]
 DryRunOption = Annotated[
-    bool,
-    typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit."),
+    bool, typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit.")
 ]
 AttachJsonOption = Annotated[
     bool, typer.Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")

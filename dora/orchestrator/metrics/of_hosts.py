@@ -122,12 +122,7 @@ ENGINES: Final = (
     Metric("vllm:kv_cache_usage_perc", "Share of KV in use, 0 to 1.", lambda seen: seen.kv_use(), LABELS),
     Metric("vllm:generation_tokens_total", "Sampled tokens.", lambda seen: seen.engines("generated_tokens"), LABELS),
     Metric("vllm:prompt_tokens_total", "Tokens before a first token.", lambda seen: seen.prompt_tokens(), LABELS),
-    Metric(
-        "vllm:request_success_total",
-        "Ended requests.",
-        lambda seen: seen.ended(),
-        (*LABELS, "finished_reason"),
-    ),
+    Metric("vllm:request_success_total", "Ended requests.", lambda seen: seen.ended(), (*LABELS, "finished_reason")),
     Metric("vllm:num_preemptions_total", "Requests that lost KV.", lambda seen: seen.engines("preemptions"), LABELS),
 )
 HOST: Final = (*MACHINE, *ENGINES)

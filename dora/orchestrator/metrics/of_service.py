@@ -53,9 +53,7 @@ REQUESTS: Final = (
         lambda seen: longest_idle_s(seen.state, seen.now_s),
     ),
     Metric(
-        "dora_environment_drivers",
-        "Calls that drive environments.",
-        lambda seen: seen.runtime.environments.attendees,
+        "dora_environment_drivers", "Calls that drive environments.", lambda seen: seen.runtime.environments.attendees
     ),
     Metric("dora_evaluations", "Running evaluations.", lambda seen: len(seen.runtime.evaluations.running)),
 )
@@ -121,21 +119,9 @@ TRAINER: Final = (
         lambda seen: {(part,): seen.runtime.telemetry.parts_s[part] for part in PARTS},
         ("part",),
     ),
-    Metric(
-        "dora_step_reward_mean",
-        "Mean reward of the last step.",
-        lambda seen: seen.of_step("mean_reward"),
-    ),
-    Metric(
-        "dora_step_staleness_mean",
-        "Mean staleness of the last step.",
-        lambda seen: seen.of_step("staleness_mean"),
-    ),
-    Metric(
-        "dora_step_tokens",
-        "Response tokens of the last step.",
-        lambda seen: seen.of_step("tokens"),
-    ),
+    Metric("dora_step_reward_mean", "Mean reward of the last step.", lambda seen: seen.of_step("mean_reward")),
+    Metric("dora_step_staleness_mean", "Mean staleness of the last step.", lambda seen: seen.of_step("staleness_mean")),
+    Metric("dora_step_tokens", "Response tokens of the last step.", lambda seen: seen.of_step("tokens")),
     Metric(
         "dora_trainer_signal",
         "The metrics that the trainer sent with its last commit, off-policy signals among them, by name.",

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dora.orchestrator.recovery.incarnation import Incarnation
 from dora.orchestrator.rollout.journal import Journal
@@ -10,13 +11,15 @@ from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 
 
+@dataclass(eq=False, repr=False)
 class DurableEnds:
     """Does nothing for a service without which no worker lives."""
 
-    def __init__(self, buffer: ResponseBuffer, journal: Journal, incarnation: Incarnation) -> None:
-        self._buffer = buffer
-        self._journal = journal
-        self._incarnation = incarnation
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _incarnation: Incarnation
+
+    def __post_init__(self) -> None:
         # not yet durable: the journal's count at that time, and each request with the number of its turns
         self._ended: deque[tuple[int, WorkerSession, Sequence[tuple[str, int]]]] = deque()
 

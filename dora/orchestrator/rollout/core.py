@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 from dora.core import events as on
 from dora.core.state import State
 
-Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]  # by command: who carries it out
+Handlers: TypeAlias = Mapping[type, Callable[[Any], object]]  # by command: who carries it out
 
 
 class Core(Protocol):

@@ -4,7 +4,7 @@ prompts, the journal and the run record.
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from dora.core import commands as do
@@ -26,26 +26,19 @@ ON_REQUEST: Final = "cancelled on request"  # a reason, or the beginning of one
 FILTERED: Final = "filtered: "  # a reason; the filter's name follows
 
 
+@dataclass(eq=False, repr=False)
 class Groups:
     """The core's commands that admit, change and end groups."""
 
-    def __init__(
-        self,
-        core: Core,
-        buffer: ResponseBuffer,
-        ledger: PromptLedger,
-        journal: Journal,
-        recorder: RecordQueue,
-        environments: Environments,
-        evaluations: Evaluations,
-    ) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._ledger = ledger
-        self._journal = journal
-        self._recorder = recorder
-        self._environments = environments
-        self._evaluations = evaluations
+    _core: Core
+    _buffer: ResponseBuffer
+    _ledger: PromptLedger
+    _journal: Journal
+    _recorder: RecordQueue
+    _environments: Environments
+    _evaluations: Evaluations
+
+    def __post_init__(self) -> None:
         self.handlers: Handlers = {
             do.AdmitGroup: self._admit,
             do.GrowGroup: self._grow,

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from dora.core import Machine
@@ -45,35 +45,21 @@ class HostWeights(Protocol):
         """Returns whether the host has lost the version."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerReports:
     """Accepts reports and outcomes of commands. ``core`` has the ``machine``."""
 
-    def __init__(
-        self,
-        core: Core,
-        machine: Machine,
-        buffer: ResponseBuffer,
-        journal: Journal,
-        telemetry: Telemetry,
-        storage: Storage,
-        store: WeightStore,
-        hosts: HostWeights,
-        environments: Environments,
-        ended: Callable[[WorkerSession, Sequence[str]], None],
-    ) -> None:
-        """``ended`` receives the requests that a worker has reported to the end, after the response buffer and the
-        journal have them.
-        """
-        self._core = core
-        self._machine = machine
-        self._buffer = buffer
-        self._journal = journal
-        self._telemetry = telemetry
-        self._storage = storage
-        self._store = store
-        self._hosts = hosts
-        self._environments = environments
-        self._ended = ended
+    _core: Core
+    _machine: Machine
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _storage: Storage
+    _store: WeightStore
+    _hosts: HostWeights
+    _environments: Environments
+    # receives the requests that a worker has reported to the end, after the response buffer and the journal have them
+    _ended: Callable[[WorkerSession, Sequence[str]], None]
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
         """Accepts the tokens of requests that this worker owns; tokens of others belong to an older handoff.

@@ -90,13 +90,7 @@ class WorkerSession(Session):
     """One epoch of one worker."""
 
     def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        pid: int,
-        host: str,
-        capability: EngineCapability,
-        kv: KvEndpoint = NO_KV,
+        self, worker_id: str, epoch: int, pid: int, host: str, capability: EngineCapability, kv: KvEndpoint = NO_KV
     ) -> None:
         super().__init__(worker_id, epoch, pid, host, kv)
         self.capability = capability
@@ -178,10 +172,7 @@ class Sessions:
     """
 
     def __init__(
-        self,
-        lost: Callable[[Session, str], None],
-        processes: WorkerProcesses | None = None,
-        report_period_ms: int = 50,
+        self, lost: Callable[[Session, str], None], processes: WorkerProcesses | None = None, report_period_ms: int = 50
     ) -> None:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
@@ -194,12 +185,7 @@ class Sessions:
         self.report_period_ms = report_period_ms  # current period of each worker
 
     def open(
-        self,
-        worker_id: str,
-        pid: int,
-        host: str,
-        capability: EngineCapability,
-        kv: KvEndpoint = NO_KV,
+        self, worker_id: str, pid: int, host: str, capability: EngineCapability, kv: KvEndpoint = NO_KV
     ) -> WorkerSession:
         """Begins a new epoch of this worker, which must not be connected."""
         session = WorkerSession(worker_id, self._begin_epoch(worker_id), pid, host, capability, kv)

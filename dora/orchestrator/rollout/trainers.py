@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dora.core import commands as do
 from dora.errors import DoraError, VersionRejected
@@ -17,14 +18,16 @@ from dora.system.log_lines import about
 log = logging.getLogger("dora.service")
 
 
+@dataclass(eq=False, repr=False)
 class Trainers:
     """``published`` is told of each committed version."""
 
-    def __init__(self, core: Core, buffer: ResponseBuffer, journal: Journal, recorder: RecordQueue) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._journal = journal
-        self._recorder = recorder
+    _core: Core
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _recorder: RecordQueue
+
+    def __post_init__(self) -> None:
         self.presence = TrainerPresence()
         self.stream: StepStream | None = None
         self.published: Callable[[int], None] = lambda version: None

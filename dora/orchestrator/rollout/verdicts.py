@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from dora.core import commands as do
@@ -31,31 +32,27 @@ class Verifier(Protocol):
     ) -> Reward: ...
 
 
+@dataclass(eq=False, repr=False)
 class Verdicts:
     """The core's commands to score responses. ``group_filter`` None: every group is kept."""
 
-    def __init__(
-        self,
-        core: Core,
-        buffer: ResponseBuffer,
-        journal: Journal,
-        telemetry: Telemetry,
-        environments: Environments,
-        verifier: Verifier,
-        group_filter: GroupFilter | None,
-    ) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._journal = journal
-        self._telemetry = telemetry
-        self._environments = environments
-        self._verifier = verifier
-        self._group_filter = group_filter
+    _core: Core
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _environments: Environments
+    _verifier: Verifier
+    _group_filter: GroupFilter | None
+
+    def __post_init__(self) -> None:
         self.handlers: Handlers = {
-            do.ScoreRequest: lambda command: core.spawn(self._score(self._closed(command.request_id))),
-            do.ScoreEvaluated: lambda command: core.spawn(self._score_evaluated(self._closed(command.request_id))),
+            do.ScoreRequest: lambda command: self._begin(self._closed(command.request_id)),
+            do.ScoreEvaluated: lambda command: self._begin(self._closed(command.request_id)),
             do.BreakOffSession: self._break_off_session,
         }
+
+    def _begin(self, entry: ResponseState) -> None:
+        self._core.spawn(self._score_evaluated(entry) if entry.is_evaluation else self._score(entry))
 
     def _closed(self, request_id: str) -> ResponseState:
         """Returns a finished response; a session is closed."""
@@ -69,8 +66,7 @@ class Verdicts:
         session = about(session=command.request_id)
         log.warning("session %s is broken off: %s", command.request_id, command.reason, extra=session)
         self._buffer[command.request_id].reward = Reward(math.nan, {}, f"broken off: {command.reason}", False)
-        entry = self._closed(command.request_id)
-        self._core.spawn(self._score_evaluated(entry) if entry.is_evaluation else self._score(entry))
+        self._begin(self._closed(command.request_id))
 
     async def _score(self, entry: ResponseState) -> None:
         reward = await self._judge(entry)

@@ -1,6 +1,7 @@
 """The stored weights of versions: deleted once no step and no evaluation can need them."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,26 +27,19 @@ class HostStores(Protocol):
     def retired(self, version: int) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Versions:
     """``kept``: the versions that a restart needs; None: there is no state folder."""
 
-    def __init__(
-        self,
-        core: Core,
-        store: Store,
-        kept: KeptVersions | None,
-        storage: Storage,
-        journal: Journal,
-        hosts: HostStores,
-        rollout: RolloutConfig,
-    ) -> None:
-        self._core = core
-        self._store = store
-        self.kept = kept
-        self._storage = storage
-        self._journal = journal
-        self._hosts = hosts
-        self._reference_version = rollout.reference_version
+    _core: Core
+    _store: Store
+    kept: KeptVersions | None
+    _storage: Storage
+    _journal: Journal
+    _hosts: HostStores
+    _rollout: RolloutConfig
+
+    def __post_init__(self) -> None:
         self.handlers: Handlers = {
             do.PinVersion: lambda command: self._forget(command.version),  # evaluations do not outlive the service
             do.RetireVersion: self._retire,
@@ -53,7 +47,7 @@ class Versions:
 
     def _forget(self, version: int) -> None:
         """Notes that a restart of the service does not need the version."""
-        self._journal.note(records.Retired(version, version == self._reference_version))
+        self._journal.note(records.Retired(version, version == self._rollout.reference_version))
         self._core.spawn(self.drop_kept(version))
 
     def _retire(self, command: do.RetireVersion) -> None:
@@ -71,7 +65,7 @@ class Versions:
 
     async def drop_kept(self, version: int) -> None:
         """Deletes a version's stored weights once no client can be told that they are needed."""
-        if self.kept is None or version == self._reference_version:
+        if self.kept is None or version == self._rollout.reference_version:
             return
         await self._journal.settled()
         with self._storage.tidying(KEPT):

@@ -1,6 +1,7 @@
 """Sends the core's commands to workers and pools."""
 
 import logging
+from dataclasses import dataclass
 from typing import Final, Protocol, get_args
 
 from dora.core import commands as do
@@ -26,18 +27,20 @@ class HostVersions(PublishedVersions, Protocol):
     def look_at_store(self, version: int) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Workers:
     """The commands to workers and pools. A command to an ended epoch is dropped: its loss is on the way to the core."""
 
-    def __init__(self, core: Core, buffer: ResponseBuffer, sessions: Sessions, hosts: HostVersions) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._sessions = sessions
-        self._hosts = hosts
+    _core: Core
+    _buffer: ResponseBuffer
+    _sessions: Sessions
+    _hosts: HostVersions
+
+    def __post_init__(self) -> None:
         self.handlers: Handlers = {
             **dict.fromkeys(SENT, self._send),
             do.EvictWorker: self._evict,
-            do.StopWorker: lambda command: sessions.release(command.worker_id, command.epoch),
+            do.StopWorker: lambda command: self._sessions.release(command.worker_id, command.epoch),
             do.ReleaseSnapshot: lambda command: None,  # it lies at its target, which was told to import it or drop it
         }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from dora.config import Config
@@ -18,24 +19,16 @@ from dora.weights.store import WeightStore
 NO_STATE = "This service has no state folder, so there is nothing to checkpoint. Start it with `--state DIR`."
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """Of a service with a state folder."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        feed: PromptFeed,
-        journal: Journal,
-        store: WeightStore,
-        incarnation: Incarnation,
-    ) -> None:
-        self._state = config.service.state
-        self._core = core
-        self._feed = feed
-        self._journal = journal
-        self._store = store
-        self._incarnation = incarnation
+    _config: Config
+    _core: Core
+    _feed: PromptFeed
+    _journal: Journal
+    _store: WeightStore
+    _incarnation: Incarnation
 
     async def make(self, name: str) -> pb.CheckpointReply:
         """Makes the state durable. ``name``: under which the newest version is kept; empty: under none.
@@ -44,10 +37,11 @@ class Checkpoints:
         """
         if self._journal.log is None:
             raise Conflict("checkpoint", MISSING, "of a service started with --state DIR", said=NO_STATE)
-        kept, version = await self._kept(Path(self._state), name) if name else ("", 0)
+        folder = self._config.service.state
+        kept, version = await self._kept(Path(folder), name) if name else ("", 0)
         size, state = await self._journal.log.checkpoint(), self._core.state
         return pb.CheckpointReply(
-            folder=self._state,
+            folder=folder,
             incarnation=self._incarnation.number,
             step=state.window.newest,
             groups=len(state.group_row),

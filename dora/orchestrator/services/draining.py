@@ -1,6 +1,7 @@
 """The reason for which a service admits no more prompts, the groups that it waits for, and the remedy."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,14 +13,16 @@ from dora.orchestrator.rollout.trainers import Trainers
 from dora.rpc import dora_pb2 as pb
 
 
+@dataclass(eq=False, repr=False)
 class Draining:
     """``ends_s``: the end of the drain that a stop has begun, on the monotonic clock; None: there is none."""
 
-    def __init__(self, config: Config, core: Core, feed: PromptFeed, trainers: Trainers) -> None:
-        self._config = config
-        self._core = core
-        self._feed = feed
-        self._trainers = trainers
+    _config: Config
+    _core: Core
+    _feed: PromptFeed
+    _trainers: Trainers
+
+    def __post_init__(self) -> None:
         self.ends_s: float | None = None
 
     def status(self) -> pb.Draining | None:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dora.config import Config
@@ -26,17 +26,15 @@ NAME_MAX: Final = 128  # characters
 CALLER_LEFT: Final = "its caller disconnected"
 
 
+@dataclass(eq=False, repr=False)
 class Evaluating:
     """Begins evaluations, and streams their results."""
 
-    def __init__(
-        self, config: Config, core: ServiceCore, check: PromptCheck, buffer: ResponseBuffer, evaluations: Evaluations
-    ) -> None:
-        self._config = config
-        self._core = core
-        self._check = check
-        self._buffer = buffer
-        self._evaluations = evaluations
+    _config: Config
+    _core: ServiceCore
+    _check: PromptCheck
+    _buffer: ResponseBuffer
+    _evaluations: Evaluations
 
     async def run(
         self, request: pb.EvaluateRequest, reading: asyncio.Lock, context: ServicerContext

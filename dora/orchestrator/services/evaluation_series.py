@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -67,30 +68,24 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
     return found
 
 
+@dataclass(eq=False, repr=False)
 class OwnEvaluations:
     """The series of one service; without prompts it does nothing."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        store: WeightStore,
-        recorder: RecordQueue,
-        telemetry: Telemetry,
-        evaluating: Evaluating,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self._core = core
-        self._store = store
-        self._recorder = recorder
-        self._telemetry = telemetry
-        self._evaluating = evaluating
-        self._prompts = prompts
-        self._settings = config.evaluation
+    _config: Config
+    _core: Core
+    _store: WeightStore
+    _recorder: RecordQueue
+    _telemetry: Telemetry
+    _evaluating: Evaluating
+    _prompts: Sequence[Prompt]
+
+    def __post_init__(self) -> None:
+        self._settings = self._config.evaluation
         self._last = -1  # version that was begun
         self._running = 0
         self._comparing = threading.Lock()  # several evaluations may end at once
-        self._state = Path(config.service.state) if self._settings.keep_best else None
+        self._state = Path(self._config.service.state) if self._settings.keep_best else None
         if self._state is not None:
             named.tidy(self._state)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Final
 
 from dora.errors import MISSING, InvalidValue, NotFound
@@ -27,14 +28,16 @@ HELLO_S: Final = 60.0
 TROUBLE_MAX: Final = 4000  # characters of one worker's error
 
 
+@dataclass(eq=False, repr=False)
 class HostService(stubs.HostServicer):
     """Hashes the model's files once, when the first host joins."""
 
-    def __init__(self, hosts: Hosts, store: WeightStore, journal: Journal, incarnation: Incarnation) -> None:
-        self._hosts = hosts
-        self._store = store
-        self._journal = journal
-        self._incarnation = incarnation
+    _hosts: Hosts
+    _store: WeightStore
+    _journal: Journal
+    _incarnation: Incarnation
+
+    def __post_init__(self) -> None:
         self._model: tuple[WeightFile, ...] | None = None
         self._hashing = asyncio.Lock()
 

@@ -1,7 +1,7 @@
 """Groups whose sessions their caller drives: opened, for a version of its choice too, and withdrawn."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,24 +24,16 @@ from dora.rpc.errors import LimitExceeded
 OPENED: Final = "open:"  # begins the environment of a group that a client has opened
 
 
+@dataclass(eq=False, repr=False)
 class Opening:
     """Opens and withdraws groups. ``model``: the model's folder on this host."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        feed: PromptFeed,
-        buffer: ResponseBuffer,
-        environments: Environments,
-        model: Path,
-    ) -> None:
-        self._config = config
-        self._core = core
-        self._feed = feed
-        self._buffer = buffer
-        self._environments = environments
-        self._model = model
+    _config: Config
+    _core: Core
+    _feed: PromptFeed
+    _buffer: ResponseBuffer
+    _environments: Environments
+    _model: Path
 
     async def open_group(self, request: pb.OpenRequest) -> str:
         """Queues the prompt of a group whose sessions its caller drives, or admits it as the version that the request

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 from dora.core import events as on
 from dora.errors import InvalidValue, one_of
@@ -29,17 +29,17 @@ TRACE = ("traceparent", "tracestate")  # of a call's metadata: the caller's span
 WATCHES_MAX = 32  # open at once
 
 
+@dataclass(eq=False, repr=False)
 class PromptService(stubs.PromptsServicer):
     """Queues prompts: all of a call or none."""
 
-    def __init__(
-        self, core: ServiceCore, feed: PromptFeed, buffer: ResponseBuffer, journal: Journal, evaluating: Evaluating
-    ) -> None:
-        self._core = core
-        self._feed = feed
-        self._buffer = buffer
-        self._journal = journal
-        self._evaluating = evaluating
+    _core: ServiceCore
+    _feed: PromptFeed
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _evaluating: Evaluating
+
+    def __post_init__(self) -> None:
         self._reading = asyncio.Lock()  # for one batch at a time: decoded, it may take ten times its message's memory
 
     async def Submit(self, request: pb.SubmitRequest, context: ServicerContext) -> pb.SubmitReply:
@@ -69,26 +69,19 @@ class PromptService(stubs.PromptsServicer):
         return self._evaluating.run(request, self._reading, context)
 
 
+@dataclass(eq=False, repr=False)
 class OperatorService(stubs.OperatorServicer):
     """Shows the service's state, and passes operators' requests to the core."""
 
-    def __init__(
-        self,
-        core: Core,
-        buffer: ResponseBuffer,
-        hosts: Hosts,
-        status: ServiceStatus,
-        checkpoints: Checkpoints,
-        examinations: Examinations,
-        model: Path,
-    ) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._hosts = hosts
-        self._status = status
-        self._checkpoints = checkpoints
-        self._examinations = examinations
-        self._model = str(model)
+    _core: Core
+    _buffer: ResponseBuffer
+    _hosts: Hosts
+    _status: ServiceStatus
+    _checkpoints: Checkpoints
+    _examinations: Examinations
+    _model: str
+
+    def __post_init__(self) -> None:
         self._watches = Counter("watches", WATCHES_MAX)
 
     async def GetStatus(self, request: pb.StatusRequest, context: ServicerContext) -> pb.Status:

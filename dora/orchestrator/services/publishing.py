@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -39,26 +40,17 @@ _BLAKE3_BYTES: Final = 32
 Request: TypeAlias = pb.CommitStepRequest | pb.RepublishVersionRequest
 
 
+@dataclass(eq=False, repr=False)
 class Publishing:
     """Handles one version at a time, except for uploads."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        store: WeightStore,
-        versions: Versions,
-        storage: Storage,
-        recorder: RecordQueue,
-        hosts: Hosts,
-    ) -> None:
-        self._config = config
-        self._core = core
-        self._store = store
-        self._versions = versions
-        self._storage = storage
-        self._recorder = recorder
-        self._hosts = hosts
+    _config: Config
+    _core: Core
+    _store: WeightStore
+    _versions: Versions
+    _storage: Storage
+    _recorder: RecordQueue
+    _hosts: Hosts
 
     @contextlib.asynccontextmanager
     async def upload(self, header: pb.WeightFileHeader) -> AsyncIterator[Upload]:

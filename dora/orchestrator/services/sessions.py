@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -34,30 +35,19 @@ LOG_MAX: Final = 4096
 COMPONENTS_MAX: Final = 64  # parts of a reward
 
 
+@dataclass(eq=False, repr=False)
 class SessionService(stubs.SessionsServicer):
     """Each call checks everything before it changes anything, so a refused one disturbs no session."""
 
-    def __init__(
-        self,
-        core: ServiceCore,
-        buffer: ResponseBuffer,
-        journal: Journal,
-        telemetry: Telemetry,
-        environments: Environments,
-        evaluations: Evaluations,
-        fronts: Fronts,
-        opening: Opening,
-        limits: TurnLimits,
-    ) -> None:
-        self._core = core
-        self._buffer = buffer
-        self._journal = journal
-        self._telemetry = telemetry
-        self._environments = environments
-        self._evaluations = evaluations
-        self._fronts = fronts
-        self._opening = opening
-        self._limits = limits
+    _core: ServiceCore
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _environments: Environments
+    _evaluations: Evaluations
+    _fronts: Fronts
+    _opening: Opening
+    _limits: TurnLimits
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice, takewhile
 from typing import Final
 
@@ -47,32 +47,22 @@ class News:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class ServiceStatus:
     """Makes the status. ``tier``: the server of the shared KV tier; None: there is none."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        feed: PromptFeed,
-        hosts: Hosts,
-        sessions: Sessions,
-        telemetry: Telemetry,
-        storage: Storage,
-        trainers: Trainers,
-        evaluating: Evaluating,
-        draining: Draining,
-    ) -> None:
-        self._config = config
-        self._core = core
-        self._feed = feed
-        self._hosts = hosts
-        self._sessions = sessions
-        self._telemetry = telemetry
-        self._storage = storage
-        self._trainers = trainers
-        self._evaluating = evaluating
-        self._draining = draining
+    _config: Config
+    _core: Core
+    _feed: PromptFeed
+    _hosts: Hosts
+    _sessions: Sessions
+    _telemetry: Telemetry
+    _storage: Storage
+    _trainers: Trainers
+    _evaluating: Evaluating
+    _draining: Draining
+
+    def __post_init__(self) -> None:
         self.tier: KvTier | None = None
         self.started_s = time.monotonic()
 

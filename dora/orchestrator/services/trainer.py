@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Container, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -52,44 +52,31 @@ WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movemen
 Reply = TypeVar("Reply")
 
 
+@dataclass(eq=False, repr=False)
 class TrainerService(stubs.TrainerServicer):
     """One active trainer, fenced by its epoch."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: ServiceCore,
-        trainers: Trainers,
-        buffer: ResponseBuffer,
-        journal: Journal,
-        telemetry: Telemetry,
-        hosts: Hosts,
-        store: WeightStore,
-        publishing: Publishing,
-        draining: Draining,
-        *,
-        model: Path,
-        resumed: Mapping[str, Any],
-    ) -> None:
-        """``resumed``: the ledger's values of an earlier incarnation; empty: there was none."""
-        self._config = config
-        self._core = core
-        self._trainers = trainers
-        self._buffer = buffer
-        self._journal = journal
-        self._telemetry = telemetry
-        self._hosts = hosts
-        self._store = store
-        self._publishing = publishing
-        self._draining = draining
-        self._model = model
-        self._epoch = resumed.get("trainer_epoch", 0)
+    _config: Config
+    _core: ServiceCore
+    _trainers: Trainers
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _hosts: Hosts
+    _store: WeightStore
+    _publishing: Publishing
+    _draining: Draining
+    _model: Path
+    _resumed: Mapping[str, Any]  # the ledger's values of an earlier incarnation; empty: there was none
+
+    def __post_init__(self) -> None:
+        self._epoch = self._resumed.get("trainer_epoch", 0)
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()  # running changes: the event loop keeps no reference to a task
         self._last_commit: tuple[int, bytes] | None = None
         self._last_republish: tuple[int, bytes] | None = None
-        if resumed:
+        if resumed := self._resumed:
             self._last_commit = resumed["commit_step"], resumed["commit_digest"]
             self._last_republish = resumed["republished"], resumed["republished_digest"]
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -38,38 +39,25 @@ POOLS_MAX: Final = 256
 KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "pool_report or outcome"}
 
 
+@dataclass(eq=False, repr=False)
 class WorkerService(stubs.WorkerServicer):
     """All workers' engines must be alike: a new one must have the fingerprint of the connected ones."""
 
-    def __init__(
-        self,
-        config: Config,
-        core: Core,
-        buffer: ResponseBuffer,
-        journal: Journal,
-        store: WeightStore,
-        sessions: Sessions,
-        hosts: Hosts,
-        reports: WorkerReports,
-        incarnation: Incarnation,
-        *,
-        snapshot_folder: Path,
-        tokens: Tokens,
-        kv_secret: bytes = b"",
-    ) -> None:
-        """``kv_secret``: of the run, if an earlier incarnation made one; empty: a new one is made."""
-        self._config = config
-        self._core = core
-        self._buffer = buffer
-        self._journal = journal
-        self._store = store
-        self._sessions = sessions
-        self._hosts = hosts
-        self._reports = reports
-        self._incarnation = incarnation
-        self._tokens = tokens
-        self._snapshot_folder = snapshot_folder
-        self._kv = _kv_settings(config.kv, kv_secret or secrets.token_bytes(SECRET_BYTES))
+    _config: Config
+    _core: Core
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _store: WeightStore
+    _sessions: Sessions
+    _hosts: Hosts
+    _reports: WorkerReports
+    _incarnation: Incarnation
+    _snapshot_folder: Path
+    _tokens: Tokens
+    _kv_secret: bytes = b""  # of the run, if an earlier incarnation made one; empty: a new one is made
+
+    def __post_init__(self) -> None:
+        self._kv = _kv_settings(self._config.kv, self._kv_secret or secrets.token_bytes(SECRET_BYTES))
         self._turns = Turns()
 
     async def Connect(

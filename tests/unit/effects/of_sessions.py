@@ -21,7 +21,7 @@ from tests.unit.test_branches import Session
 def forks(config: Config, _: Place) -> int:
     """The number of times that a session may fork."""
     session = Session((1,))
-    limits = TurnLimits(config.sessions.forks, 1 << 20, 1 << 30, 0, session.buffer.sampling)
+    limits = TurnLimits.of(config, 0, session.buffer.sampling)
     for done in range(100):
         given = np.ones(1, "<i4").tobytes()
         request = pb.TurnRequest(turn=done + 1, first_token=0, given_token_ids=given)

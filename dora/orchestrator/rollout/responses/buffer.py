@@ -17,14 +17,7 @@ from dora.core.rules.admission import attempt_id
 from dora.data.sampling import effective
 from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
-from dora.data.types import (
-    FINISH_REASONS,
-    Arrival,
-    Prompt,
-    Reward,
-    RoutingShape,
-    SamplingParams,
-)
+from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
+from dora.config import Config
 from dora.core import events as on
 from dora.data.limits import SAMPLING_BYTES_MAX
 from dora.data.sampling import check_sampling, checked_overrides
@@ -33,6 +34,11 @@ class TurnLimits:
     message_bytes: int
     vocab_size: int
     resolved: Callable[[Prompt], SamplingParams]
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, resolved: Callable[[Prompt], SamplingParams]) -> "TurnLimits":
+        most = (config.sessions.forks, config.workers.context_tokens, config.service.max_message_bytes)
+        return cls(*most, vocab_size, resolved)
 
 
 @dataclass(frozen=True, slots=True)
