@@ -26,8 +26,7 @@ from dora.orchestrator.hosts.fronts import Fronts
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.recovery.durable_ends import DurableEnds
-from dora.orchestrator.recovery.incarnation import Incarnation
+from dora.orchestrator.recovery.incarnation import DurableEnds, Incarnation
 from dora.orchestrator.recovery.reattachment import Reattachment
 from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.environments import Environments
@@ -91,35 +90,23 @@ class Runtime:
         self.evaluations = Evaluations(core, self.buffer, self.environments)
         self.trainers = Trainers(core, self.buffer, self.journal, self.recorder)
         self.versions = Versions(core, store, versions, self.storage, self.journal, self.hosts, config.rollout)
-        self.reports = self._reports()
+        common = (self.buffer, self.journal, self.telemetry, self.storage, store, self.hosts, self.environments)
+        self.reports = WorkerReports(core, core.machine, *common, self.durable_ends.note)
         self._register(verifier, group_filter)
         self.evaluating = Evaluating(config, core, feed.check, self.buffer, self.evaluations)
         self.draining = Draining(config, core, feed, self.trainers)
-        self.status = self._status()
+        shown = (self.hosts, self.sessions, self.telemetry, self.storage, self.trainers, self.evaluating, self.draining)
+        self.status = ServiceStatus(config, core, feed, *shown)
         self.examinations = Examinations(self.hosts, self.sessions, core.state, tls_of(config))
         self.fronts = Fronts()
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))
-
-    def _reports(self) -> WorkerReports:
-        return WorkerReports(
-            self.core,
-            self.core.machine,
-            self.buffer,
-            self.journal,
-            self.telemetry,
-            self.storage,
-            self.store,
-            self.hosts,
-            self.environments,
-            self.durable_ends.note,
-        )
 
     def _register(self, verifier: Verifier, group_filter: GroupFilter | None) -> None:
         """Builds the parts that only carry out commands, and registers all handlers."""
         core, feed, buffer, journal = self.core, self.feed, self.buffer, self.journal
         environments, evaluations = self.environments, self.evaluations
         for part in (
-            Prompts(core, feed, feed.ledger, buffer),
+            Prompts(core, feed, buffer),
             Groups(core, buffer, feed.ledger, journal, self.recorder, environments, evaluations),
             Verdicts(core, buffer, journal, self.telemetry, environments, verifier, group_filter),
             evaluations,
@@ -128,20 +115,6 @@ class Runtime:
             Workers(core, buffer, self.sessions, self.hosts),
         ):
             core.executor.register(part.handlers)
-
-    def _status(self) -> ServiceStatus:
-        return ServiceStatus(
-            self.config,
-            self.core,
-            self.feed,
-            self.hosts,
-            self.sessions,
-            self.telemetry,
-            self.storage,
-            self.trainers,
-            self.evaluating,
-            self.draining,
-        )
 
     def resume(self, found: Found, expected: Iterable[str] = ()) -> on.Restored | None:
         """Restores an earlier incarnation's state; a new service only logs its begin.

@@ -45,12 +45,12 @@ PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.
 
 class Feed:
     def __init__(self, ledger: PromptLedger) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         prompts = [PROMPT][:count]
         for position, prompt in enumerate(prompts):
-            self._ledger.read(position, prompt)
+            self.ledger.read(position, prompt)
         return prompts, False
 
 
@@ -128,7 +128,7 @@ class Parts:
         self.stream = self.trainers.stream = StepStream(1, 0)
         self.executor = Executor()
         for part in (
-            Prompts(core, Feed(self.prompts), self.prompts, buffer),
+            Prompts(core, Feed(self.prompts), buffer),
             Groups(core, buffer, self.prompts, journal, self.recorder, environments, self.evaluations),
             Verdicts(core, buffer, journal, Telemetry(), environments, Verifier(), None),
             self.evaluations,

@@ -3,118 +3,106 @@
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
+from typer import Context, Option
 
 from dora.config import Override, given
 from dora.ops.cli import completion
 from dora.ops.cli.options import WINDOW_METAVAR, source_of, token_option, window_size
 from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
-ConfigFileOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")]
+ConfigFileOption = Annotated[Path | None, Option("--config", metavar="FILE", help="TOML configuration.")]
 WindowOption = Annotated[
-    str | None, typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions (window.size).")
+    str | None, Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions (window.size).")
 ]
-WorkersOption = Annotated[int | None, typer.Option(help="Number of rollout workers to start (workers.count).")]
+WorkersOption = Annotated[int | None, Option(help="Number of rollout workers to start (workers.count).")]
 ModelOption = Annotated[
-    str | None,
-    typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
+    str | None, Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")
 ]
 PromptsOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         autocompletion=lambda: completion.PROMPTS,
         help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, tiny-tail, or none.",
     ),
 ]
 RewardOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."
-    ),
+    Option(metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."),
 ]
-RecordOption = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for trajectories and versions.")]
+RecordOption = Annotated[str | None, Option(metavar="DIR", help="Folder for trajectories and versions.")]
 RecordWeightsOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="all|none|'every N'",
         help="Versions whose weights the record keeps besides the first and the last two (record_weights).",
     ),
 ]
 StateOption = Annotated[
-    str | None, typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state).")
+    str | None, Option(metavar="DIR", help="State folder, from which a restart continues (service.state).")
 ]
 BeginFromOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--from",
         metavar="STATE@VERSION",
         help="Begin a new run with this version or checkpoint of another state folder (service.begin_from).",
     ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device).")
+    str | None, Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device).")
 ]
 GpusForTrainerOption = Annotated[
-    int | None, typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer).")
+    int | None, Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer).")
 ]
 CarryOnFromOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="STEP", help="Carry on from this step although record, prompts, reward or model have changed."
-    ),
+    Option(metavar="STEP", help="Carry on from this step although record, prompts, reward or model have changed."),
 ]
 KvTierOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="TIER", autocompletion=lambda: completion.KV_TIERS, help="Shared KV: none or lmcache (kv.tier)."
-    ),
+    Option(metavar="TIER", autocompletion=lambda: completion.KV_TIERS, help="Shared KV: none or lmcache (kv.tier)."),
 ]
-ListenOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")]
+ListenOption = Annotated[str | None, Option(metavar="HOST:PORT", help="Address (service.listen).")]
 MetricsOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
+    str | None, Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
 ]
-LogFormatOption = Annotated[
-    str | None, typer.Option(metavar="text|json", help="Lines of the log (service.log_format).")
-]
+LogFormatOption = Annotated[str | None, Option(metavar="text|json", help="Lines of the log (service.log_format).")]
 TracesOption = Annotated[
-    str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
+    str | None, Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
 ]
 EnvironmentOption = Annotated[
-    str | None, typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec).")
+    str | None, Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec).")
 ]
 HttpOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
+    str | None, Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`.")
 ]
 HttpKeyOption = Annotated[
-    Path | None, typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents.")
+    Path | None, Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents.")
 ]
 OwnerTokenOption = Annotated[
     str | None, token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one.")
 ]
 TlsOption = Annotated[
     str | None,
-    typer.Option(
-        "--tls", metavar="DIR", envvar=FOLDER_VARIABLE, help="Folder with cert.pem, key.pem, ca.pem (tls.folder)."
-    ),
+    Option("--tls", metavar="DIR", envvar=FOLDER_VARIABLE, help="Folder with cert.pem, key.pem, ca.pem (tls.folder)."),
 ]
 TlsCertOption = Annotated[
-    str | None, typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert).")
+    str | None, Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert).")
 ]
 TlsKeyOption = Annotated[
-    str | None, typer.Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
+    str | None, Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
 ]
 TlsCaOption = Annotated[
-    str | None, typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca).")
+    str | None, Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca).")
 ]
 TlsClientsOption = Annotated[
-    str | None, typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients).")
+    str | None, Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients).")
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit.")
+    bool, Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit.")
 ]
 AttachJsonOption = Annotated[
-    bool, typer.Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")
+    bool, Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")
 ]
 
 SETTINGS: Final = {  # by parameter
@@ -143,7 +131,7 @@ SETTINGS: Final = {  # by parameter
 }
 
 
-def short_options(context: typer.Context) -> list[Override]:
+def short_options(context: Context) -> list[Override]:
     """Returns the settings that the options of this call give."""
     of_call = context.params
     source = source_of(of_call["token"] or "")

@@ -1,32 +1,28 @@
 """Draws prompts for the core, and drops those that it does not admit."""
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from dora.core import commands as do
 from dora.core import events as on
 from dora.data.types import Prompt
 from dora.orchestrator.rollout.core import Core, Handlers
-from dora.orchestrator.rollout.prompt_ledger import PromptLedger
+from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.prompts.traits import features_of, key_of
 
 
-class Feed(Protocol):
-    """Draws prompts in the ledger (feed.py)."""
-
-    async def take(self, count: int) -> tuple[list[Prompt], bool]: ...
-
-
+@dataclass(eq=False, repr=False)
 class Prompts:
     """The core's commands to the feed and its ledger."""
 
-    def __init__(self, core: Core, feed: Feed, ledger: PromptLedger, buffer: ResponseBuffer) -> None:
-        self._core = core
-        self._feed = feed
-        self._buffer = buffer
+    _core: Core
+    _feed: PromptFeed
+    _buffer: ResponseBuffer
+
+    def __post_init__(self) -> None:
         self.handlers: Handlers = {
-            do.DrawPrompts: lambda command: core.spawn(self._draw(command.count)),
-            do.DropPrompt: lambda command: ledger.drop(command.prompt_id),
+            do.DrawPrompts: lambda command: self._core.spawn(self._draw(command.count)),
+            do.DropPrompt: lambda command: self._feed.ledger.drop(command.prompt_id),
         }
 
     async def _draw(self, count: int) -> None:

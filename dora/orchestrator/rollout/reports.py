@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dora.core import Machine
 from dora.core import commands as do
@@ -21,6 +21,7 @@ from dora.orchestrator.rollout import worker_checks as checks
 from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.orders import HostVersions
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
@@ -35,16 +36,6 @@ log = logging.getLogger("dora.service")
 ERROR_CHARACTERS_MAX: Final = 2000  # of a worker's error message
 
 
-class HostWeights(Protocol):
-    """The weights that hosts have (hosts.py)."""
-
-    def missing(self, worker_id: str, version: int) -> None:
-        """Notes a load that found no weights on its host."""
-
-    async def lacks(self, worker_id: str, version: int) -> bool:
-        """Returns whether the host has lost the version."""
-
-
 @dataclass(eq=False, repr=False)
 class WorkerReports:
     """Accepts reports and outcomes of commands. ``core`` has the ``machine``."""
@@ -56,7 +47,7 @@ class WorkerReports:
     _telemetry: Telemetry
     _storage: Storage
     _store: WeightStore
-    _hosts: HostWeights
+    _hosts: HostVersions
     _environments: Environments
     # receives the requests that a worker has reported to the end, after the response buffer and the journal have them
     _ended: Callable[[WorkerSession, Sequence[str]], None]

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dora.config import RolloutConfig
 from dora.core import commands as do
@@ -12,19 +11,8 @@ from dora.journal.versions import KeptVersions
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.rollout.core import Core, Handlers
 from dora.orchestrator.rollout.journal import Journal
-
-
-class Store(Protocol):
-    """Keeps the weights of every live version, until they are retired."""
-
-    def set_aside(self, version: int) -> Path | None: ...
-    def free(self, gone: Path) -> None: ...
-
-
-class HostStores(Protocol):
-    """The stores of all hosts (hosts.py)."""
-
-    def retired(self, version: int) -> None: ...
+from dora.orchestrator.rollout.orders import HostVersions
+from dora.weights.store import WeightStore
 
 
 @dataclass(eq=False, repr=False)
@@ -32,11 +20,11 @@ class Versions:
     """``kept``: the versions that a restart needs; None: there is no state folder."""
 
     _core: Core
-    _store: Store
+    _store: WeightStore
     kept: KeptVersions | None
     _storage: Storage
     _journal: Journal
-    _hosts: HostStores
+    _hosts: HostVersions
     _rollout: RolloutConfig
 
     def __post_init__(self) -> None:

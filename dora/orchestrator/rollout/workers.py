@@ -2,14 +2,14 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Final, Protocol, get_args
+from typing import Final, get_args
 
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.handoff.table import Kind
 from dora.errors import NotFound
 from dora.orchestrator.rollout.core import Core, Handlers
-from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
+from dora.orchestrator.rollout.orders import HostVersions, worker_message
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import Sessions
 from dora.rpc import dora_pb2 as pb
@@ -18,13 +18,6 @@ from dora.system.log_lines import about
 log = logging.getLogger("dora.service")
 
 SENT: Final[tuple[type, ...]] = tuple(each for each in get_args(do.Command) if issubclass(each, do.WorkerCommand))
-
-
-class HostVersions(PublishedVersions, Protocol):
-    """The hosts with stores of their own, and the versions that are live on them (hosts.py)."""
-
-    def shares_store(self, worker_id: str) -> bool: ...
-    def look_at_store(self, version: int) -> None: ...
 
 
 @dataclass(eq=False, repr=False)

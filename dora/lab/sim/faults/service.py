@@ -45,6 +45,7 @@ from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.core import Handlers
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations, EvaluationStream
+from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.groups import Groups
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import worker_message
@@ -164,7 +165,7 @@ class Service:
         nothing, rollout = cast(Any, _Nothing()), world.config.rollout
         self.executor = Executor()
         for handlers in (
-            Prompts(self, _Feed(world, self.prompts), self.prompts, self.buffer).handlers,
+            Prompts(self, cast(PromptFeed, _Feed(world, self.prompts)), self.buffer).handlers,
             Groups(self, self.buffer, self.prompts, self.journal, nothing, environments, self.evaluations).handlers,
             Verdicts(
                 self, self.buffer, self.journal, Telemetry(), environments, _Verifier(world), group_filter
@@ -342,14 +343,14 @@ def prompt_of(prompt: SimPrompt) -> Prompt:
 class _Feed:
     def __init__(self, world: Environment, ledger: PromptLedger) -> None:
         self._world = world
-        self._ledger = ledger
+        self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         """Prompts without a position in a source, as the world repeats them itself after a crash."""
         await _Delay(self._world.prompts_s())
         prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
         for prompt in prompts:
-            self._ledger.read(SUBMITTED, prompt)
+            self.ledger.read(SUBMITTED, prompt)
         return prompts, not prompts
 
 
