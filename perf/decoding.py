@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 
 SLOTS: Final = 4
@@ -26,7 +27,9 @@ class Decoding:
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
         model = make_tiny("dense", Path(self._folder.name) / "model")
         longest = 512
-        self._engine = VllmEngine(model, slots=SLOTS, kv_tokens=SLOTS * MODEL_TOKENS, max_model_len_tokens=longest)
+        self._engine = VllmEngine(
+            model, EngineSettings(slots=SLOTS, kv_tokens=SLOTS * MODEL_TOKENS, max_model_len_tokens=longest)
+        )
         self._engine.load_weights(0, model, None)
         self._begun = 0
         self._running: set[str] = set()

@@ -27,6 +27,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models import resolve_model
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 
 ROUNDS = 7
@@ -41,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = resolve_model(options.model)
     longest = max(options.tokens) + ROUNDS + 64
-    engine = VllmEngine(folder, slots=4, kv_tokens=4 * longest, max_model_len_tokens=longest)
+    engine = VllmEngine(folder, EngineSettings(slots=4, kv_tokens=4 * longest, max_model_len_tokens=longest))
     engine.load_weights(0, folder, None)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))

@@ -18,10 +18,11 @@ SLOTS: Final = 2
 
 def load(model: str, rounds: int) -> tuple[Mapping[str, float], list[Table]]:
     """One engine of one thread, which gets two versions in turn from shared memory, and from a disk by vLLM itself."""
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
     folder = resolve_model(model, default_cache())
-    engine = VllmEngine(folder, slots=SLOTS, kv_tokens=1024, max_model_len_tokens=256)
+    engine = VllmEngine(folder, EngineSettings(slots=SLOTS, kv_tokens=1024, max_model_len_tokens=256))
     loads: list[float] = []
     repacks: list[float] = []
     copies: list[float] = []

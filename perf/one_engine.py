@@ -23,6 +23,7 @@ from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.rounds import EngineRounds
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 
 SLOTS: Final = 16
@@ -61,7 +62,7 @@ def ends(tokens: int) -> Iterator[Ends]:
         longest = tokens + 4096
         folder = long_model(Path(shared) / "model", longest)
         kv_tokens = max(2 * longest, SLOTS * SLOT_TOKENS)
-        engine = VllmEngine(folder, slots=SLOTS, kv_tokens=kv_tokens, max_model_len_tokens=longest)
+        engine = VllmEngine(folder, EngineSettings(slots=SLOTS, kv_tokens=kv_tokens, max_model_len_tokens=longest))
         engine.load_weights(0, folder, None)
         settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
         listener, target_listener = Listener("127.0.0.1"), Listener("127.0.0.1")

@@ -131,6 +131,7 @@ def gap(trajectories: Sequence[Trajectory], logprobs: torch.Tensor) -> dict[str,
 
 
 def sampled(folder: Path, responses: int, tokens: int, seed: int, replays: bool) -> list[Trajectory]:
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
     drawn = np.random.default_rng(seed)
@@ -138,10 +139,9 @@ def sampled(folder: Path, responses: int, tokens: int, seed: int, replays: bool)
     longest = PROMPT_TOKENS + tokens
     engine = VllmEngine(
         folder,
-        slots=responses,
-        kv_tokens=responses * (longest + 32),
-        max_model_len_tokens=longest,
-        dtype="bfloat16",
+        EngineSettings(
+            slots=responses, kv_tokens=responses * (longest + 32), max_model_len_tokens=longest, dtype="bfloat16"
+        ),
         router_replay=replays,
     )
     engine.load_weights(0, folder, None)

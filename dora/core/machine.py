@@ -114,13 +114,6 @@ class Machine:
         """Raises Conflict if VersionRepublished would be refused; called before the weights are stored."""
         lifecycle.check_republish(self._state, trainer_epoch, version)
 
-    def check_turn(self, request_id: str) -> None:
-        """Raises NotFound or Conflict if TurnAsked would be refused; called before the given tokens are stored."""
-        if request_id in self._state.evaluations.requests:
-            evaluated_sessions.check_idle(self._state, request_id)
-        else:
-            sessions.check_idle(self._state, request_id)
-
     def has_to_come(self, version: int) -> bool:
         """Returns whether ``version`` is rejected or unavailable."""
         return rejection.has_to_come(self._state, version)

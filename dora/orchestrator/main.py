@@ -18,12 +18,7 @@ from dora.orchestrator.recovery.begin_from import begun_from
 from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rotation import with_token
-from dora.orchestrator.setup import (
-    check_engine,
-    open_many_files,
-    run_folder_of,
-    writable,
-)
+from dora.orchestrator.setup import check_engine, open_many_files, run_folder_of, writable
 from dora.orchestrator.starting import ServiceHandle, Start, tier_of
 from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.waiting import drain, failed_alone, opened, until_ready, until_stopped
@@ -48,13 +43,7 @@ async def serve(
     ``service.drain_timeout_s`` to commit them; then the workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError if the workers do not start.
     """
-    load_strategies()
-    config = await asyncio.to_thread(with_token, config)
-    check_live(config.balance, config.window)
-    check_engine(config)
-    check_traces(config.service)
-    progress(f"TLS: {await asyncio.to_thread(check_tls, config)}")
-    await check_tier(config)
+    config = await _checked(config, progress)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
@@ -77,7 +66,7 @@ async def serve(
         await start.prepare()
         config = start.config
         runtime = await start.build()
-        if not await opened(start.open(runtime, launcher), stop, runtime.failed):
+        if not await opened(start.open(runtime, launcher), stop, runtime.core.failed):
             return 0
         listening(start.handle)
         ticking = asyncio.create_task(runtime.ticks())
@@ -86,10 +75,10 @@ async def serve(
             following = start.follow_token(rotated)
             stack.callback(following.cancel)
         progress(f"starting {config.workers.count} workers")
-        failures = (runtime.failed, launcher.failed, ticking)
+        failures = (runtime.core.failed, launcher.failed, ticking)
         if await until_ready(config, runtime, launcher, stop, failures, progress):
             ready(start.handle)
-            failures = (runtime.failed, failed_alone(launcher, runtime), ticking)
+            failures = (runtime.core.failed, failed_alone(launcher, runtime), ticking)
             await until_stopped(stop, *failures)
             if state is None:
                 progress("draining")
@@ -97,6 +86,18 @@ async def serve(
             else:
                 progress(f"stopping; the next start with service.state = {state.folder} carries on")
     return 0
+
+
+async def _checked(config: Config, progress: Callable[[str], None]) -> Config:
+    """Returns the configuration with its token. Raises InvalidValue for a bad one."""
+    load_strategies()
+    config = await asyncio.to_thread(with_token, config)
+    check_live(config.balance, config.window)
+    check_engine(config)
+    check_traces(config.service)
+    progress(f"TLS: {await asyncio.to_thread(check_tls, config)}")
+    await check_tier(config)
+    return config
 
 
 __all__ = ["ServiceHandle", "serve"]

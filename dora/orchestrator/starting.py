@@ -16,6 +16,7 @@ from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.guard import contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer
@@ -230,7 +231,9 @@ class Start:
             routing=routing,
         )
         stack.push_async_callback(runtime.close)
-        self.evaluations = OwnEvaluations(runtime, evaluated)
+        parts = (runtime.core, runtime.store, runtime.recorder, runtime.telemetry, runtime.evaluating)
+        self.evaluations = OwnEvaluations(config, *parts, evaluated)
+        runtime.trainers.published = self.evaluations.at
         if config.service.traces:
             await stack.enter_async_context(tracing(runtime, config))
         return runtime
@@ -261,7 +264,8 @@ class Start:
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
         audit = None if state is None else Audit(state.folder)
-        called = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit)
+        services = services_of(runtime, self.model, snapshots, self.tokens, secret)
+        called = serving(config, services, runtime.incarnation, self.tokens, audit)
         self.address = await stack.enter_async_context(called)
         if state is not None:
             with writable(STATE_SETTING, state.folder):
@@ -272,10 +276,10 @@ class Start:
             self.metrics = await stack.enter_async_context(served)
         self.position = lambda: position_of(runtime)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
-        relay_host, oldest = config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0)
+        relay_host, oldest = config.kv.host or local_host(self.address), runtime.incarnation.resumed.get("retired", 0)
         runtime.hosts.open_relay(relay_host, oldest, contexts_of(config))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
-        runtime.tier = self.tier
+        runtime.status.tier = self.tier
         # agents end, or wait for the next start
         stack.callback(runtime.hosts.close if state is None else runtime.hosts.suspend)
         stack.push_async_callback(launcher.close)  # called twice: workers must end before the services that they call
@@ -283,7 +287,7 @@ class Start:
         launcher.scale(config.workers.count)
         await runtime.restore(restored)
         if self.evaluations is not None:
-            self.evaluations.at(runtime.machine.state.window.newest)
+            self.evaluations.at(runtime.core.state.window.newest)
 
     def follow_token(self, rotated: Callable[[ServiceHandle], None]) -> asyncio.Task[None]:
         """Follows the file of the owner's token; a state folder remembers the newest."""
@@ -305,18 +309,18 @@ async def tracing(runtime: Runtime, config: Config) -> AsyncIterator[None]:
     from dora.orchestrator.tracing.spans import Spans  # of an extra
 
     async with tracer_of(config.service) as tracer:
-        spans = Spans(tracer, runtime.machine.state, config.model)
-        runtime.traces = spans
+        spans = Spans(tracer, runtime.core.state, config.model)
+        runtime.core.traces = spans
         try:
             yield
         finally:
-            runtime.traces = None
+            runtime.core.traces = None
             spans.close()
 
 
 def position_of(runtime: Runtime) -> dict[str, int]:
     """The step that is being filled, and the newest version."""
-    window = runtime.machine.state.window
+    window = runtime.core.state.window
     return {"step": window.step, "version": window.newest}
 
 

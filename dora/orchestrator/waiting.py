@@ -35,7 +35,7 @@ async def until_ready(
     began_s = told_s = loop.time()
     ends_s = began_s + config.workers.start_timeout_s
     while not stop.is_set():
-        ready = sum(worker.hosts >= 0 for worker in runtime.machine.state.workers.values())
+        ready = sum(worker.hosts >= 0 for worker in runtime.core.state.workers.values())
         if ready >= config.workers.count:
             return True
         reason = launcher.early_death() or unreproduced(runtime)
@@ -56,7 +56,7 @@ def unreproduced(runtime: Runtime) -> str | None:
 
     Its weights are the model's own, so no trainer can publish it again.
     """
-    state = runtime.machine.state
+    state = runtime.core.state
     if state.window.newest:
         return None
     refusals = state.suspects[0].refusals if 0 in state.suspects else {}
@@ -114,14 +114,14 @@ async def until_stopped(stop: asyncio.Event, *failures: asyncio.Future[None]) ->
 async def drain(config: Config, runtime: Runtime, failures: Failures) -> None:
     """Stops admission. An attached trainer may take and commit open groups within the time limit, and sees the end."""
     runtime.feed.close()
-    runtime.post(on.AdmissionEnded())
+    runtime.core.post(on.AdmissionEnded())
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + config.service.drain_timeout_s
-    runtime.drain_ends_s = time.monotonic() + config.service.drain_timeout_s
-    while runtime.trainer_present() and loop.time() < ends_s:
+    runtime.draining.ends_s = time.monotonic() + config.service.drain_timeout_s
+    while runtime.trainers.is_expected() and loop.time() < ends_s:
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)
-    left = len(runtime.machine.state.group_row)
+    left = len(runtime.core.state.group_row)
     log.info("drained; %d groups were not taken by a trainer", left)
 
 

@@ -128,24 +128,27 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             model=Path(options.model),
             router_replay=options.router_replay,
         )
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
     return VllmEngine(
         Path(options.model),
-        slots=options.slots,
-        kv_tokens=options.kv_tokens,
-        block_tokens=options.block_tokens,
-        max_model_len_tokens=options.max_model_len_tokens,
-        dtype=options.dtype,
-        tensor_parallel=options.tensor_parallel,
-        pipeline_parallel=options.pipeline_parallel,
+        EngineSettings(
+            slots=options.slots,
+            kv_tokens=options.kv_tokens,
+            block_tokens=options.block_tokens,
+            max_model_len_tokens=options.max_model_len_tokens,
+            dtype=options.dtype,
+            tensor_parallel=options.tensor_parallel,
+            pipeline_parallel=options.pipeline_parallel,
+            quantisation=options.quantisation,
+            memory_share=options.gpu_memory_utilisation,
+            batch_invariant=options.batch_invariant,
+        ),
         tier_endpoint=options.kv_tier,
         router_replay=options.router_replay,
-        quantisation=options.quantisation,
         device=options.device,
-        memory_share=options.gpu_memory_utilisation,
         load_timeout_s=options.load_timeout_s,
-        batch_invariant=options.batch_invariant,
     )
 
 

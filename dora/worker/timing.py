@@ -42,15 +42,11 @@ class Timing:
     def start(self) -> RolloutEngine:
         """Starts a vLLM engine with loaded weights in this process, which has none yet."""
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # vLLM reads it while it is imported
+        from dora.worker.vllm.device.port import EngineSettings
         from dora.worker.vllm.engine import VllmEngine
 
-        engine = VllmEngine(
-            self.model,
-            slots=self.slots,
-            kv_tokens=self.kv_tokens,
-            max_model_len_tokens=self.max_model_len_tokens,
-            dtype=self.dtype,
-        )
+        settings = EngineSettings(self.slots, self.kv_tokens, self.max_model_len_tokens, dtype=self.dtype)
+        engine = VllmEngine(self.model, settings)
         engine.load_weights(0, self.model, None)
         return engine
 

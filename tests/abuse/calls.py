@@ -82,14 +82,13 @@ class Service:
         self.handle = handle
         self.direct = direct
         (self.trainer,) = (each for each in direct.servicers() if isinstance(each, TrainerService))
-        self.runtime = self.trainer._runtime
         engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=model)
         self.hello = convert.hello_to_wire("", 1, "host", engine.capability)
         self._names = 0
 
     def known(self, chance: random.Random) -> dict[str, Sequence[Any]]:
         """Values that get past a check now."""
-        machine, window = self.runtime.machine, self.runtime.machine.state.window
+        machine, window = self.trainer._core.machine, self.trainer._core.state.window
         requests = [*machine.state.request_row][:4] or ["g0.0"]
         self._names += 1
         tokens = chance.randint(1, 4)
@@ -155,7 +154,7 @@ class Service:
         """Returns the messages of one call."""
         known: dict[str, Sequence[Any]] = self.known(chance)
         if rpc.kind is pb.CommitStepRequest:
-            newest = self.runtime.machine.state.window.newest
+            newest = self.trainer._core.state.window.newest
             known |= {"step": (newest,), "version": (newest + 1,)}
         if rpc.kind is pb.ScaleRequest:
             return [_as_many_workers(generated(rpc.kind, chance, known | {"host": ("", LOCAL, "nobody")}))]
@@ -165,7 +164,7 @@ class Service:
             return [generated(rpc.kind, chance, known)]
         honesty = chance.choice((0.0, 0.7, 0.95))  # a stream ends with its first wrong message
         if rpc.kind is pb.WorkerMessage:
-            known |= {"version": (chance.choice(self.runtime.store.versions()),), "first_token": (0,)}
+            known |= {"version": (chance.choice(self.trainer._store.versions()),), "first_token": (0,)}
             known |= {"kind": ("report", "outcome")}
         sent = [generated(rpc.kind, chance, known, honesty) for _ in range(chance.randint(1, 12))]
         if rpc.kind is pb.WorkerMessage and chance.random() < 0.8:
@@ -191,7 +190,7 @@ class Service:
 
     @property
     def failure(self) -> str:
-        failed = self.runtime.failed
+        failed = self.trainer._core.failed
         return repr(failed.exception()) if failed.done() else ""
 
 

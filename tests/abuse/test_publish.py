@@ -534,7 +534,7 @@ async def test_generated_messages_of_a_trainer_end_nothing(shell: Shell) -> None
         except InvalidValue as error:
             str(error).encode()
             refused += 1
-        assert not shell.runtime.failed.done()
+        assert not shell.runtime.core.failed.done()
     assert answered > 300 and refused > 300
     assert held_bytes(shell) <= shell.store.reference.content_bytes + (2 << 20)
     assert shell.store.versions() == (0,) and not list((shell.store.root / "versions").glob(".*"))

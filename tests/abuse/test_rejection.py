@@ -220,7 +220,7 @@ async def publish(shell: Shell) -> None:
     async for _ in stream:
         pass
     await shell.trainer.CommitStep(shell.commit_request(), None)
-    shell.runtime.post(on.RebalanceAsked())
+    shell.runtime.core.post(on.RebalanceAsked())
 
 
 def republish_request(shell: Shell, canary: Canary | None = None) -> pb.RepublishVersionRequest:
@@ -287,6 +287,6 @@ async def test_a_worker_that_hangs_in_a_load_is_replaced_by_the_loads_own_limit(
     shell.runtime.sessions.replace_silent(60.0, {"w0"})
     assert not shell.kills.killed, "a worker that loads says nothing"
     shell.state.workers["w0"].load_began_s -= shell.runtime.config.workers.load_timeout_s
-    shell.runtime.post(on.Tick())
+    shell.runtime.core.post(on.Tick())
     assert shell.kills.killed == ["w0"]
     assert "not loaded in 60 s" in shell.runtime.sessions.lost_reasons["w0"]

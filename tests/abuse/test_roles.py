@@ -11,8 +11,8 @@ import pytest
 from dora.client import Operator, Prompts
 from dora.errors import DoraError, InvalidValue
 from dora.host.command import worker_environment
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -82,7 +82,7 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
 ) -> None:
     """The name stays taken while that worker is absent; and no refusal reveals what engines must have alike."""
     shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
-    service = WorkerService(shell.runtime, tmp_path / "kv", tokens)
+    service = services_of(shell.runtime, tiny_dense, tmp_path / "kv", tokens).workers
     w7 = caller_of(tokens, tokens.started("w7"), "w7")
     assert w7 is not None
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense)

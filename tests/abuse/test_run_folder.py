@@ -66,14 +66,14 @@ async def test_a_workers_canary_that_cannot_be_written_breaks_no_stream(shell: S
         outcome = pb.WorkerOutcome(command_id=load.command_id, ok=True, canary=canary)
         shell.runtime.reports.outcome(shell.session, outcome)
     assert shell.store.canary(0) is not None and faults(shell) == {"run folder": "File too large"}
-    assert shell.runtime.sessions.workers == {"w0": shell.session} and not shell.runtime.failed.done()
+    assert shell.runtime.sessions.workers == {"w0": shell.session} and not shell.runtime.core.failed.done()
 
 
 async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) -> None:
     os.rename(tmp_path / "kv", tmp_path / "away")
     (tmp_path / "kv").write_text("no folder")
     shell.runtime.sweep_snapshots()
-    assert not shell.runtime.failed.done()
+    assert not shell.runtime.core.failed.done()
     os.rename(shell.store.root, tmp_path / "gone")
     await shell.runtime.look_at_storage()
     assert faults(shell) == {"run folder": "No such file or directory"}, "and nothing is admitted"

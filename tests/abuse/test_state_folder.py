@@ -64,7 +64,7 @@ async def test_without_room_nothing_is_admitted_and_nothing_is_lost(tmp_path: Pa
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None
         journal = runtime.journal = journal_of(config, state, runtime.storage)
-        runtime.post(on.Tick())
+        runtime.core.post(on.Tick())
         await journal.settled()
         with files_up_to(10):
             journal.note(records.Submitted([1], [records.prompt_values(Prompt("p0", "echo", (1, 2, 3)))]))

@@ -86,7 +86,7 @@ async def test_a_commit_that_cannot_be_stored_is_unavailable_and_may_be_repeated
     trajectories = read_trajectories(record_of(shell) / TRAJECTORIES_FILE)
     steps, lacking = missing(record_of(shell), trajectories)
     assert steps == 1 and not list(lacking) and len(trajectories) == FILLING
-    assert not shell.runtime.failed.done()
+    assert not shell.runtime.core.failed.done()
 
 
 async def test_after_a_commit_that_was_not_stored_other_weights_may_be_published(shell: Shell, impatient: None) -> None:
@@ -122,11 +122,11 @@ async def test_nothing_is_admitted_meanwhile_and_what_was_admitted_goes_on(shell
         await shell.until(lambda: shell.state.window.closed)
         shell.runtime.feed.submit([Prompt("more", "task", (1, 2))])
         await shell.until(lambda: len(shell.state.backlog))
-        admitted = shell.runtime.machine.counters.groups_admitted
+        admitted = shell.runtime.core.machine.counters.groups_admitted
         assert len((await receiving).groups) == 1, "the trainer gets what is finished"
         shell.report(ended(second))
         assert [len(batch.groups) async for batch in stream] == [1]
-        assert shell.runtime.machine.counters.groups_admitted == admitted == 2
+        assert shell.runtime.core.machine.counters.groups_admitted == admitted == 2
         assert not lines_of(shell, TRAJECTORIES_FILE)
     await shell.runtime.look_at_storage()
     await shell.runtime.recorder.written()
@@ -137,7 +137,7 @@ async def test_nothing_is_admitted_meanwhile_and_what_was_admitted_goes_on(shell
 async def test_a_service_that_ends_says_what_its_record_lacks(shell: Shell, caplog: pytest.LogCaptureFixture) -> None:
     (request_id,) = await shell.admit(1)
     shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.runtime.post(on.StepRequested(1, 0))
+    shell.runtime.core.post(on.StepRequested(1, 0))
     with files_up_to(10):
         shell.report(ended(request_id))
         await shell.until(lambda: shell.runtime.storage.faults)
@@ -145,7 +145,7 @@ async def test_a_service_that_ends_says_what_its_record_lacks(shell: Shell, capl
     assert (
         "the run record lacks the last 1 writes: the service's record cannot be written (File too large)" in caplog.text
     )
-    assert not shell.runtime.failed.done()
+    assert not shell.runtime.core.failed.done()
 
 
 async def test_a_fault_is_said_once(shell: Shell, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,7 +186,7 @@ async def test_logprobs_that_are_no_numbers_end_nothing(shell: Shell) -> None:
     assert [len(batch.groups) async for batch in stream] == [1]
     await shell.runtime.recorder.written()
     (line,) = lines_of(shell, TRAJECTORIES_FILE)
-    assert line["logprobs"] == [-0.5, -0.25] and not shell.runtime.failed.done()
+    assert line["logprobs"] == [-0.5, -0.25] and not shell.runtime.core.failed.done()
 
 
 async def test_a_trainer_repeats_its_commit_until_the_record_takes_it(

@@ -148,7 +148,7 @@ async def test_a_commit_into_a_run_folder_that_has_vanished_is_to_be_repeated(ti
     shell.store.root.rename(aside)
     with refused(ServiceUnavailable, field="run folder", value=os.strerror(errno.ENOENT)):
         await shell.trainer.CommitStep(request, None)
-    assert not shell.runtime.failed.done() and shell.state.window.newest == 0
+    assert not shell.runtime.core.failed.done() and shell.state.window.newest == 0
     aside.rename(shell.store.root)
     assert (await shell.trainer.CommitStep(request, None)).next_step == 1
     await shell.runtime.close()
@@ -258,7 +258,7 @@ async def test_a_host_that_comes_back_meanwhile_does_not_make_two_of_one_version
     assert not shell.state.rejected and not shell.state.unavailable
     assert (1 in shell.state.arrived["h1"]) == (times == 1.0), "what is another version now has to arrive there"
     assert [load.name for load in shell.orders("load_version")][-1] == name
-    shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
+    shell.runtime.core.post(on.WorkerLost("w0", 1, "killed"))
     shell.join(2)
     assert [load.name for load in shell.orders("load_version")] == [name]
 
@@ -295,11 +295,11 @@ async def test_what_leaves_the_window_while_it_is_published_anew_leaves_nothing(
     def leave() -> None:
         """Version 2 was published before; now the last groups of version 1 are cancelled."""
         state.window.newest, state.window.step = 2, 3
-        shell.runtime.post(on.Tick())
+        shell.runtime.core.post(on.Tick())
 
     assert (await losing.bring(1.0, leave)).next_step == 2
     assert 1 not in shell.store.versions() and not state.unavailable and not state.rejected
-    assert not shell.runtime.failed.done()
+    assert not shell.runtime.core.failed.done()
 
 
 async def test_a_worker_of_a_host_that_has_the_version_loads_what_the_service_has_lost(losing: Losing) -> None:
@@ -308,7 +308,7 @@ async def test_a_worker_of_a_host_that_has_the_version_loads_what_the_service_ha
     losing.hosts.arrived(losing.join(), pb.VersionArrived(name=losing.name))
     rmtree(shell.store.folder(1))
     session = runtime.sessions.workers["far"] = WorkerSession("far", 9, 2, "host", CAPABILITY)
-    runtime.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
+    runtime.core.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
     (order,) = [session._outbox.get_nowait() for _ in range(session._outbox.qsize())]
     assert order is not None
     assert order.load_version.name == losing.name and order.load_version.canary == canary_to_wire(CANARY)
@@ -337,7 +337,7 @@ async def test_a_proven_version_whose_file_is_cut_is_gone_and_no_worker_dies_of_
     shell.orders("")
     assert 1 in state.proven
     os.truncate(shell.store.folder(1) / "model.safetensors", 1000)
-    shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
+    shell.runtime.core.post(on.WorkerLost("w0", 1, "killed"))
     shell.join(2)
     answer(losing, kind)
     await shell.until(lambda: 1 in state.rejected)
@@ -350,7 +350,7 @@ async def test_a_proven_version_whose_file_is_cut_is_gone_and_no_worker_dies_of_
 async def test_a_worker_that_cannot_load_what_is_sound_is_replaced(losing: Losing) -> None:
     shell, state = losing.shell, losing.shell.state
     shell.orders("")
-    shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
+    shell.runtime.core.post(on.WorkerLost("w0", 1, "killed"))
     shell.join(2)
     for failed in range(1, 4):
         answer(losing, "weights")
@@ -366,7 +366,7 @@ async def test_what_another_hosts_worker_cannot_load_is_got_there_anew(losing: L
     session = losing.join()
     losing.hosts.arrived(session, pb.VersionArrived(name=losing.name))
     shell.session = runtime.sessions.workers["far"] = WorkerSession("far", 9, 2, "host", CAPABILITY)
-    runtime.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
+    runtime.core.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
     if not elsewhere:
         rmtree(shell.store.folder(1))
         losing.look()

@@ -272,7 +272,7 @@ async def test_a_report_that_mixes_versions_ends_nothing(shell: Shell) -> None:
     first, second = await shell.admit(2)
     shell.runtime.buffer._columns.version[shell.row(first)] = 3  # as if it had been admitted under another version
     shell.report(ended(second), ended(first))
-    assert not len(shell.runtime.buffer[second]) and not shell.runtime.failed.done()
+    assert not len(shell.runtime.buffer[second]) and not shell.runtime.core.failed.done()
 
 
 async def test_a_worker_cannot_answer_for_another(shell: Shell, tiny_dense: Path) -> None:
@@ -321,7 +321,7 @@ async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
             taken += 1
         except InvalidValue as refused:
             str(refused).encode()  # it has to travel
-        assert not shell.runtime.failed.done(), message
+        assert not shell.runtime.core.failed.done(), message
     assert 1000 < taken < 19_000
     for _, entries in shell.runtime.buffer.groups():
         for entry in entries:

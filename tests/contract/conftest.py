@@ -29,9 +29,14 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     if kind.startswith("vllm-v2"):
         v2_runner.prepare()
         device = v2_runner.V2OnCpu()
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
-    return VllmEngine(model, slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=device)
+    return VllmEngine(
+        model,
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS),
+        device=device,
+    )
 
 
 class Engines:

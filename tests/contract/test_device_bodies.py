@@ -226,14 +226,13 @@ class CpuAsDevice(Cpu):
 
 @pytest.fixture
 def vllm_driver(engines: Engines) -> Iterator[Driver]:
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
     engines.close()  # one engine of vLLM in a process
     engine = VllmEngine(
         engines.version("vllm-dense", 1),
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS),
         device=CpuAsDevice(),
     )
     engine.load_weights(1, engines.version("vllm-dense", 1), None)

@@ -13,6 +13,7 @@ from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
 from dora.weights.canary import compute_canary
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     EVERYTHING,
@@ -49,7 +50,9 @@ def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Versi
 
 @pytest.fixture(scope="module")
 def started_engine(version_folder: VersionFolder) -> Iterator[VllmEngine]:
-    engine = VllmEngine(version_folder(1), slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
+    engine = VllmEngine(
+        version_folder(1), EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
+    )
     yield engine
     engine.close()
 

@@ -19,7 +19,7 @@ from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import TinyKind, make_tiny
 from dora.worker.vllm.device.cpu import Cpu
-from dora.worker.vllm.device.port import Device
+from dora.worker.vllm.device.port import Device, EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,
@@ -80,12 +80,9 @@ def _version(base: Path, kind: TinyKind, version: int) -> Path:
 def make_ranked(model: Path, losses: Losses, device: Device, **ranks: int) -> VllmEngine:
     return VllmEngine(
         model,
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, **ranks),
         lost=losses,
         device=device,
-        **ranks,
     )
 
 

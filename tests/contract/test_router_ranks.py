@@ -12,6 +12,7 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import make_tiny
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     GREEDY,
@@ -40,12 +41,9 @@ SAMPLE = replace(PROMPT, request_id="sample", sampling=replace(SAMPLED, seed=5))
 def make_ranked(model: Path, **ranks: int) -> VllmEngine:
     engine = VllmEngine(
         model,
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, **ranks),
         router_replay=True,
         lost=lambda _: None,
-        **ranks,
     )
     engine.load_weights(1, model, None)
     return engine

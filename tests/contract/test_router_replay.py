@@ -63,9 +63,10 @@ def engine(kind: str, model: Path) -> Iterator[RolloutEngine]:
     if kind == "fake":
         engine = FakeEngine(**sizes, mean_tokens=25, model=model, router_replay=True)
     else:
+        from dora.worker.vllm.device.port import EngineSettings
         from dora.worker.vllm.engine import VllmEngine
 
-        engine = VllmEngine(model, **sizes, router_replay=True)
+        engine = VllmEngine(model, EngineSettings(**sizes), router_replay=True)
     engine.load_weights(1, model, None)
     yield engine
     engine.close()

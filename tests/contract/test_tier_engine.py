@@ -8,6 +8,7 @@ import pytest
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     EVERYTHING,
@@ -46,9 +47,7 @@ def tier_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierProce
 def started(tier_process: TierProcess, weights: dict[int, Path]) -> Iterator[VllmEngine]:
     engine = VllmEngine(
         weights[1],
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS),
         tier_endpoint=tier_process.endpoint,
     )
     yield engine

@@ -6,6 +6,7 @@ import pytest
 
 from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, VersionFolder
 from tests.contract.test_engine_forks import (  # noqa: F401
@@ -43,11 +44,10 @@ def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Versi
 def started_engine(kind: str, version_folder: VersionFolder) -> Iterator[RolloutEngine]:
     engine = VllmEngine(
         version_folder(1),
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        EngineSettings(
+            slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, tensor_parallel=KINDS[kind]
+        ),
         lost=lambda reason: None,
-        tensor_parallel=KINDS[kind],
     )
     yield engine
     engine.close()

@@ -10,6 +10,7 @@ import pytest
 
 from dora.engine_patches.patch import PatchFailed, nothing
 from dora.models.tiny import make_tiny
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests import v2_runner
 from tests.contract.driver import (
@@ -78,12 +79,9 @@ def test_a_request_leaves_and_returns_to_an_engine_of_two_ranks(split: str, tmp_
     def started(**split: int) -> VllmEngine:
         engine = VllmEngine(
             model,
-            slots=SLOTS,
-            kv_tokens=KV_TOKENS,
-            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+            EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, **split),
             device=v2_runner.V2OnCpu(),
             lost=lambda reason: None,
-            **split,
         )
         engine.load_weights(1, model, None)
         return engine

@@ -16,6 +16,7 @@ from dora.data.types import Canary
 from dora.errors import CanaryMismatch
 from dora.models.tiny import TinyKind, make_tiny
 from dora.weights.canary import compute_canary
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,
@@ -48,10 +49,9 @@ class Kind:
     def engine(self, model: Path) -> VllmEngine:
         return VllmEngine(
             model,
-            slots=SLOTS,
-            kv_tokens=KV_TOKENS,
-            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            tensor_parallel=self.ranks,
+            EngineSettings(
+                slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, tensor_parallel=self.ranks
+            ),
         )
 
 
@@ -168,10 +168,9 @@ def test_a_quantised_engine_has_scales_of_each_version_and_keeps_near_the_traine
     folders = {version: make_tiny("dense", tmp_path / f"v{version}", seed=version, kv_heads=2) for version in (1, 2, 3)}
     engine = VllmEngine(
         folders[1],
-        slots=SLOTS,
-        kv_tokens=KV_TOKENS,
-        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-        quantisation="int8",
+        EngineSettings(
+            slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, quantisation="int8"
+        ),
     )
     canaries = {version: compute_canary(reference(folder)) for version, folder in folders.items()}
     first: dict[int, Canary] = {}

@@ -49,7 +49,7 @@ def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) ->
     from dora.worker.vllm.device.port import EngineSettings
 
     capability = engine.capability
-    settings = EngineSettings(capability.slots, 0, 0, capability.max_model_len_tokens, capability.dtype)
+    settings = EngineSettings(capability.slots, 0, capability.max_model_len_tokens, 0, capability.dtype)
     prints = [
         vllm_core.layout_of(engine.core, engine._ranks, engine._reference, each).fingerprint
         for each in (settings, replace(settings, batch_invariant=True), replace(settings, quantisation="int8"))

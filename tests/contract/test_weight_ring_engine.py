@@ -19,6 +19,7 @@ from dora.weights.canary import compute_canary
 from dora.weights.files import header_of
 from dora.weights.reference import WEIGHTS_FILE
 from dora.weights.store import WeightStore
+from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests import host_images
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SAMPLED, SLOTS, make_request
@@ -44,7 +45,9 @@ def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     from tests.ring_rank import RingOnCpu
 
     found = VllmEngine(
-        folders[1], slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, device=RingOnCpu()
+        folders[1],
+        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS),
+        device=RingOnCpu(),
     )
     yield found
     RingOnCpu.slow_from = None

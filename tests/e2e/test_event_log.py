@@ -61,9 +61,9 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
     run = Replay(log.config, log)
     decisions = list(run)
     assert log.torn_bytes == 0
-    assert run.machine.counters == runtime.machine.counters
-    assert known_of(run.machine.state) == known_of(runtime.machine.state)
-    assert run.machine.state.commands_sent == runtime.machine.state.commands_sent
+    assert run.machine.counters == runtime.core.machine.counters
+    assert known_of(run.machine.state) == known_of(runtime.core.machine.state)
+    assert run.machine.state.commands_sent == runtime.core.machine.state.commands_sent
     summary = run.summary()
     assert summary.newest == 4 and summary.counters["groups_trained"] == 4 * GROUPS
     assert summary.counters["workers_lost"] >= 1 and summary.counters["migrations_kv"] > 0

@@ -79,14 +79,14 @@ async def train(trainer: dora.Trainer, model: Path, finished: asyncio.Event) -> 
 
 def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     """Compares the core, and the buffer, with what a service would begin with that starts now."""
-    expected = durable(runtime.machine.state)
+    expected = durable(runtime.core.machine.state)
     shutil.copytree(state / "log", copy / "log")
     found = find(copy)
     assert found.said == [] and found.requests.damaged == []
     buffer = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
     leased = resume.restore_buffer(buffer, groups, found.requests, found.ledger.values["next_number"])
-    told = resume.restored(buffer, found, groups, runtime.config.window, time.time(), runtime.incarnation)
+    told = resume.restored(buffer, found, groups, runtime.config.window, time.time(), runtime.incarnation.number)
     found.ledger.close()
     machine = Machine(runtime.config)
     machine.handle(told, time.monotonic())

@@ -181,9 +181,10 @@ def exported(trained: Trained, name: str) -> Any:
 
 @pytest.mark.parametrize("kind", IN_VLLM)
 def test_exported_weights_say_in_vllm_what_they_say_in_megatron(kind: str, trained: Trained) -> None:
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
-    engine = VllmEngine(trained.models[kind], slots=4, kv_tokens=512, max_model_len_tokens=128)
+    engine = VllmEngine(trained.models[kind], EngineSettings(slots=4, kv_tokens=512, max_model_len_tokens=128))
     try:
         for version, name in enumerate(IN_VLLM[kind], start=1):
             canary = trained.canary(name)

@@ -14,6 +14,7 @@ from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from tests.refusals import refused
+from tests.turn_orders import order
 
 
 def reported(*stretches: TokenSpan) -> TokenColumns:
@@ -108,7 +109,7 @@ def asked() -> ResponseBuffer:
     """A session whose first turn, with a prompt of three tokens, was asked for with prompt logprobs, in row 0."""
     made = ResponseBuffer(RolloutConfig())
     made.admit("g0", Prompt("p0", "", (), group_size=1, environment="e"), 0, {"g0.0": 0}, 10.0)
-    record = made.give(made["g0.0"], PROMPT, 4, "agent", 10.5, (0, -3), prompt_logprobs=True)
+    record = made.give(order(made["g0.0"], PROMPT, 4, "agent", (0, -3), prompt_logprobs=True), 10.5)
     assert record.turns[0][-1] is True and runs_of([(0, 3, 10.5, *record.turns[0][1:])]) == made["g0.0"].given
     return made
 
@@ -122,7 +123,7 @@ def test_prompt_logprobs_come_with_the_first_token(asked: ResponseBuffer) -> Non
     assert entry.prompt_logprobs == OF_PROMPT and not entry.owes_prompt and not entry.spec().prompt_logprobs
     ended = asked.accept("w0", 0, reported(TokenSpan(0, 1, (4,), (-1.0,), "stop")), 12.0)
     assert ended.record() is not None and entry.prompt_logprobs == OF_PROMPT, "kept for a call that comes again"
-    asked.give(entry, (9,), 4, "agent", 13.0)
+    asked.give(order(entry, (9,), 4, "agent"), 13.0)
     assert not entry.prompt_logprobs and not entry.owes_prompt
 
 

@@ -25,7 +25,7 @@ from tests.snippets import ROOT
 
 FIELD = "workers.batch_invariant"
 MODEL = Path("model")
-SETTINGS = EngineSettings(16, 0, 0, 512, "bfloat16", batch_invariant=True)
+SETTINGS = EngineSettings(16, 0, 512, 0, "bfloat16", batch_invariant=True)
 
 pytestmark = pytest.mark.xdist_group("vllm-dense")  # a process imports vLLM for many tests
 

@@ -19,6 +19,7 @@ from dora.orchestrator.rollout.responses.branches import leaves, trajectories
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
+from tests.turn_orders import order
 from tests.unit.test_accepted import reported
 
 S = "g0.0"
@@ -101,7 +102,7 @@ class Session:
             is_on_path = (before.prompt, before.response[: fork[1]]) == (last.prompt, last.response[: fork[1]])
             assert self.entry.is_on_path(*fork) is is_on_path
             path = Told(before.prompt, [*before.response[: fork[1]], *((token, -1) for token in tokens)])
-        self.records.append(self.buffer.give(self.entry, tokens, 50, "tool", 12.0, fork))
+        self.records.append(self.buffer.give(order(self.entry, tokens, 50, "tool", fork), 12.0))
         self.told.append(path)
 
     def check(self, entry: ResponseState) -> None:

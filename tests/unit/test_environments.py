@@ -20,6 +20,7 @@ from dora.orchestrator.rollout.environments import ATTENDEES_MAX, Environments
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.rpc.errors import LimitExceeded
 from tests.refusals import refused
+from tests.turn_orders import order
 from tests.unit.test_accepted import reported
 
 NAMES = [f"g0.{n}" for n in range(4)]
@@ -54,7 +55,7 @@ class Shell:
 
     def ask(self, row: int, *given: int) -> None:
         self.status[row] = RUNNING
-        self.records.append(self.buffer.give(self.buffer.at(row), given, 9, "tool", 12.0))
+        self.records.append(self.buffer.give(order(self.buffer.at(row), given, 9, "tool"), 12.0))
 
     def restored(self) -> ResponseBuffer:
         """The buffer that the records restore."""
@@ -170,7 +171,8 @@ def test_a_process_that_samples_the_turn_in_another_way_does_not_continue() -> N
     shell.turn(0)
     entry, beginning = shell.buffer.at(0), beginning_digest(PROMPT.token_ids)
     before = entry.turn_sampling()
-    shell.records.append(shell.buffer.give(entry, (7, 8), 9, "tool", 12.0, None, {"temperature": 0.5, "stop": ("a",)}))
+    asked = order(entry, (7, 8), 9, "tool", None, {"temperature": 0.5, "stop": ("a",)})
+    shell.records.append(shell.buffer.give(asked, 12.0))
     mine = replace(before, max_tokens=9, temperature=0.5, stop=("a",))
     for after in (entry, shell.restored()["g0.0"]):
         assert after.spec().sampling == after.turn_sampling(1) == mine and after.turn_sampling(0) == before
@@ -187,7 +189,7 @@ def test_a_process_of_another_branch_does_not_continue() -> None:
     entry = shell.buffer.at(0)
     beginning, left = beginning_digest(PROMPT.token_ids), entry.sampling
     assert entry.continues(2, given_digest(beginning, left, entry.tokens, []))
-    shell.records.append(shell.buffer.give(entry, (7, 8), 9, "tool", 12.0, (0, 1)))
+    shell.records.append(shell.buffer.give(order(entry, (7, 8), 9, "tool", (0, 1)), 12.0))
     for tokens, runs in ((1, []), (2, []), (3, [(1, 3)]), (9, [(1, 3)])):
         assert not entry.continues(tokens, given_digest(beginning, left, [3, 7, 8, *range(9)], runs)), (
             "its seed is another"

@@ -94,10 +94,10 @@ def test_events_that_must_be_refused_change_nothing() -> None:
         bench.post(on.TurnAsked(SESSION, 0))
     with refused(InvalidValue, field="after_tokens", value=-2):
         bench.post(on.TurnAsked(SESSION, 3, after_tokens=-2))
-    bench.machine.check_turn(SESSION)
+    bench.post(on.TurnAsked(SESSION, 3))
     bench.post(on.SessionEnded(SESSION))
     with refused(Conflict, names=(SESSION,)):
-        bench.machine.check_turn(SESSION)
+        bench.post(on.TurnAsked(SESSION, 3))
 
 
 def test_sessions_that_wait_for_their_environment_are_as_many_as_slots() -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -19,16 +19,25 @@ from dora.data.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward
 from dora.errors import NotFound
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.recording.storage import Storage
+from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.groups import Groups
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
+from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import TOKEN
 from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.rollout.verdicts import Verdicts
+from dora.orchestrator.rollout.versions import Versions
+from dora.orchestrator.rollout.workers import Workers
 from dora.prompts.traits import features_of, key_of
 from dora.rpc.columns import columns_from_wire, columns_to_wire
+from tests.part_core import PartCore
+from tests.turn_orders import order
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')
@@ -36,12 +45,12 @@ PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.
 
 class Feed:
     def __init__(self, ledger: PromptLedger) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         prompts = [PROMPT][:count]
         for position, prompt in enumerate(prompts):
-            self._ledger.read(position, prompt)
+            self.ledger.read(position, prompt)
         return prompts, False
 
 
@@ -102,45 +111,43 @@ class Parts:
         self.buffer = ResponseBuffer(RolloutConfig())
         self.prompts = PromptLedger(Journal(), queued_most=0)
         self.store, self.processes, self.hosts = Store(), Processes(), Hosts()
-        self.handoffs: dict[int, Handoff] = {}  # by the command of theirs
+        self.core = PartCore({"g0.0": 0, "g0.1": 1})
         self.lost: list[str] = []
         self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
         self.session = self.sessions.workers["w0"] = WorkerSession("w0", 1, 7, "host", CAPABILITY)
-        self.stream = self.sessions.stream = StepStream(1, 0)
-        self.posted: list[on.Event] = []
-        self.tasks: list[asyncio.Task[None]] = []
         self.storage = Storage()
-        self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.spawn)
-        self.evaluations = Evaluations(self.buffer, {}, lambda evaluation_id, reason: None)
-        self.executor = Executor(
-            buffer=self.buffer,
-            feed=Feed(self.prompts),
-            prompts=self.prompts,
-            verifier=Verifier(),
-            group_filter=None,
-            store=self.store,
-            recorder=self.recorder,
-            storage=self.storage,
-            sessions=self.sessions,
-            hosts=self.hosts,
-            evaluations=self.evaluations,
-            handoff_of=self.handoffs.get,
-            row_of={"g0.0": 0, "g0.1": 1},
-            telemetry=Telemetry(),
-            post=self.posted.append,
-            spawn=self.spawn,
+        self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.core.spawn)
+        core, buffer, journal, environments = (
+            self.core,
+            self.buffer,
+            Journal(),
+            Environments(self.buffer, self.core.state),
         )
+        self.evaluations = Evaluations(core, buffer, environments)
+        self.trainers = Trainers(core, buffer, journal, self.recorder)
+        self.stream = self.trainers.stream = StepStream(1, 0)
+        self.executor = Executor()
+        for part in (
+            Prompts(core, Feed(self.prompts), buffer),
+            Groups(core, buffer, self.prompts, journal, self.recorder, environments, self.evaluations),
+            Verdicts(core, buffer, journal, Telemetry(), environments, Verifier(), None),
+            self.evaluations,
+            self.trainers,
+            Versions(core, self.store, None, self.storage, journal, self.hosts, RolloutConfig()),
+            Workers(core, buffer, self.sessions, self.hosts),
+        ):
+            self.executor.register(part.handlers)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.tasks.append(asyncio.create_task(coroutine))
-        return self.tasks[-1]
+    def hand_off(self, command_id: int, handoff: Handoff) -> None:
+        """``command_id``: of the command that belongs to it."""
+        self.core.state.pending[command_id] = SimpleNamespace(handoff=handoff)
 
     async def carry_out(self, *commands: do.Command) -> list[on.Event]:
         """The events that came of it, once nothing waits any more."""
         for command in commands:
             self.executor.carry_out(command)
-        await asyncio.gather(*self.tasks)
-        posted, self.posted[:] = list(self.posted), []
+        await asyncio.gather(*self.core.tasks)
+        posted, self.core.posted[:] = list(self.core.posted), []
         return posted
 
     async def admit(self) -> None:
@@ -169,6 +176,13 @@ async def test_drawn_prompts_are_offered_and_become_entries_once_admitted() -> N
     assert [parts.buffer[f"g0.{index}"].version for index in range(2)] == [3, 3]
 
 
+def test_each_command_has_one_handler() -> None:
+    parts = Parts()
+    assert parts.executor._handler_of.keys() == set(get_args(do.Command))
+    with pytest.raises(AssertionError, match="two handlers"):
+        parts.executor.register(parts.evaluations.handlers)
+
+
 async def test_a_response_is_scored() -> None:
     parts = Parts()
     await parts.admit()
@@ -182,7 +196,7 @@ async def test_a_delivered_group_reaches_the_stream_and_the_record(tmp_path: Pat
     again = do.DeliverGroup("g0", step=0, trainer_epoch=1, again=True)
     await parts.carry_out(do.DeliverGroup("g0", step=0, trainer_epoch=1), again, do.CloseStep(0, 1))
     taken = [group.group_id async for batch in parts.stream.batches() for group in batch]
-    assert taken == ["g0", "g0"] and parts.sessions.stream is None
+    assert taken == ["g0", "g0"] and parts.trainers.stream is None
     assert len((tmp_path / TRAJECTORIES_FILE).read_text().splitlines()) == 2, "each response is recorded once"
 
 
@@ -190,7 +204,7 @@ async def test_what_is_for_an_earlier_stream_reaches_no_other() -> None:
     parts = Parts()
     await parts.finish()
     await parts.carry_out(do.DeliverGroup("g0", step=0, trainer_epoch=0), do.CloseStep(1, 1))
-    assert parts.sessions.stream is parts.stream
+    assert parts.trainers.stream is parts.stream
     parts.stream.close()
     assert [batch async for batch in parts.stream.batches()] == []
 
@@ -230,7 +244,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     ]
     entry = parts.buffer["g0.0"]
     entry.finish_reason = "stop"
-    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0)
+    parts.buffer.give(order(entry, [5, 6], 9, "tool"), 0.0)
     assert {type(command) for command in commands} == {
         kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand)
     }
@@ -254,20 +268,18 @@ async def test_a_fork_says_what_its_worker_drops() -> None:
     entry = parts.buffer["g0.0"]
     entry.delivered += np.zeros(4, TOKEN).tobytes()
     entry.finish_reason = "stop"
-    parts.buffer.give(entry, [5, 6], 9, "tool", 0.0, (0, 1))
+    parts.buffer.give(order(entry, [5, 6], 9, "tool", (0, 1)), 0.0)
     await parts.carry_out(do.ExtendRequest("w0", 1, 0, "g0.0"))
-    (order,) = await parts.orders()
-    assert (order.extend_request.first_token, order.extend_request.dropped_tokens) == (1, 3)
+    (sent,) = await parts.orders()
+    assert (sent.extend_request.first_token, sent.extend_request.dropped_tokens) == (1, 3)
 
 
 async def test_the_ends_of_a_handoff_are_told_of_each_other() -> None:
     parts = Parts()
     parts.sessions.workers["w1"] = WorkerSession("w1", 5, 8, "host", CAPABILITY, KvEndpoint("host:9", ("tcp",)))
-    parts.handoffs |= {
-        2: Handoff(row=0, request_id="g0.0", source="w1", target="w0", began_s=0.0),
-        3: Handoff(row=0, request_id="g0.0", source="w0", target="w1", began_s=0.0),
-        4: Handoff(row=0, request_id="g0.0", source="w0", target="w2", began_s=0.0),  # w2 has just died
-    }
+    parts.hand_off(2, Handoff(row=0, request_id="g0.0", source="w1", target="w0", began_s=0.0))
+    parts.hand_off(3, Handoff(row=0, request_id="g0.0", source="w0", target="w1", began_s=0.0))
+    parts.hand_off(4, Handoff(row=0, request_id="g0.0", source="w0", target="w2", began_s=0.0))  # w2 has just died
     commands = [
         do.ReserveSlot("w0", 1, 2, "g0.0", 0, 8),
         do.CopyOut("w0", 1, 3, "g0.0"),
@@ -295,8 +307,8 @@ async def test_an_evicted_worker_is_killed_and_a_drained_one_leaves() -> None:
 async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """A stopped worker sends no reason, so no line has one; a worker's refusal is in its outcome."""
     parts = Parts()
-    parts.handoffs[6] = Handoff(0, "g0.0", "w1", "w0", 0.0, overdue="it took longer than 30 s")
-    parts.handoffs[7] = Handoff(0, "g0.1", "w1", "w0", 0.0)
+    parts.hand_off(6, Handoff(0, "g0.0", "w1", "w0", 0.0, overdue="it took longer than 30 s"))
+    parts.hand_off(7, Handoff(0, "g0.1", "w1", "w0", 0.0))
     await parts.carry_out(do.CancelReservation("w0", 1, 6, "g0.0"), do.CancelReservation("w0", 1, 7, "g0.1"))
     assert [record.getMessage() for record in caplog.records] == [
         "g0.0: its handoff from w1 to w0 was undone: it took longer than 30 s"

@@ -68,6 +68,6 @@ def test_a_start_ends_with_the_reason_once_no_worker_can_load_version_0(
         rejected={},
         workers=dict.fromkeys(f"w{number}" for number in range(workers)),
     )
-    reason = unreproduced(cast(Runtime, SimpleNamespace(machine=SimpleNamespace(state=state))))
+    reason = unreproduced(cast(Runtime, SimpleNamespace(core=SimpleNamespace(state=state))))
     assert (reason is not None) == ends
     assert not ends or "logprobs differ by 0.5" in str(reason)

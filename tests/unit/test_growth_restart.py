@@ -16,9 +16,9 @@ from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
 from dora.lab.sim.invariants import check_state
-from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from tests.refusals import refused
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora.host.processes import Processes
-from dora.orchestrator.services.host import HostService
+from dora.orchestrator.assembly import services_of
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import SESSION, Tokens
@@ -34,7 +34,7 @@ async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell
         await asyncio.Event().wait()
 
     SESSION.set(bytes(32))
-    orders = HostService(shell.runtime).Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
     first = asyncio.create_task(anext(orders))
     await asyncio.sleep(0)
     assert not first.done()
@@ -60,7 +60,7 @@ async def test_an_agent_that_reports_and_obeys_nothing_is_lost(shell: Shell, tmp
     hosts = shell.runtime.hosts
     hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
     hosts.open_relay("127.0.0.1")
-    orders = HostService(shell.runtime).Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
     kinds = [(await anext(orders)).WhichOneof("kind") for _ in range(3)]
     assert kinds == ["welcome", "start_worker", "start_worker"]
     session = hosts._hosts["h1"].session

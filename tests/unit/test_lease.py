@@ -11,7 +11,6 @@ from dora.core import events as on
 from dora.core.rules.lease import TURNS
 from dora.core.rules.stalls import STALLED
 from dora.errors import Conflict
-from dora.orchestrator.services.status import of_service
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
 from tests.unit.test_evaluation import Evaluating
@@ -193,7 +192,7 @@ async def test_another_attaches_unasked_once_the_lease_has_lapsed_and_the_loser_
             await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
         shell.state.lease.lapsed = reason
         with caplog.at_level(logging.WARNING, "dora.service"):
-            shell.runtime.executor.carry_out(do.LapseLease(first.trainer_epoch, reason))
+            shell.runtime.core.executor.carry_out(do.LapseLease(first.trainer_epoch, reason))
         assert "first" in caplog.text and reason in caplog.text
         assert status_of(shell).trainer_stalled == reason
         second = await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
@@ -208,9 +207,9 @@ async def test_of_a_trainer_that_has_left_nothing_is_told(shell: Shell, caplog: 
     async with living(shell, "first", client_id=b"1") as first:
         pass
     shell.state.lease.lapsed = STALLED
-    shell.runtime.executor.carry_out(do.LapseLease(first.trainer_epoch, STALLED))
+    shell.runtime.core.executor.carry_out(do.LapseLease(first.trainer_epoch, STALLED))
     assert "first" not in caplog.text and not status_of(shell).trainer_stalled
 
 
 def status_of(shell: Shell) -> Any:
-    return of_service(shell.runtime, "model")
+    return shell.runtime.status.of_service("model")

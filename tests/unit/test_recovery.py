@@ -16,13 +16,13 @@ from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.peer import this_host
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.recording.storage import KEPT, RECORD, STATE, Storage
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services.worker import WorkerService
 from dora.orchestrator.starting import journal_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -101,10 +101,10 @@ async def test_storage_at_fault_from_the_start_is_told_to_the_core_once_it_is_re
         )
         restored = runtime.resume(state.found, {"w0"})
         await asyncio.sleep(0)  # what was to be told soon would have been
-        assert runtime.machine.state.trainer_epoch == 0 and not runtime.machine.state.window.closed
+        assert runtime.core.machine.state.trainer_epoch == 0 and not runtime.core.machine.state.window.closed
         await runtime.restore(restored)
-        assert runtime.machine.state.trainer_epoch == 7 and runtime.machine.state.window.groups_per_step == 4
-        assert runtime.machine.state.window.closed, "nothing is admitted"
+        assert runtime.core.machine.state.trainer_epoch == 7 and runtime.core.machine.state.window.groups_per_step == 4
+        assert runtime.core.machine.state.window.closed, "nothing is admitted"
         await runtime.close()
         await journal.close()
     with state_folder_of(config, DEFAULT_SIZES) as state:
@@ -190,7 +190,7 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
         await room.wait()
 
     monkeypatch.setattr(runtime.journal, "settled", settled)
-    service = WorkerService(runtime, tmp_path / "kv", Tokens())
+    service = services_of(runtime, shell.model, tmp_path / "kv", Tokens()).workers
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=shell.model)
     hello = convert.hello_to_wire("mine", 1, this_host(), engine.capability)
     hello.fingerprint = shell.session.capability.fingerprint
@@ -208,13 +208,15 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
     room.set()
     await first
     assert [command async for command in stream] == []
-    runtime.post(on.Tick())
-    assert set(runtime.machine.state.workers) == {"w0"}, "it would never be lost, and whoever has its name be refused"
+    runtime.core.post(on.Tick())
+    assert set(runtime.core.machine.state.workers) == {"w0"}, (
+        "it would never be lost, and whoever has its name be refused"
+    )
 
 
 async def test_versions_that_could_not_be_kept_are_no_fault_once_they_can_be(shell: Shell, tmp_path: Path) -> None:
     runtime = shell.runtime
-    runtime.versions = KeptVersions(tmp_path / "versions")
+    runtime.versions.kept = KeptVersions(tmp_path / "versions")
     runtime.storage.failed(KEPT, FULL, needed_bytes=1 << 60)
     await runtime.look_at_storage()
     assert set(runtime.storage.faults) == {KEPT}, "there is no room for so much"

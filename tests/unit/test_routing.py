@@ -21,7 +21,7 @@ from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.responses.branches import trajectories
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ReportError, ResponseState
-from dora.orchestrator.services.turn_request import given_of
+from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder
 from dora.orchestrator.setup import routing_wanted
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
@@ -31,6 +31,7 @@ from dora.worker.fake.engine import FakeEngine
 from tests.contract.trainer_service import make_trajectory
 from tests.contract.workers import Worker
 from tests.refusals import data_words, refused
+from tests.turn_orders import order
 
 SHAPE = RoutingShape(layers=3, top_k=2, experts=8)
 PROMPT = Prompt("p", "task", (5, 6, 7, 8))
@@ -132,7 +133,7 @@ def test_a_turn_needs_rows_of_its_given_tokens_and_of_the_one_before(buffer: Res
     (session,) = buffer.admit("s", replace(PROMPT, environment="tool"), 0, {"s": 1}, 0.0)
     for first, routed in ((0, rows(0, 4)), (3, rows(4, 7))):
         if first:
-            buffer.give(session, [5, 6], 9, "tool", 0.0)
+            buffer.give(order(session, [5, 6], 9, "tool"), 0.0)
         told = columns_from_wire(columns_to_wire([TokenSpan(1, first, (10,), (-0.5,), "stop", "", routed)]))
         for wrong in (routed[6:], routed + routed[:6]):
             with refused(ReportError, field="s: routed_experts bytes", value=len(wrong), names=(str(len(routed)),)):
@@ -198,11 +199,12 @@ def test_a_turn_whose_rows_fit_into_no_message_is_refused() -> None:
     for shape in (None, RoutingShape(layers=48, top_k=8, experts=128)):
         buffer = ResponseBuffer(config.rollout, shape)
         (session,) = buffer.admit("g", replace(PROMPT, environment="tool"), 0, {"r": 0}, 0.0)
+        limits = TurnLimits.of(config, 0, buffer.sampling)
         if shape is None:
-            assert given_of(session, asked, None, config, 0)[1] == 1000
+            assert TurnOrder.parse(asked, session, limits).max_tokens == 1000
             continue
         with refused(InvalidValue, field="given_token_ids", names=("service.max_message_bytes", "1048576")):
-            given_of(session, asked, None, config, 0)
+            TurnOrder.parse(asked, session, limits)
 
 
 def test_a_damaged_record_or_message_is_refused() -> None:

@@ -21,18 +21,20 @@ from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import IllegalTransition, InvalidValue, NotFound
 from dora.kvtransfer.transports.segments import SegmentPool
 from dora.metrics.distribution import LATENCY_BOUNDS_S
+from dora.orchestrator.assembly import services_of
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.responses.state import ReportError
 from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_to_wire
+from dora.rpc.roles import Tokens
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 from tests.refusals import refused
+from tests.turn_orders import order
 
 SPAN = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "routed_experts")
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
@@ -113,17 +115,17 @@ class Shell:
             recorder=Recorder(folder / "record"),
         )
         self.runtime.sessions.processes = self.kills
-        self.trainer = TrainerService(self.runtime, model)
+        self.trainer = services_of(self.runtime, model, folder / "kv", Tokens("")).trainer
         self.session = self.join(1)
 
     @property
     def state(self) -> Any:
-        return self.runtime.machine.state
+        return self.runtime.core.machine.state
 
     def join(self, epoch: int) -> WorkerSession:
         session = WorkerSession("w0", epoch, 1, "host", CAPABILITY)
         self.runtime.sessions.workers["w0"] = session
-        self.runtime.post(on.WorkerJoined("w0", epoch, CAPABILITY.slots, CAPABILITY.kv_tokens))
+        self.runtime.core.post(on.WorkerJoined("w0", epoch, CAPABILITY.slots, CAPABILITY.kv_tokens))
         self.session = session
         return session
 
@@ -227,7 +229,7 @@ async def test_nothing_of_a_report_with_a_bad_delta_counts(shell: Shell) -> None
 async def test_tokens_of_another_version_are_counted_and_never_taken(shell: Shell) -> None:
     (request_id,) = await shell.admit(1)
     shell.report(ended(request_id, version=3), version=3)
-    assert shell.runtime.machine.counters.c1_violations == 1
+    assert shell.runtime.core.machine.counters.c1_violations == 1
     assert not len(shell.runtime.buffer[request_id])
     assert shell.kills.killed == ["w0"]
 
@@ -273,17 +275,17 @@ async def test_a_commit_goes_on_when_its_caller_hangs_up(shell: Shell) -> None:
 
 
 async def test_a_bug_in_the_midst_of_an_event_ends_the_service(shell: Shell) -> None:
-    failed = shell.runtime.failed
+    failed = shell.runtime.core.failed
     await shell.admit(2)
     with pytest.raises(IllegalTransition):  # the core admits what the shell has never drawn
-        shell.runtime.post(on.PromptsOffered((on.OfferedPrompt("p9", "task", 2, 1, 64),)))
+        shell.runtime.core.post(on.PromptsOffered((on.OfferedPrompt("p9", "task", 2, 1, 64),)))
     assert isinstance(failed.exception(), IllegalTransition)
 
 
 async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
-    failed = shell.runtime.failed
+    failed = shell.runtime.core.failed
     with refused(NotFound, field="worker_id", value="nobody"):
-        shell.runtime.post(on.DrainAsked("nobody"))
+        shell.runtime.core.post(on.DrainAsked("nobody"))
     assert not failed.done()
 
 
@@ -367,13 +369,13 @@ async def test_the_reasons_of_lost_workers_are_kept_for_the_last_ones(shell: She
 async def test_a_settled_turn_is_the_one_that_its_worker_has_last(shell: Shell, is_asked: bool) -> None:
     """A worker that has begun the next turn would take it for the settled one, and forget what it may need to tell."""
     runtime = shell.runtime
-    runtime.orphan_timeout_s = 60.0
+    runtime.incarnation.orphan_timeout_s = 60.0
     (request_id,) = await shell.admit(1, environment="tool")
     shell.report(ended(request_id))
     if is_asked:
-        runtime.buffer.give(runtime.buffer[request_id], [5], 9, "tool", 0.0)
-        runtime.post(on.TurnAsked(request_id, 1))
-    runtime._settle()
+        asked = order(runtime.buffer[request_id], [5], 9, "tool")
+        runtime.core.post(asked.event, lambda: runtime.buffer.give(asked, 0.0))
+    runtime.durable_ends.settle()
     assert [list(each.request_ids) for each in shell.orders("settled")] == [[request_id]] * (not is_asked)
 
 
@@ -389,7 +391,7 @@ async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(
     filtered.report(ended(second))
     await filtered.until(lambda: not filtered.state.group_row)
     assert dismiss.seen == [[0.5, 0.5]]
-    assert filtered.runtime.telemetry.groups_filtered == filtered.runtime.machine.counters.groups_cancelled == 1
+    assert filtered.runtime.telemetry.groups_filtered == filtered.runtime.core.machine.counters.groups_cancelled == 1
     await filtered.runtime.recorder.written()
     (line,) = (tmp_path / "record" / CANCELLED_FILE).read_text().splitlines()
     recorded = json.loads(line)
@@ -421,12 +423,12 @@ async def test_a_group_that_is_cancelled_while_the_filter_looks_is_cancelled_onc
     (request_id,) = await filtered.admit(1)
     filtered.report(ended(request_id))
     await filtered.until(lambda: dismiss.seen)
-    filtered.runtime.post(on.GroupCancelled("g0", "asked for"))
+    filtered.runtime.core.post(on.GroupCancelled("g0", "asked for"))
     dismiss.gate.set()
     await dismiss.answered.wait()
     await asyncio.to_thread(lambda: None)  # what a task that failed leaves is seen by now
-    assert filtered.runtime.machine.counters.groups_cancelled == 1
-    assert not filtered.runtime.telemetry.groups_filtered and not filtered.runtime.failed.done()
+    assert filtered.runtime.core.machine.counters.groups_cancelled == 1
+    assert not filtered.runtime.telemetry.groups_filtered and not filtered.runtime.core.failed.done()
 
 
 @pytest.mark.parametrize(("waited_s", "expected"), [((30.0, 30.0), 2), ((0.0, 0.0), 0), ((None, None), None)])

@@ -29,9 +29,10 @@ async def living(shell: Shell, name: str, **options: Any) -> AsyncIterator[pb.At
 
 async def test_a_living_trainer_is_not_replaced_unasked(shell: Shell) -> None:
     async with living(shell, "first", client_id=b"1") as first:
-        with refused(Conflict, field="trainer", value="first", names=(clock_time(shell.runtime.trainer.since),)):
+        since = clock_time(shell.runtime.trainers.presence.since)
+        with refused(Conflict, field="trainer", value="first", names=(since,)):
             await shell.trainer.Attach(attaching("second", client_id=b"2"), None)
-        assert shell.runtime.trainer.name == "first"
+        assert shell.runtime.trainers.presence.name == "first"
         assert first.trainer_epoch == shell.state.trainer_epoch
 
 
@@ -59,10 +60,10 @@ async def test_the_loser_hears_who_took_over_and_when(shell: Shell) -> None:
     async with living(shell, "first", client_id=b"1") as first:
         second = await shell.trainer.Attach(attaching("second", client_id=b"2", take_over=True), None)
         request = pb.StreamStepRequest(trainer_epoch=first.trainer_epoch, step=0)
-        names = ("second", clock_time(shell.runtime.trainer.since))
+        names = ("second", clock_time(shell.runtime.trainers.presence.since))
         with refused(Conflict, field="trainer_epoch", value=first.trainer_epoch, names=names):
             await anext(shell.trainer.StreamStep(request, None))
-        assert shell.runtime.trainer.name == "second" and second.trainer_epoch == first.trainer_epoch + 1
+        assert shell.runtime.trainers.presence.name == "second" and second.trainer_epoch == first.trainer_epoch + 1
 
 
 async def test_an_id_is_bounded(shell: Shell) -> None:

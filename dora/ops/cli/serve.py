@@ -5,20 +5,50 @@ import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from dora.config import Config, given, load_config
-from dora.ops.cli import completion
+from dora.config import Config, load_config
 from dora.ops.cli.exits import say
-from dora.ops.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, source_of, token_option, window_size
+from dora.ops.cli.options import SettingsOption, check_no_secret
 from dora.ops.cli.output import print_json
+from dora.ops.cli.serve_options import (
+    AttachJsonOption,
+    BeginFromOption,
+    CarryOnFromOption,
+    ConfigFileOption,
+    DeviceOption,
+    DryRunOption,
+    EnvironmentOption,
+    GpusForTrainerOption,
+    HttpKeyOption,
+    HttpOption,
+    KvTierOption,
+    ListenOption,
+    LogFormatOption,
+    MetricsOption,
+    ModelOption,
+    OwnerTokenOption,
+    PromptsOption,
+    RecordOption,
+    RecordWeightsOption,
+    RewardOption,
+    StateOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsClientsOption,
+    TlsKeyOption,
+    TlsOption,
+    TracesOption,
+    WindowOption,
+    WorkersOption,
+    short_options,
+)
 from dora.ops.stored_token import left_token, token_folder
 from dora.system.log_limit import LogLimit
 from dora.system.log_lines import JsonLines, formatter_of
 from dora.system.signals import drain_on_signals
-from dora.tls.files import FOLDER_VARIABLE, VARIABLES
 
 if TYPE_CHECKING:
     from dora.agents.environment.child import EnvironmentProcess
@@ -55,160 +85,44 @@ CARRIES_ON = "Ctrl-C stops without draining; the next start with --state {state}
 
 
 def serve(
-    config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
+    context: typer.Context,
+    config_file: ConfigFileOption = None,
     settings: SettingsOption = None,
-    window: Annotated[
-        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Maximum number of live policy versions (window.size).")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="Number of rollout workers to start (workers.count).")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=lambda: completion.PROMPTS,
-            help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, tiny-tail, or none.",
-        ),
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."
-        ),
-    ] = None,
-    record: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for trajectories and versions.")] = None,
-    record_weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|none|'every N'",
-            help="Versions whose weights the record keeps besides the first and the last two (record_weights).",
-        ),
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="State folder, from which a restart continues (service.state)."),
-    ] = None,
-    begin_from: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="STATE@VERSION",
-            help="Begin a new run with this version or checkpoint of another state folder (service.begin_from).",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1: of the workers (workers.device)."),
-    ] = None,
-    gpus_for_trainer: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="GPUs, the last ones, that no worker gets (workers.gpus_for_trainer)."),
-    ] = None,
-    carry_on_from: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEP",
-            help="Carry on from this step although record, prompts, reward or model have changed.",
-        ),
-    ] = None,
-    kv_tier: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIER", autocompletion=lambda: completion.KV_TIERS, help="Shared KV: none or lmcache (kv.tier)."
-        ),
-    ] = None,
-    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus (service.metrics).")
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option(metavar="text|json", help="Lines of the log (service.log_format).")
-    ] = None,
-    traces: Annotated[
-        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that gets traces (service.traces).")
-    ] = None,
-    environment: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="Environment of the source's prompts (environment.spec)."),
-    ] = None,
-    http: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Also serve agents over HTTP there, by a process of `dora front`."),
-    ] = None,
-    http_key: Annotated[
-        Path | None,
-        typer.Option("--http-key-file", metavar="FILE", help="File (mode 0600) with the key of all agents."),
-    ] = None,
-    token: Annotated[
-        str | None,
-        token_option("File (mode 0600) with the owner's token; default: DORA_TOKEN, or a new one."),
-    ] = None,
-    tls: Annotated[
-        str | None,
-        typer.Option(
-            "--tls", metavar="DIR", envvar=FOLDER_VARIABLE, help="Folder with cert.pem, key.pem, ca.pem (tls.folder)."
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        str | None,
-        typer.Option("--tls-cert", metavar="FILE", envvar=VARIABLES["cert"], help="Certificate (tls.cert)."),
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option("--tls-key", metavar="FILE", envvar=VARIABLES["key"], help="Its key (tls.key).")
-    ] = None,
-    tls_ca: Annotated[
-        str | None,
-        typer.Option("--tls-ca", metavar="FILE", envvar=VARIABLES["ca"], help="Accepted authorities (tls.ca)."),
-    ] = None,
-    tls_clients: Annotated[
-        str | None,
-        typer.Option("--tls-clients", metavar="certificate|token", help="What clients must have (tls.clients)."),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", metavar="", help="Run all checks of a start, print the configuration, and exit."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print the configuration, or how to attach, as JSON.")
-    ] = False,
+    window: WindowOption = None,
+    workers: WorkersOption = None,
+    model: ModelOption = None,
+    prompts: PromptsOption = None,
+    reward: RewardOption = None,
+    record: RecordOption = None,
+    record_weights: RecordWeightsOption = None,
+    state: StateOption = None,
+    begin_from: BeginFromOption = None,
+    device: DeviceOption = None,
+    gpus_for_trainer: GpusForTrainerOption = None,
+    carry_on_from: CarryOnFromOption = None,
+    kv_tier: KvTierOption = None,
+    listen: ListenOption = None,
+    metrics: MetricsOption = None,
+    log_format: LogFormatOption = None,
+    traces: TracesOption = None,
+    environment: EnvironmentOption = None,
+    http: HttpOption = None,
+    http_key: HttpKeyOption = None,
+    token: OwnerTokenOption = None,
+    tls: TlsOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_clients: TlsClientsOption = None,
+    dry_run: DryRunOption = False,
+    as_json: AttachJsonOption = False,
 ) -> None:
     """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
 
     Options override --set, which overrides the file, which overrides the defaults.
     """
-    short = given(
-        {
-            "window.size": window_size(window),
-            "workers.count": workers,
-            "model": model,
-            "prompts": prompts,
-            "reward.function": reward,
-            "environment.spec": environment,
-            "record": record,
-            "record_weights": record_weights,
-            "service.state": state,
-            "service.begin_from": begin_from,
-            "workers.device": device,
-            "workers.gpus_for_trainer": gpus_for_trainer,
-            "service.carry_on_from": carry_on_from,
-            "kv.tier": kv_tier,
-            "service.listen": listen,
-            "service.metrics": metrics,
-            "service.log_format": log_format,
-            "service.traces": traces,
-            "service.token": token or None,
-            "service.token_file": str(source) if isinstance(source := source_of(token or ""), Path) else None,
-            "tls.folder": tls,
-            "tls.cert": tls_cert,
-            "tls.key": tls_key,
-            "tls.ca": tls_ca,
-            "tls.clients": tls_clients,
-        }
-    )
     check_no_secret(settings)
-    config = load_config(config_file, [*(settings or ()), *short])
+    config = load_config(config_file, [*(settings or ()), *short_options(context)])
     front = None if http is None else _front(http, http_key, config)
     if not dry_run:
         try:

@@ -32,7 +32,7 @@ def environment(subject: Subject) -> dict[str, Any]:
 
     for patch in device.patches():
         patch.check_version(vllm.__version__)
-    device.check_platform(EngineSettings(1, 64, 32, 64, device.default_dtype))
+    device.check_platform(EngineSettings(1, 64, 64, 32, device.default_dtype))
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
         "vllm": vllm.__version__,

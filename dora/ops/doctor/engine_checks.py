@@ -130,21 +130,24 @@ def memory(subject: Subject) -> dict[str, Any]:
 
 
 def engine_of(subject: Subject, kv_tokens: int | None = None, **split: int) -> "VllmEngine":
-    """Starts an engine without weights. ``split``: its ranks, as ``VllmEngine`` takes them; they need no proof."""
+    """Starts an engine without weights. ``split``: its ranks, as ``EngineSettings`` has them; they need no proof."""
     from dora.worker.vllm.device.cpu import Cpu
     from dora.worker.vllm.device.cuda import Cuda
+    from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
     is_cpu = subject.device == "cpu"
     return VllmEngine(
         subject.model,
-        slots=SLOTS,
-        kv_tokens=kv_tokens if kv_tokens is not None else CPU_KV_TOKENS if is_cpu else 0,
-        block_tokens=32 if is_cpu else 0,
-        max_model_len_tokens=CONTEXT_TOKENS,
+        EngineSettings(
+            slots=SLOTS,
+            kv_tokens=kv_tokens if kv_tokens is not None else CPU_KV_TOKENS if is_cpu else 0,
+            block_tokens=32 if is_cpu else 0,
+            max_model_len_tokens=CONTEXT_TOKENS,
+            memory_share=0.4,
+            **split,  # type: ignore[arg-type]
+        ),
         device=Cpu() if is_cpu else Cuda(proves_ranks=True),
-        memory_share=0.4,
-        **split,  # type: ignore[arg-type]
     )
 
 

@@ -40,7 +40,7 @@ class HostReadings:
     @cached_property
     def workers(self) -> Sequence[Worker]:
         """The workers that load versions from the host's store."""
-        state = self._runtime.machine.state
+        state = self._runtime.core.state
         workers = state.workers.values()
         if self.host.name == LOCAL:
             return [worker for worker in workers if worker.host not in state.arrived]
@@ -122,12 +122,7 @@ ENGINES: Final = (
     Metric("vllm:kv_cache_usage_perc", "Share of KV in use, 0 to 1.", lambda seen: seen.kv_use(), LABELS),
     Metric("vllm:generation_tokens_total", "Sampled tokens.", lambda seen: seen.engines("generated_tokens"), LABELS),
     Metric("vllm:prompt_tokens_total", "Tokens before a first token.", lambda seen: seen.prompt_tokens(), LABELS),
-    Metric(
-        "vllm:request_success_total",
-        "Ended requests.",
-        lambda seen: seen.ended(),
-        (*LABELS, "finished_reason"),
-    ),
+    Metric("vllm:request_success_total", "Ended requests.", lambda seen: seen.ended(), (*LABELS, "finished_reason")),
     Metric("vllm:num_preemptions_total", "Requests that lost KV.", lambda seen: seen.engines("preemptions"), LABELS),
 )
 HOST: Final = (*MACHINE, *ENGINES)

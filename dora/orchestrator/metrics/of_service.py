@@ -53,9 +53,7 @@ REQUESTS: Final = (
         lambda seen: longest_idle_s(seen.state, seen.now_s),
     ),
     Metric(
-        "dora_environment_drivers",
-        "Calls that drive environments.",
-        lambda seen: seen.runtime.environments.attendees,
+        "dora_environment_drivers", "Calls that drive environments.", lambda seen: seen.runtime.environments.attendees
     ),
     Metric("dora_evaluations", "Running evaluations.", lambda seen: len(seen.runtime.evaluations.running)),
 )
@@ -101,11 +99,11 @@ FLEET: Final = (
     ),
 )
 TRAINER: Final = (
-    Metric("dora_trainer_attached", "1 while a trainer is attached.", lambda seen: bool(seen.runtime.trainer_shown())),
+    Metric("dora_trainer_attached", "1 while a trainer is attached.", lambda seen: bool(seen.runtime.trainers.shown())),
     Metric(
         "dora_trainer_waiting",
         "1 while the trainer reads a step that lacks groups.",
-        lambda seen: seen.runtime.sessions.stream is not None and seen.window.left > 0,
+        lambda seen: seen.runtime.trainers.stream is not None and seen.window.left > 0,
     ),
     Metric(
         "dora_trainer_stalled", "1 if another trainer may attach unasked.", lambda seen: bool(seen.state.lease.lapsed)
@@ -121,21 +119,9 @@ TRAINER: Final = (
         lambda seen: {(part,): seen.runtime.telemetry.parts_s[part] for part in PARTS},
         ("part",),
     ),
-    Metric(
-        "dora_step_reward_mean",
-        "Mean reward of the last step.",
-        lambda seen: seen.of_step("mean_reward"),
-    ),
-    Metric(
-        "dora_step_staleness_mean",
-        "Mean staleness of the last step.",
-        lambda seen: seen.of_step("staleness_mean"),
-    ),
-    Metric(
-        "dora_step_tokens",
-        "Response tokens of the last step.",
-        lambda seen: seen.of_step("tokens"),
-    ),
+    Metric("dora_step_reward_mean", "Mean reward of the last step.", lambda seen: seen.of_step("mean_reward")),
+    Metric("dora_step_staleness_mean", "Mean staleness of the last step.", lambda seen: seen.of_step("staleness_mean")),
+    Metric("dora_step_tokens", "Response tokens of the last step.", lambda seen: seen.of_step("tokens")),
     Metric(
         "dora_trainer_signal",
         "The metrics that the trainer sent with its last commit, off-policy signals among them, by name.",
@@ -149,8 +135,10 @@ TRAINER: Final = (
     ),
 )
 PROCESS: Final = (
-    Metric("dora_uptime_seconds", "Time since the start.", lambda seen: seen.now_s - seen.runtime.started_s),
-    Metric("dora_restarts", "Starts of this state folder's service before.", lambda seen: seen.runtime.incarnation),
+    Metric("dora_uptime_seconds", "Time since the start.", lambda seen: seen.now_s - seen.runtime.status.started_s),
+    Metric(
+        "dora_restarts", "Starts of this state folder's service before.", lambda seen: seen.runtime.incarnation.number
+    ),
     Metric("dora_draining", "1 while the service admits no prompts.", lambda seen: seen.runtime.feed.closed),
     Metric("dora_clock_timestamp_seconds", "The service's clock, since the Unix epoch.", lambda seen: seen.at),
     Metric(

@@ -33,7 +33,7 @@ class ServiceReadings:
 
     def __init__(self, runtime: Runtime, free: Mapping[str, float]) -> None:
         self.runtime = runtime
-        self.state: State = runtime.machine.state
+        self.state: State = runtime.core.state
         self.window = self.state.window
         self.free = free
         self.now_s = time.monotonic()
@@ -41,7 +41,7 @@ class ServiceReadings:
 
     @cached_property
     def counters(self) -> Mapping[str, float]:
-        return status.counters(self.runtime)
+        return self.runtime.status.counters()
 
     @cached_property
     def requests(self) -> Labelled:
@@ -67,7 +67,7 @@ class ServiceReadings:
 
     def worker_states(self) -> Labelled:
         found = Counter(map(status.worker_state, self.workers))
-        found.update(state for _, state, _ in status.gone_workers(self.runtime))
+        found.update(state for _, state, _ in self.runtime.status.gone_workers())
         return all_of(WORKER_STATES, found)
 
     def version_states(self) -> Labelled:

@@ -14,11 +14,11 @@ from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.finding import Found
 from dora.journal.ledger import OPEN, LiveGroup, admitted_again
-from dora.orchestrator.executor import offer
 from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.recovery.changed_settings import pinned, settings_before
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
+from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 
 log = logging.getLogger("dora.service")

@@ -6,13 +6,16 @@ a bound, at which the evaluation ends.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from dora.core import commands as do
+from dora.core import events as on
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict
+from dora.orchestrator.rollout.core import Core, Handlers
+from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.prompt_ledger import memory_bytes
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
@@ -56,31 +59,23 @@ class EvaluationStream:
 
 
 class Evaluations:
-    """The running evaluations.
+    """The running evaluations. ``incarnation``: restarts of the service, which do not repeat an earlier one's ids."""
 
-    ``row_of``: the core's rows of their requests. ``end`` asks the core to end an evaluation after the current event.
-    ``session_over`` receives a session that is forgotten, ``session_idles`` one that begins without a prompt.
-    ``incarnation``: restarts of the service, which do not repeat the ids of an earlier one.
-    """
-
-    def __init__(
-        self,
-        buffer: ResponseBuffer,
-        row_of: Mapping[str, int],
-        end: Callable[[str, str], None],
-        session_over: Callable[[str], None] = lambda request_id: None,
-        session_idles: Callable[[str], None] = lambda request_id: None,
-    ) -> None:
+    def __init__(self, core: Core, buffer: ResponseBuffer, environments: Environments) -> None:
+        self._core = core
         self._buffer = buffer
-        self._row_of = row_of
-        self._end = end
-        self._session_over, self._session_idles = session_over, session_idles
+        self._environments = environments
         self._asked = 0
         self.incarnation = 0
         self.running: dict[str, EvaluationStream] = {}
+        self.handlers: Handlers = {
+            do.BeginEvaluationGroup: self._begin_group,
+            do.EndEvaluationGroup: self._end_group,
+            do.EndEvaluation: self._end,
+        }
 
-    def open(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
-        """Opens an evaluation before the core knows it. Raises Conflict, or LimitExceeded if memory has no room."""
+    def prepared(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
+        """Returns an evaluation to ask the core for. Raises Conflict, or LimitExceeded if memory has no room."""
         by_id: dict[str, Prompt] = {}
         for prompt in prompts:
             if prompt.prompt_id in by_id:
@@ -92,23 +87,32 @@ class Evaluations:
         left_bytes = PROMPT_BYTES_MAX - sum(each.prompt_bytes for each in self.running.values())
         if stream.prompt_bytes > left_bytes:
             raise LimitExceeded("prompts: bytes in memory", stream.prompt_bytes, f"at most {left_bytes} now")
-        self.running[stream.evaluation_id] = stream
         return stream
 
-    def refused(self, stream: EvaluationStream) -> None:
-        """Closes an evaluation that the core has refused."""
-        del self.running[stream.evaluation_id]
+    def open(self, stream: EvaluationStream) -> None:
+        """Opens an evaluation that the core has accepted."""
+        self.running[stream.evaluation_id] = stream
 
-    def begin_group(self, command: do.BeginEvaluationGroup) -> None:
+    def end_soon(self, evaluation_id: str, reason: str) -> None:
+        """Ends an evaluation after the current event, if it still runs then."""
+
+        def end() -> None:
+            if evaluation_id in self.running:
+                self._core.post(on.EvaluationCancelled(evaluation_id, reason))
+
+        self._core.soon(end)
+
+    def _begin_group(self, command: do.BeginEvaluationGroup) -> None:
         stream = self.running[command.evaluation_id]
         prompt = stream.todo.pop(command.prompt_id)
-        rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
+        row_of = self._core.state.evaluations.row_of
+        rows = {request_id: row_of[request_id] for request_id in command.request_ids}
         stream.entries[command.group_id] = self._buffer.begin(
-            command.group_id, prompt, command.version, rows, time.time()
+            command.group_id, prompt, command.version, rows, self._core.now()
         )
         if not prompt.token_ids:
             for request_id in command.request_ids:
-                self._session_idles(request_id)
+                self._environments.idles(request_id)
 
     def members(self, group_id: str) -> tuple[ResponseState, ...]:
         """The responses of a running group, in order of its samples; empty if there is no such group."""
@@ -122,7 +126,7 @@ class Evaluations:
                 members = stream.entries[before.group_id]
                 stream.entries[before.group_id] = tuple(after if each is before else each for each in members)
 
-    def end_group(self, command: do.EndEvaluationGroup) -> None:
+    def _end_group(self, command: do.EndEvaluationGroup) -> None:
         stream = self.running[command.evaluation_id]
         entries = stream.entries.pop(command.group_id)
         self._forget(entries)
@@ -131,9 +135,9 @@ class Evaluations:
         else:
             stream.put(self._buffer.group_of(entries, entries[0].version))
         if stream.unread_bytes > UNREAD_BYTES_MAX:
-            self._end(command.evaluation_id, UNREAD)
+            self.end_soon(command.evaluation_id, UNREAD)
 
-    def end(self, command: do.EndEvaluation) -> None:
+    def _end(self, command: do.EndEvaluation) -> None:
         stream = self.running.pop(command.evaluation_id)
         for entries in stream.entries.values():
             self._forget(entries)
@@ -142,7 +146,7 @@ class Evaluations:
     def _forget(self, entries: tuple[ResponseState, ...]) -> None:
         self._buffer.end(entries)
         for entry in entries if entries[0].is_session else ():
-            self._session_over(entry.request_id)
+            self._environments.over(entry.request_id)
 
 
 def _bytes(result: TrajectoryGroup | Refused) -> int:

@@ -72,6 +72,11 @@ class Journal:
         if self.writes and (record := accepted.record()) is not None:
             self.note(record)
 
+    def session(self, entry: ResponseState, record: records.Tokens) -> None:
+        """Writes a change of a session that no worker has reported. Evaluations do not outlive the service."""
+        if not entry.is_evaluation:
+            self.note(record)
+
     def verdict(self, entry: ResponseState, at: float) -> None:
         reward = entry.reward
         if self.writes and reward is not None and entry.number >= 0:

@@ -11,11 +11,16 @@ from dora.rpc import dora_pb2 as pb
 GROWTH_BLOCKS: Final = 2  # growth allowed to a request while its blocks are copied ahead
 
 
-class PublishedVersions(Protocol):
-    """The names of versions by their manifests (hosts.py)."""
+class HostVersions(Protocol):
+    """The hosts with stores of their own, and the versions that are live on them (hosts.py)."""
 
     def name(self, version: int) -> str: ...
     def canary(self, version: int) -> Canary | None: ...
+    def retired(self, version: int) -> None: ...
+    def shares_store(self, worker_id: str) -> bool: ...
+    def look_at_store(self, version: int) -> None: ...
+    def missing(self, worker_id: str, version: int) -> None: ...
+    async def lacks(self, worker_id: str, version: int) -> bool: ...
 
 
 class Reached(Protocol):
@@ -32,7 +37,7 @@ class Reached(Protocol):
 def worker_message(
     command: do.WorkerCommand,
     buffer: ResponseBuffer,
-    store: PublishedVersions,
+    store: HostVersions,
     source: Reached | None = None,
     target: Reached | None = None,
     was_parked: bool = False,

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dora.core import Machine
@@ -18,8 +18,10 @@ from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout import worker_checks as checks
+from dora.orchestrator.rollout.core import Core
+from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.journal import Journal
-from dora.orchestrator.rollout.responses.accepted import Accepted
+from dora.orchestrator.rollout.orders import HostVersions
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
@@ -34,42 +36,21 @@ log = logging.getLogger("dora.service")
 ERROR_CHARACTERS_MAX: Final = 2000  # of a worker's error message
 
 
+@dataclass(eq=False, repr=False)
 class WorkerReports:
-    """Accepts reports and outcomes of commands. ``post`` hands an event to the core, ``machine``."""
+    """Accepts reports and outcomes of commands. ``core`` has the ``machine``."""
 
-    def __init__(
-        self,
-        *,
-        machine: Machine,
-        buffer: ResponseBuffer,
-        store: WeightStore,
-        telemetry: Telemetry,
-        storage: Storage,
-        journal: Journal,
-        post: Callable[[on.Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        missing: Callable[[str, int], None],
-        lacks: Callable[[str, int], Awaitable[bool]],
-        ended: Callable[[WorkerSession, Sequence[str]], None] = lambda session, request_ids: None,
-        reported: Callable[[Accepted], None] = lambda accepted: None,
-    ) -> None:
-        """``missing`` receives the worker and version of a load that found no weights on its host. ``lacks`` checks
-        whether the host has lost the version; ``spawn`` runs that check in the background. ``ended`` receives the
-        requests that a worker has reported to the end, after the response buffer and the journal have them.
-        ``reported`` receives each report once the core has it.
-        """
-        self._machine = machine
-        self._buffer = buffer
-        self._store = store
-        self._telemetry = telemetry
-        self._storage = storage
-        self._journal = journal
-        self._post = post
-        self._spawn = spawn
-        self._missing = missing
-        self._lacks = lacks
-        self._ended = ended
-        self._reported = reported
+    _core: Core
+    _machine: Machine
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _storage: Storage
+    _store: WeightStore
+    _hosts: HostVersions
+    _environments: Environments
+    # receives the requests that a worker has reported to the end, after the response buffer and the journal have them
+    _ended: Callable[[WorkerSession, Sequence[str]], None]
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
         """Accepts the tokens of requests that this worker owns; tokens of others belong to an older handoff.
@@ -90,8 +71,12 @@ class WorkerReports:
         self._journal.report(accepted)
         if accepted.ended:
             self._ended(session, accepted.ended)
-        self._post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
-        self._reported(accepted)
+        self._core.post(accepted.event(session.epoch, report.waiting, report.kv_used_tokens))
+        self._environments.reported(accepted)
+
+    def refused(self) -> None:
+        """Counts a wrong message."""
+        self._telemetry.messages_refused += 1
 
     def _note_pace(self, session: WorkerSession, report: pb.WorkerReport, spans: int, now: float) -> None:
         """Enters the time between two tokens of a request, the mean since the last report. ``spans``: of the report."""
@@ -130,7 +115,7 @@ class WorkerReports:
                 "%s: dropped %d snapshots: %s", session.worker_id, len(report.dropped), report.reason, extra=pool
             )
             dropped = on.PoolDropped(session.worker_id, session.epoch, tuple(report.dropped), report.reason)
-            self._post(dropped)
+            self._core.post(dropped)
 
     def outcome(self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome) -> None:
         """Reports a command's outcome to the core. Raises InvalidValue for an impossible outcome."""
@@ -163,14 +148,14 @@ class WorkerReports:
             outcome.canary_difference,
         )
         if isinstance(command, do.LoadVersion) and self._may_be_lacking(command.version, outcome):
-            self._spawn(self._load_failed(command, done))
+            self._core.spawn(self._load_failed(command, done))
         else:
             self._done(command, done)
 
     def _done(self, command: do.WorkerCommand | None, done: on.CommandDone) -> None:
-        self._post(done)
+        self._core.post(done)
         if isinstance(command, do.LoadVersion) and done.error_kind == "missing":
-            self._missing(done.worker_id, command.version)
+            self._hosts.missing(done.worker_id, command.version)
 
     def _may_be_lacking(self, version: int, outcome: pb.WorkerOutcome) -> bool:
         """Returns whether a load may have failed because the host's files differ from the publication. Cases that other
@@ -183,14 +168,14 @@ class WorkerReports:
 
     async def _load_failed(self, command: do.LoadVersion, done: on.CommandDone) -> None:
         """Reports a failed load once its cause is known; until then the core counts the worker as loading."""
-        if await self._lacks(done.worker_id, command.version):
+        if await self._hosts.lacks(done.worker_id, command.version):
             done = replace(done, error_kind="missing")
         self._done(command, done)
 
     def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
         """Reports that a request is being copied while it decodes."""
         session.heard_s = time.monotonic()
-        self._post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
+        self._core.post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
 
     def _checked(
         self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None

@@ -90,13 +90,7 @@ class WorkerSession(Session):
     """One epoch of one worker."""
 
     def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        pid: int,
-        host: str,
-        capability: EngineCapability,
-        kv: KvEndpoint = NO_KV,
+        self, worker_id: str, epoch: int, pid: int, host: str, capability: EngineCapability, kv: KvEndpoint = NO_KV
     ) -> None:
         super().__init__(worker_id, epoch, pid, host, kv)
         self.capability = capability
@@ -171,21 +165,17 @@ class WorkerProcesses(Protocol):
 
 
 class Sessions:
-    """The connected workers, pools and trainer. ``lost`` receives each ended epoch of a worker or pool, with the
+    """The connected workers and pools. ``lost`` receives each ended epoch of a worker or pool, with the
     reason.
 
     ``report_period_ms``: the shortest time between two reports of a worker.
     """
 
     def __init__(
-        self,
-        lost: Callable[[Session, str], None],
-        processes: WorkerProcesses | None = None,
-        report_period_ms: int = 50,
+        self, lost: Callable[[Session, str], None], processes: WorkerProcesses | None = None, report_period_ms: int = 50
     ) -> None:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
-        self.stream: StepStream | None = None  # the trainer's
         self.lost_reasons: dict[str, str] = {}  # by worker
         self.lost_pools: dict[str, str] = {}
         self.processes = processes
@@ -195,12 +185,7 @@ class Sessions:
         self.report_period_ms = report_period_ms  # current period of each worker
 
     def open(
-        self,
-        worker_id: str,
-        pid: int,
-        host: str,
-        capability: EngineCapability,
-        kv: KvEndpoint = NO_KV,
+        self, worker_id: str, pid: int, host: str, capability: EngineCapability, kv: KvEndpoint = NO_KV
     ) -> WorkerSession:
         """Begins a new epoch of this worker, which must not be connected."""
         session = WorkerSession(worker_id, self._begin_epoch(worker_id), pid, host, capability, kv)
@@ -244,13 +229,6 @@ class Sessions:
     def kv_token_bytes(self) -> int:
         """KV bytes of one token, as workers report it; 0: unknown."""
         return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
-
-    def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
-        """The trainer's open stream of this step."""
-        stream = self.stream
-        if stream is not None and (stream.trainer_epoch, stream.step) == (trainer_epoch, step):
-            return stream
-        return None
 
     def lose(self, session: Session, reason: str) -> None:
         """Ends the epoch at once; the stream of a hung worker might never end."""

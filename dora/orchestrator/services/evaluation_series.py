@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,13 +22,16 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.recovery import named
+from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.evaluations import EvaluationStream
 from dora.orchestrator.rollout.feed import driven
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services.evaluation import begin
+from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.services.evaluation import Evaluating
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.files import is_file_source
+from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -64,24 +68,30 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
     return found
 
 
+@dataclass(eq=False, repr=False)
 class OwnEvaluations:
     """The series of one service; without prompts it does nothing."""
 
-    def __init__(self, runtime: Runtime, prompts: Sequence[Prompt]) -> None:
-        self._runtime = runtime
-        self._prompts = prompts
-        self._settings = runtime.config.evaluation
+    _config: Config
+    _core: Core
+    _store: WeightStore
+    _recorder: RecordQueue
+    _telemetry: Telemetry
+    _evaluating: Evaluating
+    _prompts: Sequence[Prompt]
+
+    def __post_init__(self) -> None:
+        self._settings = self._config.evaluation
         self._last = -1  # version that was begun
         self._running = 0
         self._comparing = threading.Lock()  # several evaluations may end at once
-        self._state = Path(runtime.config.service.state) if self._settings.keep_best else None
+        self._state = Path(self._config.service.state) if self._settings.keep_best else None
         if self._state is not None:
             named.tidy(self._state)
-        runtime.published = self.at
 
     def at(self, version: int) -> None:
         """Begins the evaluation of ``version``, the newest, if it is its turn."""
-        is_known = version <= self._last or self._runtime.recorder.is_evaluated(version)
+        is_known = version <= self._last or self._recorder.is_evaluated(version)
         if not self._prompts or version % self._settings.every or is_known:
             return
         self._last = version
@@ -89,12 +99,12 @@ class OwnEvaluations:
         try:
             if self._running >= RUNNING_MAX:
                 raise InvalidValue("evaluation", version, "one of fewer", said=TOO_MANY)
-            stream = begin(self._runtime, NAME, self._prompts, version, self._settings.share)
+            stream = self._evaluating.begin(NAME, self._prompts, version, self._settings.share)
         except DoraError as error:
             self._ended(version, begun_at, [], 0, str(error))
             return
         self._running += 1
-        self._runtime.spawn(self._collect(version, begun_at, stream))
+        self._core.spawn(self._collect(version, begun_at, stream))
 
     async def _collect(self, version: int, begun_at: float, stream: EvaluationStream) -> None:
         groups: list[list[Response]] = []
@@ -116,7 +126,7 @@ class OwnEvaluations:
         if self._state is None:
             return None
         try:
-            source = named.source_of(self._state, self._runtime.store.folder(version), version)
+            source = named.source_of(self._state, self._store.folder(version), version)
             return named.prepare(self._state, f"{named.BEST}-{version}", source)
         except OSError as error:
             log.warning("version %d cannot become the checkpoint %s: %s", version, named.BEST, error.strerror)
@@ -143,8 +153,8 @@ class OwnEvaluations:
         asked, score = len(self._prompts), score_of_responses(groups)
         missing = asked - len(groups) - refused
         evaluated = Evaluated(version, asked, missing, refused, reason, begun_at, time.time(), score)
-        self._runtime.telemetry.evaluated.append(evaluated)
-        self._runtime.recorder.evaluated(evaluated)
+        self._telemetry.evaluated.append(evaluated)
+        self._recorder.evaluated(evaluated)
         if missing or refused:
             log.warning(
                 "evaluation of version %d: %d of %d prompts are missing, %d refused (%s)",

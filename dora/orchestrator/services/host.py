@@ -3,13 +3,16 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Final
 
 from dora.errors import MISSING, InvalidValue, NotFound
 from dora.host.files import FILE_CHUNK_BYTES, digest_of, model_files
 from dora.orchestrator.hosts.examinations import checked_examination
+from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.hosts.remote import HostSession
-from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.recovery.incarnation import Incarnation
+from dora.orchestrator.rollout.journal import Journal
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
@@ -17,6 +20,7 @@ from dora.rpc.roles import SESSION
 from dora.rpc.sealed import sealed
 from dora.system.log_lines import about
 from dora.weights.files import WeightFile
+from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -24,18 +28,23 @@ HELLO_S: Final = 60.0
 TROUBLE_MAX: Final = 4000  # characters of one worker's error
 
 
+@dataclass(eq=False, repr=False)
 class HostService(stubs.HostServicer):
     """Hashes the model's files once, when the first host joins."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    _hosts: Hosts
+    _store: WeightStore
+    _journal: Journal
+    _incarnation: Incarnation
+
+    def __post_init__(self) -> None:
         self._model: tuple[WeightFile, ...] | None = None
         self._hashing = asyncio.Lock()
 
     async def Join(
         self, request_iterator: AsyncIterator[pb.HostMessage], context: ServicerContext
     ) -> AsyncIterator[pb.HostOrder]:
-        hosts = self._runtime.hosts
+        hosts = self._hosts
         await hosts.opened()
         hello = await self._hello(request_iterator)
         digest = digest_of(await self._files())
@@ -43,13 +52,13 @@ class HostService(stubs.HostServicer):
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
-            welcome = hosts.welcome(session, digest, self._runtime.orphan_timeout_s)
-            await self._runtime.journal.settled()  # a later incarnation must not reuse this epoch
+            welcome = hosts.welcome(session, digest, self._incarnation.orphan_timeout_s)
+            await self._journal.settled()  # a later incarnation must not reuse this epoch
             yield sealed(pb.HostOrder(welcome=welcome), SESSION.get())
             how = "came back" if session.goes_on else "joined"
             log.info("host %s %s (epoch %d)", session.name, how, session.epoch, extra=about(host=session.name))
             hosts.welcomed(session, hello.workers)
-            await self._runtime.journal.settled()  # a later incarnation must know of the workers whose start is ordered
+            await self._journal.settled()  # a later incarnation must know of the workers whose start is ordered
             while (order := await session.next_order()) is not None:
                 yield sealed(order, SESSION.get())
             if reading.done() and not reading.cancelled() and (error := reading.exception()):
@@ -70,7 +79,7 @@ class HostService(stubs.HostServicer):
 
     async def _read(self, session: HostSession, messages: AsyncIterator[pb.HostMessage]) -> None:
         """Raises InvalidValue, which the agent receives, for a wrong message; its epoch ends."""
-        hosts = self._runtime.hosts
+        hosts = self._hosts
         async for message in messages:
             session.heard()
             if message.HasField("report"):
@@ -102,7 +111,7 @@ class HostService(stubs.HostServicer):
             raise NotFound("name", request.name[:200], "a file of ListFiles")
         if request.offset > sizes[request.name]:
             raise InvalidValue("offset", request.offset, f"at most {sizes[request.name]}")
-        file = self._runtime.store.reference.folder / request.name
+        file = self._store.reference.folder / request.name
         with await asyncio.to_thread(open, file, "rb") as stream:
             stream.seek(request.offset)
             while content := await asyncio.to_thread(stream.read, FILE_CHUNK_BYTES):
@@ -111,5 +120,5 @@ class HostService(stubs.HostServicer):
     async def _files(self) -> tuple[WeightFile, ...]:
         async with self._hashing:
             if self._model is None:
-                self._model = await asyncio.to_thread(model_files, self._runtime.store.reference)
+                self._model = await asyncio.to_thread(model_files, self._store.reference)
             return self._model

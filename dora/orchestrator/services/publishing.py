@@ -6,21 +6,29 @@ A version becomes visible only once it is durable: if a step fails, the version 
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from dora.config import Config
+from dora.data.run_record import CommittedStep
 from dora.errors import InvalidValue, LimitExceeded, is_full
-from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER
-from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.rollout.core import Core
+from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.versions import Versions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.weights.files import WeightFile
 from dora.weights.host_store import size_here
+from dora.weights.store import WeightStore
 from dora.weights.upload import Upload
 
 log = logging.getLogger("dora.service")
@@ -32,16 +40,23 @@ _BLAKE3_BYTES: Final = 32
 Request: TypeAlias = pb.CommitStepRequest | pb.RepublishVersionRequest
 
 
+@dataclass(eq=False, repr=False)
 class Publishing:
     """Handles one version at a time, except for uploads."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    _config: Config
+    _core: Core
+    _store: WeightStore
+    _versions: Versions
+    _storage: Storage
+    _recorder: RecordQueue
+    _hosts: Hosts
 
-    async def upload(self, header: pb.WeightFileHeader) -> Upload:
+    @contextlib.asynccontextmanager
+    async def upload(self, header: pb.WeightFileHeader) -> AsyncIterator[Upload]:
         """Opens one incoming file, in a thread. Raises like ``WeightStore.upload``."""
         opened = functools.partial(
-            self._runtime.store.upload,
+            self._store.upload,
             header.trainer_epoch,
             header.version,
             header.file_name,
@@ -49,22 +64,31 @@ class Publishing:
             (header.base_version, header.base_blake3) if header.base_blake3 else None,
             header.piece_bytes,
         )
-        return await _opened(opened)
+        with (
+            self._storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
+            await _opened(opened) as upload,
+        ):
+            yield upload
+
+    async def discard(self, trainer_epoch: int) -> None:
+        """Deletes the uploads of an earlier trainer."""
+        with self._storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(self._store.discard, trainer_epoch)
 
     async def store(self, request: Request, *, anew: bool) -> Path:
         """Checks a version's announced and uploaded files, and moves them into the store. Returns its folder."""
         canary = convert.canary_from_wire(request.canary)
-        longest = self._runtime.config.workers.context_tokens
+        longest = self._config.workers.context_tokens
         if canary is not None and not 2 <= len(canary.token_ids) <= longest:
             allowed = f"2 to {longest} tokens, which the workers' engines can score"
             raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
         await self._room(request.version)
         announced = (request.trainer_epoch, request.version, _announced(request), canary)
-        state, version = self._runtime.machine.state, request.version
+        state, version = self._core.state, request.version
         is_same = version in state.unavailable and version in state.proven  # responses may have been sampled under it
-        name = self._runtime.hosts.name_of(version) if is_same else ""
-        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
-            publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
+        name = self._hosts.name_of(version) if is_same else ""
+        with self._storage.writing(RUN_FOLDER, f"weights: version {version}"):
+            publish = functools.partial(self._store.publish, *announced, anew=anew, name=name)
             return await asyncio.to_thread(publish)
 
     async def _room(self, version: int) -> None:
@@ -73,17 +97,17 @@ class Publishing:
 
         Raises LimitExceeded if the store stays full.
         """
-        runtime, began_s, is_told = self._runtime, time.monotonic(), False
+        began_s, is_told = time.monotonic(), False
         what = f"weights: version {version}"
         while True:
             try:
-                with runtime.storage.writing(RUN_FOLDER, what):
-                    await asyncio.to_thread(runtime.store.check_room, what, 0)
+                with self._storage.writing(RUN_FOLDER, what):
+                    await asyncio.to_thread(self._store.check_room, what, 0)
                 return
             except LimitExceeded as error:
-                state = runtime.machine.state
-                is_leaving = state.retired < state.window.oldest_kept or bool(runtime.store.leaving())
-                most_s = ROOM_WAIT_S + is_leaving * runtime.config.workers.load_timeout_s
+                state = self._core.state
+                is_leaving = state.retired < state.window.oldest_kept or bool(self._store.leaving())
+                most_s = ROOM_WAIT_S + is_leaving * self._config.workers.load_timeout_s
                 if time.monotonic() - began_s >= most_s:
                     raise
                 if not is_told:
@@ -91,56 +115,46 @@ class Publishing:
                     is_told = True
             await asyncio.sleep(ROOM_LOOK_S)
 
-    async def record(
-        self,
-        request: Request,
-        folder: Path,
-        written: Coroutine[Any, Any, None],
-    ) -> None:
+    async def record(self, request: Request, folder: Path, identity: bytes, step: CommittedStep | None = None) -> None:
         """Makes a version's record durable before it becomes visible, and its weights if the service can carry on after
-        a crash. Raises ServiceUnavailable if that fails now: the version then counts as not published, so that other
-        weights may follow.
+        a crash. ``step``: whose commit it is; None: the version is published again. Raises ServiceUnavailable if that
+        fails now: the version then counts as not published, so that other weights may follow.
         """
         try:
-            try:
-                await self._keep(request.version, folder)
-            except BaseException:
-                written.close()
-                raise
-            await written
+            await self._keep(request.version, folder)
+            if step is None:
+                await self._recorder.republished(request.version, folder, identity)
+            else:
+                await self._recorder.committed(step, folder, identity)
         except ServiceUnavailable:
-            with self._runtime.storage.tidying(RUN_FOLDER):
-                await asyncio.to_thread(self._runtime.store.take_back, request.trainer_epoch, request.version)
+            with self._storage.tidying(RUN_FOLDER):
+                await asyncio.to_thread(self._store.take_back, request.trainer_epoch, request.version)
             raise
 
     async def _keep(self, version: int, folder: Path) -> None:
         """Makes the weights of a version durable. Raises ServiceUnavailable."""
-        runtime = self._runtime
-        if runtime.versions is None:
+        if self._versions.kept is None:
             return
         try:
-            await asyncio.to_thread(runtime.versions.keep, version, folder)
+            await asyncio.to_thread(self._versions.kept.keep, version, folder)
         except OSError as error:
-            runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
+            self._storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
             why = f"the write failed: the service's state folder cannot be written ({error.strerror})"
             raise ServiceUnavailable(f"{why}; the call may be repeated", KEPT, error.strerror) from error
-        runtime.storage.works(KEPT)
+        self._storage.works(KEPT)
 
     async def withdraw(self, version: int) -> None:
         """Removes a stored and recorded version that was not committed: the next commit may bring others."""
-        runtime = self._runtime
-        await asyncio.to_thread(runtime.store.withdraw, version)
-        if runtime.versions is not None:
-            await asyncio.to_thread(runtime.versions.drop, version)
-        runtime.recorder.withdrawn(version)
+        await asyncio.to_thread(self._store.withdraw, version)
+        if self._versions.kept is not None:
+            await asyncio.to_thread(self._versions.kept.drop, version)
+        self._recorder.withdrawn(version)
 
     async def release(self, version: int) -> None:
         """Removes the stored weights of a version that was retired meanwhile."""
-        runtime = self._runtime
-        with runtime.storage.tidying(RUN_FOLDER):
-            await asyncio.to_thread(runtime.store.retire, version)
-        if version != runtime.config.rollout.reference_version:
-            await runtime.executor.drop_kept(version)
+        with self._storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(self._store.retire, version)
+        await self._versions.drop_kept(version)
         log.info("version %d has left the window while it was being republished", version)
 
 

@@ -1,9 +1,9 @@
-"""The gRPC server with all services of one runtime."""
+"""The gRPC server."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import grpc
 
@@ -11,7 +11,7 @@ from dora.config import Config
 from dora.errors import InvalidValue
 from dora.orchestrator.guard import tls_of
 from dora.orchestrator.recording.audit import Audit, AuditInterceptor
-from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.recovery.incarnation import Incarnation
 from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.operator import OperatorService, PromptService
 from dora.orchestrator.services.sessions import SessionService
@@ -29,31 +29,37 @@ from dora.system.process_tree import listener_of
 STREAM_END_S = 1.0  # time for open streams to end by themselves
 
 
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The servicers of one service."""
+
+    trainer: TrainerService
+    prompts: PromptService
+    sessions: SessionService
+    operator: OperatorService
+    workers: WorkerService
+    hosts: HostService
+
+
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config,
-    runtime: Runtime,
-    model: Path,
-    snapshots: Path,
-    tokens: Tokens,
-    kv_secret: bytes = b"",
-    audit: Audit | None = None,
+    config: Config, services: Services, incarnation: Incarnation, tokens: Tokens, audit: Audit | None = None
 ) -> AsyncIterator[str]:
-    """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``kv_secret``: of the run,
-    if an earlier incarnation made one. ``audit``: where acts are noted; None: nowhere.
+    """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``audit``: where acts are
+    noted; None: nowhere.
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
     noting = () if audit is None else (AuditInterceptor(audit),)
     access = server_interceptors(tokens, limit_bytes, room, config.tls.domain)
-    interceptors = (*access, *noting, WakingInterceptor(runtime))
+    interceptors = (*access, *noting, WakingInterceptor(incarnation))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
-    stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
-    stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
-    stubs.add_SessionsServicer_to_server(SessionService(runtime, model), server)
-    stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
-    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens, kv_secret), server)
-    stubs.add_HostServicer_to_server(HostService(runtime), server)
+    stubs.add_TrainerServicer_to_server(services.trainer, server)
+    stubs.add_PromptsServicer_to_server(services.prompts, server)
+    stubs.add_SessionsServicer_to_server(services.sessions, server)
+    stubs.add_OperatorServicer_to_server(services.operator, server)
+    stubs.add_WorkerServicer_to_server(services.workers, server)
+    stubs.add_HostServicer_to_server(services.hosts, server)
     address = _bound(server, config)
     await server.start()
     room.open(int(address.rpartition(":")[2]))

@@ -4,8 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,31 +12,42 @@ import numpy as np
 from dora.core import events as on
 from dora.data.types import Reward
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.orchestrator.hosts.fronts import Front, host_of_peer
+from dora.orchestrator.core import ServiceCore
+from dora.orchestrator.hosts.fronts import Front, Fronts, host_of_peer
+from dora.orchestrator.rollout.environments import Environments
+from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.session_paths import places, shift_of
 from dora.orchestrator.rollout.responses.state import ResponseState
-from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services import opening, turn_request
-from dora.orchestrator.services.turn_request import check_line
+from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder, check_line
+from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.services.opening import Opening
+from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
 
-NAME_MAX: Final = 128  # characters, of what gave tokens
-REASON_MAX: Final = 200
+REASON_MAX: Final = 200  # characters
 LOG_MAX: Final = 4096
 COMPONENTS_MAX: Final = 64  # parts of a reward
 
 
+@dataclass(eq=False, repr=False)
 class SessionService(stubs.SessionsServicer):
     """Each call checks everything before it changes anything, so a refused one disturbs no session."""
 
-    def __init__(self, runtime: Runtime, model: Path) -> None:
-        """``model``: the model's folder on this host."""
-        self._runtime = runtime
-        self._model = model
+    _core: ServiceCore
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _environments: Environments
+    _evaluations: Evaluations
+    _fronts: Fronts
+    _opening: Opening
+    _limits: TurnLimits
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")
@@ -45,61 +55,61 @@ class SessionService(stubs.SessionsServicer):
             yield turn
 
     async def Open(self, request: pb.OpenRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
-        environment = await opening.open_group(self._runtime, request)
-        await self._runtime.journal.settled()
+        environment = await self._opening.open_group(request)
+        await self._journal.settled()
         for turn in self._ended(request.prompt.prompt_id):
             yield turn
         async for turn in self._attend(environment):
             yield turn
 
     async def _attend(self, environment: str) -> AsyncIterator[pb.SessionTurn]:
-        environments, buffer = self._runtime.environments, self._runtime.buffer
+        environments, buffer = self._environments, self._buffer
         with environments.attending(environment) as attendee:
             while True:
                 request_id = await attendee.next()
                 entry = buffer.get(request_id)
                 turn = -1 if entry is None else len(entry.given)
-                await self._runtime.journal.settled()  # a caller acts on no turn that a crash could undo
+                await self._journal.settled()  # a caller acts on no turn that a crash could undo
                 if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
                     continue
                 yield _session_turn(entry)
 
     def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
         """The sessions of an opened group that have ended."""
-        groups = (entries for _, entries in self._runtime.buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
+        groups = (entries for _, entries in self._buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
         return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
-        opening.withdraw(self._runtime, request)
-        await self._runtime.journal.settled()
+        self._opening.withdraw(request)
+        await self._journal.settled()
         return pb.WithdrawReply()
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeReply:
-        return opening.described(self._runtime, self._model)
+        return self._opening.described()
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
-        entry = self._session(request.session_id)
-        turns = len(entry.given)
-        if request.turn > turns:
-            self._ask(entry, request)
+        entry, journal, buffer = self._session(request.session_id), self._journal, self._buffer
+        if request.turn > len(entry.given):
+            order = TurnOrder.parse(request, entry, self._limits)
+            self._core.post(order.event, lambda: journal.session(entry, buffer.give(order, time.time())))
         elif request.turn:
-            turn_request.check_repeated(entry, request, self._runtime.buffer.sampling)
+            check_repeated(entry, request, self._limits.resolved)
         sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
         is_large = request.ByteSize() > SMALL_BYTES
         del request
         if is_large:  # few large messages are in memory at a time, each until its first reply
             yield pb.TurnTokens()
         earlier = _earlier(entry, turn) if turn and entry.given[turn - 1].is_fork else b""
-        with self._runtime.environments.reading(entry.request_id, whole_turns=is_whole) as changed:
+        with self._environments.reading(entry.request_id, whole_turns=is_whole) as changed:
             while True:
                 changed.clear()
                 has_ended, reached = turn < len(entry.given) or entry.finish_reason is not None, entry.turn_end(turn)
                 if has_ended:
                     piece = _tokens(entry, turn, sent, earlier)
-                    await self._runtime.journal.settled()
+                    await journal.settled()
                     yield piece
                     return
-                if self._runtime.buffer.get(entry.request_id) is not entry:
+                if buffer.get(entry.request_id) is not entry:
                     raise NotFound("session_id", entry.request_id, "an open session", why="was cancelled or replaced")
                 if reached > sent and not is_whole:
                     piece, sent, earlier = _tokens(entry, turn, sent, earlier), reached, b""
@@ -107,70 +117,46 @@ class SessionService(stubs.SessionsServicer):
                 await changed.wait()
 
     async def EndSession(self, request: pb.EndSessionRequest, context: ServicerContext) -> pb.EndSessionReply:
-        runtime, entry = self._runtime, self._session(request.session_id)
+        entry = self._session(request.session_id)
         reward = _reward(request, len(entry.given))
         if entry.is_closed:
             if reward is not None and entry.reward != reward:
                 raise Conflict("session_id", entry.request_id, "an open session", why="has ended with another reward")
         else:
-            entry.reward = reward
-            try:
-                runtime.post(on.SessionEnded(entry.request_id))
-            except InvalidValue:
-                entry.reward = None
-                raise
-            runtime.journal.verdict(entry, time.time())
-            runtime.telemetry.session_ended(is_cached=request.is_cached, is_warm=request.is_warm)
-        await runtime.journal.settled()
+
+            def rewarded() -> None:
+                entry.reward = reward
+
+            self._core.post(on.SessionEnded(entry.request_id), rewarded)
+            self._journal.verdict(entry, time.time())
+            self._telemetry.session_ended(is_cached=request.is_cached, is_warm=request.is_warm)
+        await self._journal.settled()
         return pb.EndSessionReply()
 
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
-        runtime, entry = self._runtime, self._session(request.session_id)
+        entry = self._session(request.session_id)
         check_line("reason", request.reason, REASON_MAX, least=1)
-        runtime.post(on.SessionFailed(entry.request_id, request.reason))
-        await runtime.journal.settled()
-        members = (runtime.evaluations if entry.is_evaluation else runtime.buffer).members(entry.group_id)
+        self._core.post(on.SessionFailed(entry.request_id, request.reason))
+        await self._journal.settled()
+        members = (self._evaluations if entry.is_evaluation else self._buffer).members(entry.group_id)
         in_place = members[entry.sample_index] if members else entry
         return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
 
     async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
         front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
         if request.leaving:
-            self._runtime.fronts.leave(front)
+            self._fronts.leave(front)
             yield pb.FrontNoted()
             return
-        with self._runtime.fronts.serving(front):
+        with self._fronts.serving(front):
             yield pb.FrontNoted()
             await asyncio.Event().wait()  # until the front leaves
 
     def _session(self, session_id: str) -> ResponseState:
-        entry = self._runtime.buffer.get(session_id)
+        entry = self._buffer.get(session_id)
         if entry is None or not entry.is_session:
             raise NotFound("session_id", session_id[:80], "a session of a group that no step has trained on")
         return entry
-
-    def _ask(self, entry: ResponseState, request: pb.TurnRequest) -> None:
-        """Begins the next turn. Raises NotFound, Conflict or InvalidValue; then nothing has changed."""
-        runtime = self._runtime
-        if request.turn > len(entry.given) + 1:
-            raise InvalidValue("turn", request.turn, f"at most {len(entry.given) + 1}, the next")
-        runtime.machine.check_turn(entry.request_id)
-        check_line("name", request.name, NAME_MAX)
-        place = turn_request.place_of(entry, request, runtime.config.sessions.forks)
-        vocab_size = runtime.store.reference.vocab_size
-        given, max_tokens = turn_request.given_of(entry, request, place, runtime.config, vocab_size)
-        sampling = turn_request.sampling_of(entry, request, runtime.buffer.sampling)
-        turn_request.check_turn_sampling(entry, sampling, max_tokens, vocab_size)
-        fork, event = None, on.TurnAsked(entry.request_id, len(given))
-        if place is not None and place.is_prompt:
-            fork, event = (place.after_turn, -len(given)), replace(event, is_prompt=True)
-        elif place is not None:
-            fork = place.after_turn, place.first_token
-            event = replace(event, after_tokens=place.first_token, is_on_branch=entry.is_on_path(*fork))
-        record = runtime.buffer.give(
-            entry, given, max_tokens, request.name, time.time(), fork, sampling, prompt_logprobs=request.prompt_logprobs
-        )
-        runtime.post(event, record_of=None if entry.is_evaluation else lambda: record)
 
 
 def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:

@@ -1,4 +1,4 @@
-"""Trajectories that are not committed, for operators: a list, and one with its tokens. Reads the runtime only."""
+"""Trajectories that are not committed, for operators: a list, and one with its tokens. Changes nothing."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import numpy as np
 
 from dora.core.state import GroupStatus, RequestStatus, State
 from dora.errors import InvalidValue, NotFound
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
-from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 
 LISTED_DEFAULT: Final = 100
@@ -21,13 +21,13 @@ LOG_MAX: Final = 4096  # characters
 STATES: Final = ("waiting", "running", "moving", "parked", "idle", "dormant", "skipped", "finished", "leased")
 
 
-def trajectories(runtime: Runtime, asked: pb.TrajectoriesRequest) -> pb.TrajectoriesReply:
+def trajectories(state: State, buffer: ResponseBuffer, asked: pb.TrajectoriesRequest) -> pb.TrajectoriesReply:
     """Admitted responses that are not committed, the oldest first."""
-    limit, state = asked.limit or LISTED_DEFAULT, runtime.machine.state
-    entries = (entry for _, members in runtime.buffer.groups() for entry in members)
+    limit = asked.limit or LISTED_DEFAULT
+    entries = (entry for _, members in buffer.groups() for entry in members)
     if not asked.state and not asked.worker:
         found = list(islice(entries, asked.offset, asked.offset + limit))
-        total = sum(len(members) for _, members in runtime.buffer.groups())
+        total = sum(len(members) for _, members in buffer.groups())
     else:
         matching = [entry for entry in entries if _matches(state, entry, asked)]
         found, total = matching[asked.offset : asked.offset + limit], len(matching)
@@ -35,11 +35,11 @@ def trajectories(runtime: Runtime, asked: pb.TrajectoriesRequest) -> pb.Trajecto
     return pb.TrajectoriesReply(trajectories=[_status(state, entry, now) for entry in found], total=total)
 
 
-def trajectory(runtime: Runtime, asked: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
+def trajectory(state: State, buffer: ResponseBuffer, asked: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
     """Raises NotFound for one that is unknown or committed, and InvalidValue for too many tokens."""
     if asked.tokens > TOKENS_MAX:
         raise InvalidValue("tokens", asked.tokens, f"at most {TOKENS_MAX}")
-    entry, state = runtime.buffer.get(asked.trajectory_id), runtime.machine.state
+    entry = buffer.get(asked.trajectory_id)
     if entry is None or asked.trajectory_id not in state.request_row:
         raise NotFound("trajectory_id", asked.trajectory_id, "a trajectory that is admitted and not committed")
     reward = entry.reward

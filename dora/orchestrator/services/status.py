@@ -1,22 +1,27 @@
-"""The status for operators as wire messages. Reads the runtime and changes nothing."""
+"""The status for operators as wire messages. Changes nothing."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice, takewhile
 from typing import Final
 
 import numpy as np
 
+from dora.config import Config
 from dora.core.fleet.worker import Worker
 from dora.core.state import GroupStatus, RequestStatus, State
 from dora.data.score import Evaluated
 from dora.host.command import pool_id_of
-from dora.orchestrator.rollout.streams import DRAINED
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.recording.storage import Storage
+from dora.orchestrator.rollout.core import Core
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.streams import DRAINED, KvTier, Sessions
 from dora.orchestrator.rollout.telemetry import Move, StepRecord, Telemetry
-from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services.draining import draining_of
-from dora.orchestrator.services.evaluation import evaluations_of
+from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.services.draining import Draining
+from dora.orchestrator.services.evaluation import Evaluating
 from dora.rpc import dora_pb2 as pb
 
 MOVES_TOLD: Final = 1024  # in one status, the latest
@@ -42,82 +47,163 @@ class News:
         return found
 
 
-def of_service(runtime: Runtime, model: str, news: News | None = None) -> pb.Status:
-    """``news`` None: with all steps that are kept, and without moves."""
-    state, position = runtime.machine.state, runtime.feed.position
-    window, hosts = state.window, runtime.hosts.statuses()
-    return pb.Status(
-        model=model,
-        uptime_s=time.monotonic() - runtime.started_s,
-        window_versions=window.size,
-        groups_per_step=window.groups_per_step,
-        filling_step=window.step,
-        filling_left=window.left,
-        newest_version=window.newest,
-        trainer=runtime.trainer_shown(),
-        trainer_stalled=state.lease.lapsed if runtime.trainer_shown() else "",
-        versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
-        workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
-        + [
-            pb.WorkerStatus(worker_id=name, state=gone, version=-1, target_version=-1, reason=reason)
-            for name, gone, reason in gone_workers(runtime)
-        ],
-        counters=counters(runtime),
-        steps=[_step(step) for step in (runtime.telemetry.steps if news is None else news.steps())],
-        moves=[] if news is None else [pb.Move(**asdict(move)) for move in news.moves()],
-        draining=runtime.feed.closed,
-        drain=draining_of(runtime),
-        evaluated=[_evaluated(each) for each in runtime.telemetry.evaluated],
-        prompts_queued=len(runtime.feed) + len(state.backlog),
-        storage_faults=[
-            pb.StorageFault(place=fault.place, reason=fault.reason, since=fault.since)
-            for fault in runtime.storage.faults.values()
-        ],
-        prompts_failed=runtime.feed.failure,
-        source_epoch=position.epoch,
-        source_index=position.index,
-        kv_tier=_tier(runtime),
-        adaptive_window=_adaptive_window(runtime),
-        pools=_pools(runtime, hosts),
-        hosts=hosts,
-        evaluations=evaluations_of(runtime),
-        dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
-    )
+@dataclass(eq=False, repr=False)
+class ServiceStatus:
+    """Makes the status. ``tier``: the server of the shared KV tier; None: there is none."""
 
+    _config: Config
+    _core: Core
+    _feed: PromptFeed
+    _hosts: Hosts
+    _sessions: Sessions
+    _telemetry: Telemetry
+    _storage: Storage
+    _trainers: Trainers
+    _evaluating: Evaluating
+    _draining: Draining
 
-def _adaptive_window(runtime: Runtime) -> pb.AdaptiveWindow | None:
-    adaptive, window = runtime.machine.state.adaptive, runtime.config.window
-    if adaptive is None:
-        return None
-    last = None if adaptive.last is None else pb.WindowChange(**asdict(adaptive.last))
-    return pb.AdaptiveWindow(min=window.least, max=window.most, last_change=last)
+    def __post_init__(self) -> None:
+        self.tier: KvTier | None = None
+        self.started_s = time.monotonic()
 
+    def news(self) -> News:
+        """Begins a stream of statuses."""
+        return News(self._telemetry)
 
-def _tier(runtime: Runtime) -> pb.KvTierStatus | None:
-    if runtime.tier is None:
-        return None
-    return runtime.tier.status(sum(session.tier.up for session in runtime.sessions.workers.values()))
+    def of_service(self, model: str, news: News | None = None) -> pb.Status:
+        """``news`` None: with all steps that are kept, and without moves."""
+        state, position = self._core.state, self._feed.position
+        window, hosts = state.window, self._hosts.statuses()
+        return pb.Status(
+            model=model,
+            uptime_s=time.monotonic() - self.started_s,
+            window_versions=window.size,
+            groups_per_step=window.groups_per_step,
+            filling_step=window.step,
+            filling_left=window.left,
+            newest_version=window.newest,
+            trainer=self._trainers.shown(),
+            trainer_stalled=state.lease.lapsed if self._trainers.shown() else "",
+            versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
+            workers=[self._worker(worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
+            + [
+                pb.WorkerStatus(worker_id=name, state=gone, version=-1, target_version=-1, reason=reason)
+                for name, gone, reason in self.gone_workers()
+            ],
+            counters=self.counters(),
+            steps=[_step(step) for step in (self._telemetry.steps if news is None else news.steps())],
+            moves=[] if news is None else [pb.Move(**asdict(move)) for move in news.moves()],
+            draining=self._feed.closed,
+            drain=self._draining.status(),
+            evaluated=[_evaluated(each) for each in self._telemetry.evaluated],
+            prompts_queued=len(self._feed) + len(state.backlog),
+            storage_faults=[
+                pb.StorageFault(place=fault.place, reason=fault.reason, since=fault.since)
+                for fault in self._storage.faults.values()
+            ],
+            prompts_failed=self._feed.failure,
+            source_epoch=position.epoch,
+            source_index=position.index,
+            kv_tier=self._tier(),
+            adaptive_window=self._adaptive_window(),
+            pools=self._pools(hosts),
+            hosts=hosts,
+            evaluations=self._evaluating.statuses(),
+            dp_groups_to_add=self._telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
+        )
 
+    def _adaptive_window(self) -> pb.AdaptiveWindow | None:
+        adaptive, window = self._core.state.adaptive, self._config.window
+        if adaptive is None:
+            return None
+        last = None if adaptive.last is None else pb.WindowChange(**asdict(adaptive.last))
+        return pb.AdaptiveWindow(min=window.least, max=window.most, last_change=last)
 
-def counters(runtime: Runtime) -> dict[str, float]:
-    """The core's counters and the shell's. ``groups_lost``: admitted, yet neither held, trained nor cancelled."""
-    state = runtime.machine.state
-    core = {name: float(value) for name, value in asdict(state.counters).items()}
-    held = len(state.group_row)
-    lost = core["groups_admitted"] - core["groups_trained"] - core["groups_cancelled"] - held
-    return {
-        **core,
-        **runtime.telemetry.counters(),
-        "prompts_cancelled": core["prompts_cancelled"] + runtime.feed.ledger.queued_cancelled,
-        "prompts_refused": runtime.feed.refused,
-        "prompt_sources_failed": runtime.feed.sources_failed,
-        "storage_faults": runtime.storage.faults_seen,
-        "groups_lost": lost,
-        "groups_open": held,
-        "handoffs_now": len(state.handoffs),
-        "requests_parked_now": sum(len(pool.rows) for pool in state.pools.values()),
-        "kv_tokens_parked": sum(pool.kv_claimed for pool in state.pools.values()),
-    }
+    def _tier(self) -> pb.KvTierStatus | None:
+        if self.tier is None:
+            return None
+        return self.tier.status(sum(session.tier.up for session in self._sessions.workers.values()))
+
+    def counters(self) -> dict[str, float]:
+        """The core's counters and the shell's. ``groups_lost``: admitted, yet neither held, trained nor cancelled."""
+        state = self._core.state
+        core = {name: float(value) for name, value in asdict(state.counters).items()}
+        held = len(state.group_row)
+        lost = core["groups_admitted"] - core["groups_trained"] - core["groups_cancelled"] - held
+        return {
+            **core,
+            **self._telemetry.counters(),
+            "prompts_cancelled": core["prompts_cancelled"] + self._feed.ledger.queued_cancelled,
+            "prompts_refused": self._feed.refused,
+            "prompt_sources_failed": self._feed.sources_failed,
+            "storage_faults": self._storage.faults_seen,
+            "groups_lost": lost,
+            "groups_open": held,
+            "handoffs_now": len(state.handoffs),
+            "requests_parked_now": sum(len(pool.rows) for pool in state.pools.values()),
+            "kv_tokens_parked": sum(pool.kv_claimed for pool in state.pools.values()),
+        }
+
+    def _worker(self, worker: Worker) -> pb.WorkerStatus:
+        session = self._sessions.workers.get(worker.worker_id)
+        return pb.WorkerStatus(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            state=worker_state(worker),
+            version=worker.loaded,
+            target_version=worker.target,
+            running=len(worker.rows) - min(worker.waiting, len(worker.rows)),
+            waiting=min(worker.waiting, len(worker.rows)),
+            slots=worker.slots,
+            kv_use=worker.kv_used / worker.kv_tokens,
+            tokens_per_s=session.rate.per_s(time.monotonic()) if session else 0.0,
+            pid=session.pid if session else 0,
+            host=session.host if session else "",
+            tensor_parallel=session.capability.tensor_parallel if session else 0,
+            pipeline_parallel=session.capability.pipeline_parallel if session else 0,
+        )
+
+    def _pools(self, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:
+        """The connected pools, then the lost ones. A pool whose host has left as was asked is not lost."""
+        known, sessions = self._core.state.pools, self._sessions
+        found = []
+        for pool_id, session in sorted(sessions.pools.items()):
+            pool = known.get(pool_id)
+            found.append(
+                pb.PoolStatus(
+                    pool_id=pool_id,
+                    epoch=session.epoch,
+                    state="joining" if pool is None else "ready",
+                    parked=session.report.parked,
+                    kv_tokens=0 if pool is None else pool.kv_claimed,
+                    capacity_tokens=session.kv_tokens,
+                    memory_bytes=session.report.memory_bytes,
+                    memory_most_bytes=session.capability.memory_bytes,
+                    spill_bytes=session.report.spill_bytes,
+                    spill_most_bytes=session.capability.spill_bytes,
+                    pid=session.pid,
+                    host=session.host,
+                    pinned_bytes=session.report.pinned_bytes,
+                )
+            )
+        left = {pool_id_of(host.name) for host in hosts if host.state == DRAINED}
+        for pool_id, reason in sorted(sessions.lost_pools.items()):
+            state, reason = (DRAINED, "") if pool_id in left else ("lost", reason)
+            found.append(pb.PoolStatus(pool_id=pool_id, state=state, reason=reason))
+        return found
+
+    def gone_workers(self) -> Iterator[tuple[str, str, str]]:
+        """Workers that are not connected, with state and reason. A worker that left on request is not lost, and starts
+        if its host has a process of that name again.
+        """
+        started = self._hosts.workers()
+        for name, reason in sorted(self._sessions.lost_reasons.items()):
+            if name in self._core.state.workers:
+                continue
+            if reason != DRAINED:
+                yield name, "lost", reason
+            else:
+                yield name, "starting" if name in started else DRAINED, ""
 
 
 def _step(step: StepRecord) -> pb.StepMetrics:
@@ -175,70 +261,6 @@ def _reason(state: State, version: int) -> str:
     if version in state.suspects:
         return "; ".join(f"{name}: {refusal.reason}" for name, refusal in state.suspects[version].refusals.items())
     return ""
-
-
-def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
-    session = runtime.sessions.workers.get(worker.worker_id)
-    return pb.WorkerStatus(
-        worker_id=worker.worker_id,
-        epoch=worker.epoch,
-        state=worker_state(worker),
-        version=worker.loaded,
-        target_version=worker.target,
-        running=len(worker.rows) - min(worker.waiting, len(worker.rows)),
-        waiting=min(worker.waiting, len(worker.rows)),
-        slots=worker.slots,
-        kv_use=worker.kv_used / worker.kv_tokens,
-        tokens_per_s=session.rate.per_s(time.monotonic()) if session else 0.0,
-        pid=session.pid if session else 0,
-        host=session.host if session else "",
-        tensor_parallel=session.capability.tensor_parallel if session else 0,
-        pipeline_parallel=session.capability.pipeline_parallel if session else 0,
-    )
-
-
-def _pools(runtime: Runtime, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:
-    """The connected pools, then the lost ones. A pool whose host has left as was asked is not lost."""
-    known, sessions = runtime.machine.state.pools, runtime.sessions
-    found = []
-    for pool_id, session in sorted(sessions.pools.items()):
-        pool = known.get(pool_id)
-        found.append(
-            pb.PoolStatus(
-                pool_id=pool_id,
-                epoch=session.epoch,
-                state="joining" if pool is None else "ready",
-                parked=session.report.parked,
-                kv_tokens=0 if pool is None else pool.kv_claimed,
-                capacity_tokens=session.kv_tokens,
-                memory_bytes=session.report.memory_bytes,
-                memory_most_bytes=session.capability.memory_bytes,
-                spill_bytes=session.report.spill_bytes,
-                spill_most_bytes=session.capability.spill_bytes,
-                pid=session.pid,
-                host=session.host,
-                pinned_bytes=session.report.pinned_bytes,
-            )
-        )
-    left = {pool_id_of(host.name) for host in hosts if host.state == DRAINED}
-    for pool_id, reason in sorted(sessions.lost_pools.items()):
-        state, reason = (DRAINED, "") if pool_id in left else ("lost", reason)
-        found.append(pb.PoolStatus(pool_id=pool_id, state=state, reason=reason))
-    return found
-
-
-def gone_workers(runtime: Runtime) -> Iterator[tuple[str, str, str]]:
-    """Workers that are not connected, with state and reason. A worker that left on request is not lost, and starts if
-    its host has a process of that name again.
-    """
-    started = runtime.hosts.workers()
-    for name, reason in sorted(runtime.sessions.lost_reasons.items()):
-        if name in runtime.machine.state.workers:
-            continue
-        if reason != DRAINED:
-            yield name, "lost", reason
-        else:
-            yield name, "starting" if name in started else DRAINED, ""
 
 
 def worker_state(worker: Worker) -> str:

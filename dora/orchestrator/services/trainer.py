@@ -8,23 +8,27 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Container, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from dora.config import Config
 from dora.core import events as on
 from dora.core.rules import learning
 from dora.core.rules.lifecycle import check_epoch
 from dora.data.run_record import CommittedStep
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import records
-from dora.orchestrator.recording.storage import RUN_FOLDER
+from dora.orchestrator.core import ServiceCore
+from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.rollout import distributions as of
+from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.presence import CLIENT_ID_MAX
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import StepStream
-from dora.orchestrator.rollout.telemetry import staleness_groups
-from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.services.draining import ended_line
+from dora.orchestrator.rollout.telemetry import Telemetry, staleness_groups
+from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.publishing import Publishing
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -32,6 +36,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.packed import packed_batches
 from dora.system.log_lines import about
+from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -47,23 +52,33 @@ WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movemen
 Reply = TypeVar("Reply")
 
 
+@dataclass(eq=False, repr=False)
 class TrainerService(stubs.TrainerServicer):
     """One active trainer, fenced by its epoch."""
 
-    def __init__(self, runtime: Runtime, model: Path) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._publishing = Publishing(runtime)
-        before = runtime.resumed
-        self._epoch = before.get("trainer_epoch", 0)
+    _config: Config
+    _core: ServiceCore
+    _trainers: Trainers
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _telemetry: Telemetry
+    _hosts: Hosts
+    _store: WeightStore
+    _publishing: Publishing
+    _draining: Draining
+    _model: Path
+    _resumed: Mapping[str, Any]  # the ledger's values of an earlier incarnation; empty: there was none
+
+    def __post_init__(self) -> None:
+        self._epoch = self._resumed.get("trainer_epoch", 0)
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()  # running changes: the event loop keeps no reference to a task
         self._last_commit: tuple[int, bytes] | None = None
         self._last_republish: tuple[int, bytes] | None = None
-        if before:
-            self._last_commit = before["commit_step"], before["commit_digest"]
-            self._last_republish = before["republished"], before["republished_digest"]
+        if resumed := self._resumed:
+            self._last_commit = resumed["commit_step"], resumed["commit_digest"]
+            self._last_republish = resumed["republished"], resumed["republished_digest"]
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
         return await self._whole(self._attach(request))
@@ -84,43 +99,40 @@ class TrainerService(stubs.TrainerServicer):
         return await asyncio.shield(task)
 
     async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        runtime = self._runtime
+        presence, store = self._trainers.presence, self._store
         name = request.client_name
         if not name.isprintable() or len(name) > CLIENT_NAME_MAX:
             raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MAX} characters")
         if len(request.client_id) > CLIENT_ID_MAX:
             raise InvalidValue("client_id", f"{len(request.client_id)} bytes", f"at most {CLIENT_ID_MAX} bytes")
-        runtime.config.check_groups_per_step(request.groups_per_step, "groups_per_step")
+        self._config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
-            lapsed = runtime.machine.state.lease.lapsed
+            lapsed = self._core.state.lease.lapsed
             if not request.take_over:
-                runtime.trainer.check_attach(request.client_id, lapsed)
-            runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
+                presence.check_attach(request.client_id, lapsed)
+            self._core.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
-            if runtime.sessions.stream is not None:
-                runtime.sessions.stream.close(superseded=True)
-                runtime.sessions.stream = None
-            with runtime.storage.tidying(RUN_FOLDER):
-                await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
-        await runtime.journal.settled()
-        runtime.trainer.attached(name or "trainer", request.client_id, lapsed)
-        log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
-        window = runtime.machine.state.window
+            self._trainers.replace_stream(None)
+            await self._publishing.discard(self._epoch - 1)
+        await self._journal.settled()
+        presence.attached(name or "trainer", request.client_id, lapsed)
+        log.info("trainer %s attached (epoch %d)", presence.name, self._epoch)
+        window = self._core.state.window
         return pb.AttachReply(
             trainer_epoch=self._epoch,
             next_step=window.newest,
             groups_per_step=window.groups_per_step,
-            window_versions=max(runtime.config.window.most, runtime.buffer.widest_window),
+            window_versions=max(self._config.window.most, self._buffer.widest_window),
             model=str(self._model),
-            store_folder=str(runtime.store.root),
-            store_proof=str(runtime.store.proof),
-            store_proof_bytes=runtime.store.proof_bytes,
-            max_message_bytes=runtime.config.service.max_message_bytes,
-            reference_version=runtime.config.rollout.reference_version,
-            takes_images=runtime.config.workers.weights_from == "trainer",
+            store_folder=str(store.root),
+            store_proof=str(store.proof),
+            store_proof_bytes=store.proof_bytes,
+            max_message_bytes=self._config.service.max_message_bytes,
+            reference_version=self._config.rollout.reference_version,
+            takes_images=self._config.workers.weights_from == "trainer",
             tensors=[
                 pb.TensorHeader(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, optional=tensor.optional)
-                for tensor in runtime.store.reference.tensors
+                for tensor in store.reference.tensors
             ],
         )
 
@@ -128,7 +140,7 @@ class TrainerService(stubs.TrainerServicer):
         self, request: pb.KeepAliveRequest, context: ServicerContext
     ) -> AsyncIterator[pb.KeepAliveReply]:
         self._check_epoch(request.trainer_epoch)
-        with self._runtime.trainer.staying() as superseded:
+        with self._trainers.presence.staying() as superseded:
             yield pb.KeepAliveReply()
             await superseded.wait()
 
@@ -136,35 +148,27 @@ class TrainerService(stubs.TrainerServicer):
         self, request: pb.StreamStepRequest, context: ServicerContext
     ) -> AsyncIterator[pb.TrajectoryBatch | bytes]:
         """Yields serialised messages: packed groups are sent as they were joined."""
-        runtime = self._runtime
         self._check_epoch(request.trainer_epoch)
         stream = StepStream(request.trainer_epoch, request.step)
-        before, runtime.sessions.stream = runtime.sessions.stream, stream
-        try:
-            runtime.post(on.StepRequested(request.trainer_epoch, request.step))
-        except DoraError:
-            runtime.sessions.stream = before
-            raise
-        if before is not None:
-            before.close(superseded=True)
+        requested = on.StepRequested(request.trainer_epoch, request.step)
+        self._core.post(requested, lambda: self._trainers.replace_stream(stream))
         batches = packed_batches if request.packed else convert.trajectory_batches
+        limit_bytes = self._config.service.max_message_bytes
         try:
             async for groups in stream.batches():
-                await runtime.journal.settled()
-                for message in batches(
-                    request.step, groups, max_message_bytes=runtime.config.service.max_message_bytes
-                ):
+                await self._journal.settled()
+                for message in batches(request.step, groups, max_message_bytes=limit_bytes):
                     yield message
         finally:
-            runtime.trainer.seen()
-            if runtime.sessions.stream is stream:
-                runtime.sessions.stream = None
+            self._trainers.presence.seen()
+            if self._trainers.stream is stream:
+                self._trainers.stream = None
         if stream.error is not None:
             raise stream.error
         if stream.superseded:
             raise Conflict("step", request.step, "read from the latest stream", why="is streamed by a later call")
         if stream.exhausted:
-            yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True, ended=ended_line(runtime))
+            yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True, ended=self._draining.ended_line())
 
     async def UploadWeights(
         self, request_iterator: AsyncIterator[pb.WeightChunk], context: ServicerContext
@@ -175,11 +179,8 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("header", MISSING, "in the first message of an upload")
         header = first.header
         self._check_upload(header.trainer_epoch, header.version)
-        self._runtime.telemetry.step_times.uploads(time.monotonic())
-        with (
-            self._runtime.storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
-            await self._publishing.upload(header) as upload,
-        ):
+        self._telemetry.step_times.uploads(time.monotonic())
+        async with self._publishing.upload(header) as upload:
             chunk: pb.WeightChunk | None = first
             while chunk is not None:
                 await asyncio.to_thread(upload.append, chunk.content)
@@ -201,19 +202,19 @@ class TrainerService(stubs.TrainerServicer):
         The last republished version is permitted too: its reply may be lost, and the trainer repeats the call.
         """
         self._check_epoch(trainer_epoch)
-        state, anew = self._runtime.machine.state, self._last_republish
+        state, anew = self._core.state, self._last_republish
         expected = state.window.newest + 1
         if version not in (expected, *state.asked, *(anew[:1] if anew is not None else ())):
             raise Conflict("version", version, f"{expected}, which the open step's commit publishes", why="is not next")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
-        runtime = self._runtime
+        machine = self._core.machine
         async with self._changing:
             digest, began_s = _commit_digest(request), time.monotonic()
             if self._last_commit == (request.step, digest):
                 return await self._committed()  # the commit succeeded and its reply was lost
             self._check_epoch(request.trainer_epoch)
-            runtime.machine.check_commit(request.trainer_epoch, request.step)
+            machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
                 raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1", why="is not next")
             metrics = checked_metrics(request.metrics)
@@ -221,81 +222,79 @@ class TrainerService(stubs.TrainerServicer):
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             folder = await self._publishing.store(request, anew=False)
-            leased = runtime.buffer.leased()
+            leased = self._buffer.leased()
             groups = {group.group_id: len(group) for group in leased}
             ages = staleness_groups(leased)
-            replayed = checked_replays(request.replayed_groups, groups, runtime.machine.state.window.groups_per_step)
+            replayed = checked_replays(request.replayed_groups, groups, machine.state.window.groups_per_step)
             metrics |= {REPLAYED: float(len(replayed))} if replayed else {}
             step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s, replayed=replayed)
-            await self._publishing.record(request, folder, runtime.recorder.committed(step, folder, digest))
+            await self._publishing.record(request, folder, digest, step)
             try:
-                runtime.machine.check_commit(request.trainer_epoch, request.step)
+                machine.check_commit(request.trainer_epoch, request.step)
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
                 await self._publishing.withdraw(request.version)
                 raise
             stepped_s = time.monotonic()
-            taken, at = runtime.buffer.leased(), time.time()
-            runtime.telemetry.step(request.step, taken, metrics, at, stepped_s, waited_s, began_s)
+            taken, at = self._buffer.leased(), time.time()
+            self._telemetry.step(request.step, taken, metrics, at, stepped_s, waited_s, began_s)
             measured = (-1.0 if waited_s is None else waited_s, *(_known(metrics, name) for name in WINDOW_METRICS))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
-            runtime.hosts.published(request.version)
-            if runtime.traces is not None:
-                runtime.traces.published(request.step, request.version, time.monotonic() - began_s)
-            runtime.post(committed, lambda: self._committed_record(step, digest))
+            self._hosts.published(request.version)
+            if self._core.traces is not None:
+                self._core.traces.published(request.step, request.version, time.monotonic() - began_s)
+            self._core.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
-            runtime.published(request.version)
-        runtime.trainer.seen()
+            self._trainers.published(request.version)
+        self._trainers.presence.seen()
         reply = await self._committed()
-        runtime.telemetry.step_times.answered(time.monotonic())
-        runtime.telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
+        self._telemetry.step_times.answered(time.monotonic())
+        self._telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
         done = about(step=request.step, version=request.version)
         log.info("step %d is trained; version %d is published", request.step, request.version, extra=done)
         return reply
 
     def _committed_record(self, step: CommittedStep, digest: bytes) -> records.Committed:
         """With the time that the run record has for the step: a start compares them."""
-        machine = self._runtime.machine
+        machine = self._core.machine
         return records.Committed(
             step.step, digest, step.committed_at, asdict(machine.counters), learning.learnt(machine.state)
         )
 
     async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
-        runtime, version = self._runtime, request.version
+        version = request.version
         async with self._changing:
             digest = _republish_digest(request)
-            if version in runtime.machine.state.rejected or self._last_republish != (version, digest):
+            if version in self._core.state.rejected or self._last_republish != (version, digest):
                 await self._publish_anew(request, digest)
-        await runtime.journal.settled()
-        runtime.trainer.seen()
-        return pb.RepublishVersionReply(next_step=runtime.machine.state.window.newest)
+        await self._journal.settled()
+        self._trainers.presence.seen()
+        return pb.RepublishVersionReply(next_step=self._core.state.window.newest)
 
     async def _publish_anew(self, request: pb.RepublishVersionRequest, digest: bytes) -> None:
         """Raises Conflict unless the version was requested. A version that was found meanwhile stays as it is."""
-        runtime, machine, version = self._runtime, self._runtime.machine, request.version
+        machine, version = self._core.machine, request.version
         self._check_epoch(request.trainer_epoch)
         if machine.was_found(version):
             log.info("version %d has been found: the republished weights are not needed", version)
             return
         machine.check_republish(request.trainer_epoch, version)
-        with runtime.hosts.publishing(version):
+        with self._hosts.publishing(version):
             folder = await self._publishing.store(request, anew=True)
-            await self._publishing.record(request, folder, runtime.recorder.republished(version, folder, digest))
+            await self._publishing.record(request, folder, digest)
             if not machine.has_to_come(version):  # it has left the window: its last groups were cancelled
                 await self._publishing.release(version)
                 return
-            runtime.hosts.published(version, anew=True)  # first, because workers need its name
+            self._hosts.published(version, anew=True)  # first, because workers need its name
             republished = on.VersionRepublished(request.trainer_epoch, version)
-            runtime.post(republished, lambda: records.Republished(version, digest))
+            self._core.post(republished, lambda: records.Republished(version, digest))
         self._last_republish = (version, digest)
         log.info("version %d is published again", version, extra=about(version=version))
 
     async def _committed(self) -> pb.CommitStepReply:
         """Returns the reply once the commit is durable."""
-        await self._runtime.journal.settled()
-        machine = self._runtime.machine
-        return pb.CommitStepReply(
-            next_step=machine.state.window.newest, groups_trained=machine.state.counters.groups_trained
-        )
+        await self._journal.settled()
+        state = self._core.state
+        return pb.CommitStepReply(next_step=state.window.newest, groups_trained=state.counters.groups_trained)
 
     def _check_epoch(self, trainer_epoch: int) -> None:
         if not self._epoch:  # the first epoch is 1
@@ -303,7 +302,7 @@ class TrainerService(stubs.TrainerServicer):
         try:
             check_epoch(trainer_epoch, self._epoch)
         except Conflict as error:
-            why = self._runtime.trainer.taken_over()
+            why = self._trainers.presence.taken_over()
             raise Conflict("trainer_epoch", trainer_epoch, str(self._epoch), why=why) from error
 
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import grpc
 
-from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.recovery.incarnation import Incarnation
 from dora.rpc.errors import ServerInterceptor, wrapped_handler
 
 WORKERS: Final = "/dora.v1.Worker/"
@@ -14,8 +14,8 @@ WORKERS: Final = "/dora.v1.Worker/"
 class WakingInterceptor(ServerInterceptor):
     """Runs behind the interceptor that identifies callers."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
 
     async def intercept_service(
         self,
@@ -29,14 +29,14 @@ class WakingInterceptor(ServerInterceptor):
 
     def _one(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
-            await self._runtime.reattachment.over()
+            await self._incarnation.reattachment.over()
             return await behaviour(request, context)
 
         return call
 
     def _stream(self, behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._runtime.reattachment.over()
+            await self._incarnation.reattachment.over()
             async for message in behaviour(request, context):
                 yield message
 

@@ -4,18 +4,24 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora.config import KvConfig
+from dora.config import Config, KvConfig
 from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import records
 from dora.kvtransfer.peer import SECRET_BYTES
-from dora.orchestrator.rollout.streams import PoolSession, WorkerSession
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.recovery.incarnation import Incarnation
+from dora.orchestrator.rollout.core import Core
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.reports import WorkerReports
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.streams import PoolSession, Sessions, WorkerSession
 from dora.orchestrator.rollout.turns import Turns
 from dora.orchestrator.rollout.worker_checks import checked_hello, checked_pool_hello
-from dora.orchestrator.runtime import Runtime
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -23,6 +29,7 @@ from dora.rpc.errors import PermissionDenied, ServicerContext
 from dora.rpc.roles import CALLER, SESSION, Tokens
 from dora.rpc.sealed import sealed
 from dora.system.log_lines import about
+from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -32,36 +39,45 @@ POOLS_MAX: Final = 256
 KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "pool_report or outcome"}
 
 
+@dataclass(eq=False, repr=False)
 class WorkerService(stubs.WorkerServicer):
     """All workers' engines must be alike: a new one must have the fingerprint of the connected ones."""
 
-    def __init__(self, runtime: Runtime, snapshot_folder: Path, tokens: Tokens, kv_secret: bytes = b"") -> None:
-        """``kv_secret``: of the run, if an earlier incarnation made one; empty: a new one is made."""
-        self._runtime = runtime
-        self._tokens = tokens
-        self._snapshot_folder = snapshot_folder
-        self._kv = _kv_settings(runtime.config.kv, kv_secret or secrets.token_bytes(SECRET_BYTES))
+    _config: Config
+    _core: Core
+    _buffer: ResponseBuffer
+    _journal: Journal
+    _store: WeightStore
+    _sessions: Sessions
+    _hosts: Hosts
+    _reports: WorkerReports
+    _incarnation: Incarnation
+    _snapshot_folder: Path
+    _tokens: Tokens
+    _kv_secret: bytes = b""  # of the run, if an earlier incarnation made one; empty: a new one is made
+
+    def __post_init__(self) -> None:
+        self._kv = _kv_settings(self._config.kv, self._kv_secret or secrets.token_bytes(SECRET_BYTES))
         self._turns = Turns()
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: ServicerContext
     ) -> AsyncIterator[pb.WorkerCommand]:
-        runtime = self._runtime
         session = self._open(await self._first(request_iterator))
-        runtime.journal.note(records.WorkerBegan(session.epoch))
+        self._journal.note(records.WorkerBegan(session.epoch))
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
-            await runtime.journal.settled()  # a later incarnation must not reuse this epoch
+            await self._journal.settled()  # a later incarnation must not reuse this epoch
             await self._join(session)
             welcome = pb.WorkerCommand(
                 welcome=pb.Welcome(
                     epoch=session.epoch,
                     snapshot_folder=str(self._snapshot_folder),
-                    weights_folder=str(runtime.store.root),
-                    report_period_ms=runtime.sessions.report_period_ms,
+                    weights_folder=str(self._store.root),
+                    report_period_ms=self._sessions.report_period_ms,
                     kv=self._kv,
-                    orphan_timeout_s=runtime.orphan_timeout_s,
+                    orphan_timeout_s=self._incarnation.orphan_timeout_s,
                     goes_on=self._goes_on(session),
                 )
             )
@@ -76,20 +92,20 @@ class WorkerService(stubs.WorkerServicer):
                 raise error
         finally:
             reading.cancel()
-            runtime.sessions.lose(session, "its connection broke")
+            self._sessions.lose(session, "its connection broke")
 
     async def _join(self, session: WorkerSession | PoolSession) -> None:
         """Reports the worker to the core: at once, or with its first event if it is about to be restored."""
-        runtime, reattachment = self._runtime, self._runtime.reattachment
+        reattachment = self._incarnation.reattachment
         if not reattachment.is_over and await reattachment.came(session.worker_id, lambda: self._joined(session)):
             return
         if isinstance(session, WorkerSession) and (event := self._joined(session)) is not None:
-            runtime.post(event)
+            self._core.post(event)
         self._introduce_pools()
 
     def _joined(self, session: WorkerSession | PoolSession) -> on.WorkerJoined | on.PoolJoined | None:
         """The core's event of a join; None if it was lost meanwhile, or a pool's size in tokens is unknown."""
-        if self._runtime.sessions.of_epoch(session.worker_id, session.epoch) is not session:
+        if self._sessions.of_epoch(session.worker_id, session.epoch) is not session:
             return None
         if isinstance(session, WorkerSession):
             capability = session.capability
@@ -102,7 +118,7 @@ class WorkerService(stubs.WorkerServicer):
                 session.hosted,
                 dict(session.held),
             )
-        token_bytes = self._runtime.sessions.kv_token_bytes()
+        token_bytes = self._sessions.kv_token_bytes()
         capacity_bytes = session.capability.memory_bytes + session.capability.spill_bytes
         session.kv_tokens = capacity_bytes // token_bytes if token_bytes else 0
         if not session.kv_tokens:
@@ -111,14 +127,15 @@ class WorkerService(stubs.WorkerServicer):
 
     def _goes_on(self, session: WorkerSession | PoolSession) -> list[pb.GoesOn]:
         """The requests that the worker held and the core gave back to it."""
-        state, worker = self._runtime.machine.state, self._runtime.machine.state.workers.get(session.worker_id)
+        state = self._core.state
+        worker = state.workers.get(session.worker_id)
         if worker is None or worker.epoch != session.epoch:
             return []
         rows = [state.request_row[name] for name in session.held if name in state.request_row]
         owned = [row for row in rows if row in worker.rows and not state.requests["starting"][row]]
         owned += [row for row in rows if row in worker.kept]
         for row in owned:
-            self._runtime.buffer.goes_on(row, session.worker_id)
+            self._buffer.goes_on(row, session.worker_id)
         tokens, given = state.requests.columns("tokens", "given")
         return [
             pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(tokens[row] - given[row])) for row in owned
@@ -133,33 +150,33 @@ class WorkerService(stubs.WorkerServicer):
 
     def _introduce_pools(self) -> None:
         """Reports the size of each pool in tokens to the core, once a worker has reported its KV bytes per token."""
-        for pool in list(self._runtime.sessions.pools.values()):
+        for pool in list(self._sessions.pools.values()):
             if not pool.kv_tokens and (event := self._joined(pool)) is not None:
-                self._runtime.post(event)
+                self._core.post(event)
 
     def _open(self, message: pb.WorkerMessage | None) -> WorkerSession | PoolSession:
         """Opens a session for a hello. Raises InvalidValue or Conflict for a worker that cannot serve here."""
         if message is not None and message.HasField("pool_hello"):
-            pool, sessions = message.pool_hello, self._runtime.sessions
+            pool, sessions = message.pool_hello, self._sessions
             held = checked_pool_hello(pool)
             self._check_name("pool_id", pool.pool_id, len(sessions.pools), POOLS_MAX)
-            host, kv = self._runtime.hosts.host_of(pool.pool_id) or pool.host, convert.kv_endpoint_from_wire(pool)
+            host, kv = self._hosts.host_of(pool.pool_id) or pool.host, convert.kv_endpoint_from_wire(pool)
             opened = sessions.open_pool(pool.pool_id, pool.pid, host, held, kv)
             opened.held = {each.request_id: self._parked_tokens(each) for each in pool.held}
             return opened
         if message is None or not message.HasField("hello"):
             raise InvalidValue("hello", MISSING, "the first message of a worker")
-        hello, runtime = message.hello, self._runtime
-        capability = checked_hello(hello, runtime.config, runtime.store.reference.vocab_size)
-        workers = runtime.sessions.workers
+        hello = message.hello
+        capability = checked_hello(hello, self._config, self._store.reference.vocab_size)
+        workers = self._sessions.workers
         self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MAX)
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             # the fingerprint itself is not disclosed
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
         kv = convert.kv_endpoint_from_wire(hello)
-        host = runtime.hosts.host_of(hello.worker_id) or hello.host
-        session = runtime.sessions.open(hello.worker_id, hello.pid, host, capability, kv)
+        host = self._hosts.host_of(hello.worker_id) or hello.host
+        session = self._sessions.open(hello.worker_id, hello.pid, host, capability, kv)
         session.takes_start_requests = hello.takes_start_requests
         if hello.HasField("hosts"):
             self._note_hosted(session, hello)
@@ -169,12 +186,12 @@ class WorkerService(stubs.WorkerServicer):
         """Notes the version and requests of a worker of an earlier incarnation, if its weights are still those of the
         version and it can report the tokens that the service lacks.
         """
-        version, store = hello.hosts.version, self._runtime.store
+        version, store = hello.hosts.version, self._store
         if version not in store.versions() or store.name(version) != hello.hosts.name:
             return
         session.hosted = version
         for each in hello.held:
-            entry = self._runtime.buffer.get(each.request_id)
+            entry = self._buffer.get(each.request_id)
             if entry is None or entry.version != version or each.first_token > len(entry):
                 continue
             has_all = each.tokens >= len(entry)
@@ -185,7 +202,7 @@ class WorkerService(stubs.WorkerServicer):
 
     def _parked_tokens(self, held: pb.HeldRequest) -> int:
         """The tokens of a request that a pool of an earlier incarnation has; below 0: of another history."""
-        entry = self._runtime.buffer.get(held.request_id)
+        entry = self._buffer.get(held.request_id)
         is_other = entry is not None and entry.is_session and not entry.continues(held.tokens, held.given_digest)
         return -1 if is_other else held.tokens
 
@@ -195,7 +212,7 @@ class WorkerService(stubs.WorkerServicer):
         if not self._tokens.may_take(caller, name):
             allowed = caller.worker_id or "a name other than those of workers that the service started"
             raise PermissionDenied(field, name, allowed)
-        if self._runtime.sessions.end(name) is not None:
+        if self._sessions.end(name) is not None:
             raise Conflict(field, name, "an id that no connected worker or pool has", why="is taken")
         if connected >= most:
             raise Conflict(field, name, f"one of at most {most}", why="is one too many")
@@ -207,13 +224,13 @@ class WorkerService(stubs.WorkerServicer):
                 async with self._turns:
                     self._take(session, message)
         except InvalidValue as error:
-            self._runtime.telemetry.messages_refused += 1
-            self._runtime.sessions.replace(session, str(error))
+            self._reports.refused()
+            self._sessions.replace(session, str(error))
             raise
 
     def _take(self, session: WorkerSession | PoolSession, message: pb.WorkerMessage) -> None:
         """Raises InvalidValue for a wrong message."""
-        reports = self._runtime.reports
+        reports = self._reports
         kind = message.WhichOneof("kind")
         if isinstance(session, PoolSession) and kind == "pool_report":
             reports.pool(session, message.pool_report)

@@ -7,6 +7,7 @@ connector is a global of the process.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +32,7 @@ from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm import environment as vllm_environment
 from dora.worker.vllm.device.choice import device_named
-from dora.worker.vllm.device.port import Device, Dtype, EngineSettings, Kind
+from dora.worker.vllm.device.port import Device, EngineSettings, Kind
 from dora.worker.vllm.views import KvViews, Live
 
 if TYPE_CHECKING:
@@ -52,43 +53,28 @@ class VllmEngine(BaseEngine[Live]):
     def __init__(
         self,
         model: Path,
+        settings: EngineSettings,
         *,
-        slots: int,
-        kv_tokens: int,
-        max_model_len_tokens: int,
-        dtype: Dtype | None = None,
-        block_tokens: int = 32,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
+        device: Kind | Device = "cpu",
         lost: Callable[[str], None] | None = None,
         tier_endpoint: str = "",
         router_replay: bool = False,
-        quantisation: str = "",
-        device: Kind | Device = "cpu",
-        memory_share: float = 0.9,
         load_timeout_s: float = 60.0,
-        batch_invariant: bool = False,
     ) -> None:
-        """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
-        ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
-
-        ``tier_endpoint``: address of the shared KV tier's server; empty: there is none.
-
-        ``batch_invariant``: vLLM's mode, in which a request's logits do not depend on its neighbours.
-
-        ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
+        """``tier_endpoint``: address of the shared KV tier's server; empty: there is none. ``router_replay``: deltas
+        carry the experts of each token. ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
 
         ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
         InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
         """
         self._device = device_named(device) if isinstance(device, str) else device
-        dtype = dtype or self._device.default_dtype
-        bound = self._device.canary_bound(dtype, quantisation)
-        if quantisation not in QUANTISATIONS:
-            raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
+        settings = replace(settings, dtype=settings.dtype or self._device.default_dtype)
+        bound = self._device.canary_bound(settings.dtype, settings.quantisation)
+        if settings.quantisation not in QUANTISATIONS:
+            raise InvalidValue("quantisation", settings.quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
-        vllm_environment.prepare(self._device.environment, batch_invariant=batch_invariant)
+        vllm_environment.prepare(self._device.environment, batch_invariant=settings.batch_invariant)
         from dora.worker.vllm import core as vllm_core
         from dora.worker.vllm import groups as vllm_groups
         from dora.worker.vllm import ranks as vllm_ranks
@@ -97,18 +83,6 @@ class VllmEngine(BaseEngine[Live]):
         from dora.worker.vllm import weights as vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
-        settings = EngineSettings(
-            slots,
-            kv_tokens,
-            block_tokens,
-            max_model_len_tokens,
-            dtype,
-            tensor_parallel,
-            pipeline_parallel,
-            quantisation,
-            memory_share,
-            batch_invariant,
-        )
         self._core: Any = vllm_core.start(model, settings, self._device)
         self._ranks = vllm_ranks.Ranks(
             self._core, self._device, lost or vllm_ranks.end_process, routing(model) if router_replay else None
@@ -121,14 +95,14 @@ class VllmEngine(BaseEngine[Live]):
         layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
-            slots=slots,
-            kv_tokens=vllm_core.kv_tokens_of(self._core, kv_tokens),
+            slots=settings.slots,
+            kv_tokens=vllm_core.kv_tokens_of(self._core, settings.kv_tokens),
             block_tokens=layout.block_tokens,
-            max_model_len_tokens=max_model_len_tokens,
+            max_model_len_tokens=settings.max_model_len_tokens,
             vocab_size=self._reference.vocab_size,
-            dtype=dtype,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
+            dtype=settings.dtype,
+            tensor_parallel=settings.tensor_parallel,
+            pipeline_parallel=settings.pipeline_parallel,
         )
         super().__init__(capability, layout, bound)
         self._is_reload_proven = False

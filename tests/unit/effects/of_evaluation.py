@@ -8,7 +8,6 @@ from dora.config import Config
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import evaluation_series
 from dora.prompts import ChatTokenizer
 from tests.unit.effects.of_prompts import read_split
@@ -32,15 +31,15 @@ def share(config: Config, place: Place) -> list[float]:
     """The share of the workers that an evaluation of version 0 asks for."""
     asked: list[float] = []
 
-    def begin(_runtime: Runtime, _name: str, _prompts: object, _version: int, share: float) -> None:
+    def begin(_name: str, _prompts: object, _version: int, share: float) -> None:
         asked.append(share)
         raise InvalidValue("share", share, "seen")  # it does not run
 
-    place.monkeypatch.setattr(evaluation_series, "begin", begin)
-    recorder = SimpleNamespace(is_evaluated=lambda _version: False, evaluated=lambda _result: None)
-    runtime = SimpleNamespace(config=config, recorder=recorder, telemetry=SimpleNamespace(evaluated=[]))
-    prompts = [cast(Any, "one")]
-    evaluation_series.OwnEvaluations(cast(Runtime, runtime), prompts).at(0)
+    recorder: Any = SimpleNamespace(is_evaluated=lambda _version: False, evaluated=lambda _result: None)
+    telemetry: Any = SimpleNamespace(evaluated=[])
+    evaluating: Any = SimpleNamespace(begin=begin)
+    prompts, nothing = [cast(Any, "one")], cast(Any, None)
+    evaluation_series.OwnEvaluations(config, nothing, nothing, recorder, telemetry, evaluating, prompts).at(0)
     return asked
 
 

@@ -55,7 +55,7 @@ def passed_s(work: Callable[[], Coroutine[Any, Any, object]]) -> float:
 
 
 def until_start_fails(config: Config, _: Place) -> float:
-    runtime: Any = SimpleNamespace(machine=bench(config).machine)
+    runtime: Any = SimpleNamespace(core=bench(config).machine)
     launcher: Any = SimpleNamespace(early_death=lambda: None)
 
     async def work() -> None:
@@ -75,9 +75,9 @@ def until_drained(config: Config, _: Place) -> float:
     """With a trainer that takes nothing and stays."""
     runtime: Any = SimpleNamespace(
         feed=SimpleNamespace(close=lambda: None),
-        post=lambda event: None,
-        trainer_present=lambda: True,
-        machine=SimpleNamespace(state=SimpleNamespace(group_row={})),
+        core=SimpleNamespace(post=lambda event: None, state=SimpleNamespace(group_row={})),
+        trainers=SimpleNamespace(is_expected=lambda: True),
+        draining=SimpleNamespace(),
     )
 
     async def work() -> None:
@@ -96,9 +96,9 @@ def until_reattached(config: Config, _: Place) -> float:
     runtime: Any = SimpleNamespace(
         config=config,
         _begun=nothing,
-        reattachment=Reattachment({"w0"}),
+        incarnation=SimpleNamespace(reattachment=Reattachment({"w0"})),
         environments=SimpleNamespace(restored=lambda: None),
-        post=posted.append,
+        core=SimpleNamespace(post=posted.append),
         hosts=SimpleNamespace(stood=lambda: ()),
         storage=SimpleNamespace(faults=()),
     )

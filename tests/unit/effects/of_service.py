@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import grpc
@@ -120,13 +121,13 @@ def ticks(config: Config, _: Place) -> int:
         def __init__(self) -> None:
             nothing: Any = lambda *_: None  # noqa: E731
             self.config = config
-            self.machine = type("Machine", (), {"state": type("State", (), {"workers": {}})})
+            self.core = SimpleNamespace(state=SimpleNamespace(workers={}), post=posted.append)
             self.sessions = type("Sessions", (), {"replace_silent": nothing})
             self.hosts = type("Hosts", (), {"look": nothing})
             self.telemetry = Telemetry()
             self.storage = type("Storage", (), {"tidying": lambda *_: contextlib.nullcontext()})
-            self.post = posted.append
-            self._settle = self.sweep_snapshots = self._end_hopeless_step = nothing
+            self.durable_ends = SimpleNamespace(settle=nothing)
+            self.sweep_snapshots = self._end_hopeless_step = nothing
 
         async def look_at_storage(self) -> None: ...
 

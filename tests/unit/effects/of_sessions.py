@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import numpy as np
+
 from dora.config import Config
 from dora.core.state import State
 from dora.data.types import Prompt
@@ -9,7 +11,7 @@ from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.services.turn_request import place_of
+from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from tests.unit.effects.rows import Place, Row, Seen
@@ -19,14 +21,16 @@ from tests.unit.test_branches import Session
 def forks(config: Config, _: Place) -> int:
     """The number of times that a session may fork."""
     session = Session((1,))
+    limits = TurnLimits.of(config, 0, session.buffer.sampling)
     for done in range(100):
-        request = pb.TurnRequest(turn=done + 1, first_token=0)
+        given = np.ones(1, "<i4").tobytes()
+        request = pb.TurnRequest(turn=done + 1, first_token=0, given_token_ids=given)
         try:
-            place = place_of(session.entry, request, config.sessions.forks)
+            order = TurnOrder.parse(request, session.entry, limits)
         except LimitExceeded:
             return done
-        assert place is not None
-        session.ask(1, (place.after_turn, 0))
+        assert order.is_fork
+        session.ask(1, (order.after_turn, 0))
         session.sample(1, "w0")
     return 100
 

@@ -22,11 +22,13 @@ from dora.config import Config, RolloutConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Handoff, Kind
+from dora.core.handoff.table import Kind
 from dora.core.rules import learning
+from dora.core.state import State
 from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Prompt, Reward
+from dora.errors import DoraError
 from dora.journal import records
 from dora.journal.content import Content, Requests
 from dora.journal.ledger import Ledger, LiveGroup
@@ -40,12 +42,23 @@ from dora.lab.sim.workload import FILTERED, Filter, SimPrompt
 from dora.lab.sim.workload import Verifier as Rewards
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.recovery import recovery_state, resume
+from dora.orchestrator.rollout.core import Handlers
+from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations, EvaluationStream
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.groups import Groups
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import worker_message
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger
+from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.responses.turn_order import TurnOrder
+from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.rollout.verdicts import Verdicts
+from dora.orchestrator.rollout.versions import Versions
+from dora.orchestrator.rollout.workers import SENT
 
 REPEATED_MAX: Final = 4  # accepted tokens that a report may repeat, plus one
 TOKENS_MAX: Final = 4096  # of a response
@@ -136,7 +149,7 @@ class _Delay:
 
 
 class Service:
-    """One incarnation of the service. ``world`` receives its events and commands."""
+    """One incarnation of the service, and the core of its parts. ``world`` receives its events and commands."""
 
     def __init__(self, world: Environment, log: SimLog) -> None:
         self._world = world
@@ -145,34 +158,69 @@ class Service:
         state = world.machine.state
         self.journal = Journal(cast(Log, log))  # SimLog has the methods that a journal needs
         self.buffer = ResponseBuffer(RolloutConfig(max_tokens=TOKENS_MAX), None, state.window.size)
-        self.evaluations = Evaluations(self.buffer, state.evaluations.row_of, self._end_evaluation)
+        environments = Environments(self.buffer, state)
+        self.evaluations = Evaluations(self, self.buffer, environments)
         self.prompts = PromptLedger(self.journal, 0)
-        self.executor = _Executor(
-            world,
-            log,
-            buffer=self.buffer,
-            feed=_Feed(world, self.prompts),
-            prompts=self.prompts,
-            verifier=_Verifier(world),
-            group_filter=_Filter(world) if world.scenario.filter_fraction else None,
-            store=cast(Any, _Nothing()),
-            recorder=cast(Any, _Nothing()),
-            storage=cast(Any, _Nothing()),
-            sessions=cast(Any, _Trainers(world, self)),
-            hosts=cast(Any, _Nothing()),
-            evaluations=self.evaluations,
-            handoff_of=self._handoff_of,
-            row_of=state.request_row,
-            telemetry=Telemetry(),
-            post=world.posted,
-            spawn=self._continue,
-            journal=self.journal,
-            now=lambda: world.now_s,
-        )
+        group_filter = _Filter(world) if world.scenario.filter_fraction else None
+        nothing, rollout = cast(Any, _Nothing()), world.config.rollout
+        self.executor = Executor()
+        for handlers in (
+            Prompts(self, cast(PromptFeed, _Feed(world, self.prompts)), self.buffer).handlers,
+            Groups(self, self.buffer, self.prompts, self.journal, nothing, environments, self.evaluations).handlers,
+            Verdicts(
+                self, self.buffer, self.journal, Telemetry(), environments, _Verifier(world), group_filter
+            ).handlers,
+            self.evaluations.handlers,
+            _Trainers(world, self, nothing).handlers,
+            Versions(self, nothing, None, nothing, self.journal, nothing, rollout).handlers,
+            self._orders(),
+        ):
+            self.executor.register(handlers)
 
-    def _handoff_of(self, command_id: int) -> Handoff | None:
-        pending = self._world.machine.state.pending.get(command_id)
-        return pending.handoff if pending is not None else None
+    def _orders(self) -> Handlers:
+        """Commands to simulated workers. The service's messages are built only as a check."""
+        world = self._world
+        return {
+            **dict.fromkeys(SENT, self._to_worker),
+            do.ReleaseSnapshot: world.release,
+            do.EvictWorker: world.evict,
+            do.StopWorker: world.stop,
+        }
+
+    def _to_worker(self, command: do.WorkerCommand) -> None:
+        if self._world.addressed(command) is not None:
+            pending = self.state.pending.get(command.command_id)
+            handoff = pending.handoff if pending is not None else None
+            was_parked = handoff is not None and handoff.kind is Kind.RESUME
+            if not isinstance(command, do.LoadVersion):
+                worker_message(command, self.buffer, cast(Any, None), was_parked=was_parked)
+            self._world.to_worker(command)
+
+    # ------------------------------------------------------------------------------------------ the core of the parts
+
+    @property
+    def state(self) -> State:
+        return self._world.machine.state
+
+    def post(self, event: on.Event) -> None:
+        self._world.posted(event)
+
+    def now(self) -> float:
+        return self._world.now_s
+
+    def soon(self, action: Callable[[], None]) -> None:
+        raise Violation("the results of an evaluation are not read")
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine until its next delay."""
+        if self._ended:
+            coroutine.close()
+            return
+        try:
+            seconds = coroutine.send(None)
+        except StopIteration:
+            return
+        self._world.after(seconds, self.spawn, coroutine)
 
     def end(self) -> None:
         """Ends the incarnation. Its waiting coroutines never continue."""
@@ -225,16 +273,13 @@ class Service:
     def _give(self, event: on.TurnAsked) -> None:
         """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
         entry = self.buffer[event.request_id]
-        fork, after = None, event.after_tokens
-        if event.is_prompt:
-            fork = (len(entry.given), -event.tokens)
-        elif after != on.NO_FORK:
-            fork = (len(entry.given), after)
-        first = np.array([0 if event.is_prompt else len(entry) if fork is None else after])
-        token_ids, _ = sampled([(event.request_id, entry.version)], first, np.array([event.tokens]))
-        record = self.buffer.give(entry, token_ids.tolist(), TOKENS_MAX, "", self._world.now_s, fork)
-        if not entry.is_evaluation:
-            self.journal.note(record)
+        after, is_fork = event.after_tokens, event.is_prompt or event.after_tokens != on.NO_FORK
+        first = -event.tokens if event.is_prompt else after if is_fork else len(entry)
+        origin, count = (event.request_id, entry.version), np.array([event.tokens])
+        token_ids, _ = sampled([origin], np.array([max(0, first)]), count)
+        order = TurnOrder(entry, tuple(token_ids.tolist()), TOKENS_MAX, "", len(entry.given), first, is_fork)
+        record = self.buffer.give(order, self._world.now_s)
+        self.journal.session(entry, record)
 
     def carried_out(self, event: on.Event) -> None:
         """Writes the journal records that follow the commands of this event."""
@@ -251,22 +296,6 @@ class Service:
     def ask_evaluation(self, evaluation_id: str, prompts: Sequence[SimPrompt]) -> None:
         wanted = {each.prompt_id: prompt_of(each) for each in prompts}
         self.evaluations.running[evaluation_id] = EvaluationStream(evaluation_id, "", wanted)
-
-    def _end_evaluation(self, evaluation_id: str, reason: str) -> None:
-        raise Violation(f"the results of {evaluation_id} are not read: {reason}")
-
-    # ----------------------------------------------------------------------------------------------------- background
-
-    def _continue(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine until its next delay."""
-        if self._ended:
-            coroutine.close()
-            return
-        try:
-            seconds = coroutine.send(None)
-        except StopIteration:
-            return
-        self._world.after(seconds, self._continue, coroutine)
 
     # -------------------------------------------------------------------------------------------------------- crashes
 
@@ -311,49 +340,17 @@ def prompt_of(prompt: SimPrompt) -> Prompt:
     return Prompt(name, prompt.task_id, tokens, name, size, {}, "{}", 0, environment, size_min)
 
 
-class _Executor(Executor):
-    """The service's executor, except that it builds workers' messages only as a check and orders simulated workers
-    directly.
-    """
-
-    def __init__(self, world: Environment, log: SimLog, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._world = world
-        self._log = log
-
-    def _to_worker(self, command: do.WorkerCommand) -> None:
-        if self._world.addressed(command) is not None:
-            handoff = self._handoff_of(command.command_id)
-            was_parked = handoff is not None and handoff.kind is Kind.RESUME
-            if not isinstance(command, do.LoadVersion):
-                worker_message(command, self._buffer, self._hosts, was_parked=was_parked)
-            self._world.to_worker(command)
-
-    def _reject_version(self, command: do.RejectVersion) -> None:
-        super()._reject_version(command)
-        self._log.rely()  # the trainer learns it from its stream or its next request
-
-    def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
-        self._world.release(command)
-
-    def _evict_worker(self, command: do.EvictWorker) -> None:
-        self._world.evict(command)
-
-    def _stop_worker(self, command: do.StopWorker) -> None:
-        self._world.stop(command)
-
-
 class _Feed:
     def __init__(self, world: Environment, ledger: PromptLedger) -> None:
         self._world = world
-        self._ledger = ledger
+        self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         """Prompts without a position in a source, as the world repeats them itself after a crash."""
         await _Delay(self._world.prompts_s())
         prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
         for prompt in prompts:
-            self._ledger.read(SUBMITTED, prompt)
+            self.ledger.read(SUBMITTED, prompt)
         return prompts, not prompts
 
 
@@ -381,18 +378,23 @@ class _Filter:
         return not self._world.filter.lets_go(prompt_text)
 
 
-class _Trainers:
-    """The trainers' sessions with their streams."""
+class _Trainers(Trainers):
+    """The simulated trainer, whose stream is always open."""
 
-    def __init__(self, world: Environment, service: Service) -> None:
+    def __init__(self, world: Environment, service: Service, recorder: Any) -> None:
+        super().__init__(service, service.buffer, service.journal, recorder)
         self._world = world
         self._service = service
-        self.stream: _Stream | None = None
 
-    def stream_of(self, trainer_epoch: int, step: int) -> "_Stream | None":
+    def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
         trainer = self._world.trainer
-        self.stream = _Stream(self._world, self._service) if trainer_epoch == trainer.epoch else None
+        stream = _Stream(self._world, self._service) if trainer_epoch == trainer.epoch else None
+        self.stream = cast(StepStream | None, stream)
         return self.stream
+
+    def fail(self, error: DoraError) -> None:
+        super().fail(error)
+        self._service.log.rely()  # the trainer learns it from its stream or its next request
 
 
 class _Stream:

@@ -17,24 +17,17 @@ from dora.core.rules.admission import attempt_id
 from dora.data.sampling import effective
 from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
-from dora.data.types import (
-    FINISH_REASONS,
-    Arrival,
-    Prompt,
-    Reward,
-    RoutingShape,
-    SamplingParams,
-    SamplingValue,
-)
+from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.ledger import LiveGroup
 from dora.orchestrator.rollout.responses.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.responses.columns import ResponseColumns
 from dora.orchestrator.rollout.responses.delivery import delivered
-from dora.orchestrator.rollout.responses.session_paths import GivenRun, runs_of, shift_of
+from dora.orchestrator.rollout.responses.session_paths import GivenRun, runs_of
 from dora.orchestrator.rollout.responses.span_checks import check_prompt_logprobs, check_spans
 from dora.orchestrator.rollout.responses.state import TOKEN, ResponseState, SegmentStart, reseeded, started
+from dora.orchestrator.rollout.responses.turn_order import TurnOrder
 
 _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
 _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed") + 1 :])
@@ -96,43 +89,25 @@ class ResponseBuffer:
         self._number(entries, self.next_number)
         return entries
 
-    def give(
-        self,
-        entry: ResponseState,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        name: str,
-        at: float,
-        fork: tuple[int, int] | None = None,
-        sampling: Mapping[str, SamplingValue] | None = None,
-        *,
-        prompt_logprobs: bool = False,
-    ) -> records.Tokens:
-        """Begins the next turn of a session with given tokens. Returns the journal's record.
-
-        ``fork``: the turn whose path they continue and their first position there (``GivenRun``); None: after all
-        tokens of the turn before. ``sampling``: the turn's parameters that differ from its branch's.
-        ``prompt_logprobs``: those of all tokens before the turn's sampled ones are wanted.
-        """
-        held_at, count = entry.held_tokens, len(token_ids)
+    def give(self, order: TurnOrder, at: float) -> records.Tokens:
+        """Begins a turn that the core has accepted. Returns the journal's record."""
+        entry, held_at, count = order.entry, order.entry.held_tokens, len(order.token_ids)
         tokens = np.zeros(count, TOKEN)
-        tokens["token_id"] = token_ids
+        tokens["token_id"] = order.token_ids
         entry.delivered += tokens.tobytes()
         assert entry.finish_reason is not None, "a turn follows one that has ended"
-        before, stop = entry.finish_reason, entry.stop
-        after_turn, first_token = fork or (len(entry.given), held_at - shift_of(entry.given))
-        is_fork = fork is not None
+        before, stop, sampling = entry.finish_reason, entry.stop, dict(order.sampling)
+        place = (order.after_turn, order.first_token)
         run = GivenRun(
-            held_at, count, at, max_tokens, name, before, stop, after_turn, first_token, is_fork, dict(sampling or {}),
-            prompt_logprobs,
+            held_at, count, at, order.max_tokens, order.name, before, stop, *place, order.is_fork, sampling,
+            order.prompt_logprobs,
         )  # fmt: skip
         entry.given.append(run)
         entry.finish_reason, entry.stop, entry.prompt_logprobs = None, "", b""
         self._note_owing(entry)
         self._columns.give(entry.row, run, entry.first_fed(), at)
-        of_turn = [0, max_tokens, name, before, stop, *(fork or ()), *([run.sampling] if run.sampling else ())]
-        if prompt_logprobs:
-            of_turn.append(True)
+        of_turn = [0, run.max_tokens, run.name, before, stop, *(place if run.is_fork else ())]
+        of_turn += [*([sampling] if sampling else ()), *([True] if run.prompt_logprobs else ())]
         return _record(entry, at, held_at, tokens, turns=[of_turn])
 
     def close(self, entry: ResponseState, at: float) -> records.Tokens:

@@ -36,14 +36,16 @@ class EngineSettings:
     """The settings of one engine.
 
     ``kv_tokens`` 0: as many as fit into the device's free memory. ``block_tokens`` 0: the attention backend's own.
-    ``memory_share``: of a GPU's memory, for weights, activations and KV together.
+    ``dtype``: float32 or bfloat16; empty: the device's. ``memory_share``: of a GPU's memory, for weights, activations
+    and KV together. ``quantisation``: int8, or empty: none. ``batch_invariant``: vLLM's mode, in which a request's
+    logits do not depend on its neighbours.
     """
 
     slots: int
     kv_tokens: int
-    block_tokens: int
     max_model_len_tokens: int
-    dtype: str
+    block_tokens: int = 32
+    dtype: str = ""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     quantisation: str = ""

@@ -1,0 +1,60 @@
+"""The stored weights of versions: deleted once no step and no evaluation can need them."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.config import RolloutConfig
+from dora.core import commands as do
+from dora.journal import records
+from dora.journal.versions import KeptVersions
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.rollout.core import Core, Handlers
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.orders import HostVersions
+from dora.weights.store import WeightStore
+
+
+@dataclass(eq=False, repr=False)
+class Versions:
+    """``kept``: the versions that a restart needs; None: there is no state folder."""
+
+    _core: Core
+    _store: WeightStore
+    kept: KeptVersions | None
+    _storage: Storage
+    _journal: Journal
+    _hosts: HostVersions
+    _rollout: RolloutConfig
+
+    def __post_init__(self) -> None:
+        self.handlers: Handlers = {
+            do.PinVersion: lambda command: self._forget(command.version),  # evaluations do not outlive the service
+            do.RetireVersion: self._retire,
+        }
+
+    def _forget(self, version: int) -> None:
+        """Notes that a restart of the service does not need the version."""
+        self._journal.note(records.Retired(version, version == self._rollout.reference_version))
+        self._core.spawn(self.drop_kept(version))
+
+    def _retire(self, command: do.RetireVersion) -> None:
+        self._forget(command.version)
+        with self._storage.tidying(RUN_FOLDER):
+            gone = self._store.set_aside(command.version)
+            if gone is not None:
+                self._core.spawn(self._free(gone))
+        self._hosts.retired(command.version)
+
+    async def _free(self, gone: Path) -> None:
+        """Deletes a retired version's files in the background."""
+        with self._storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(self._store.free, gone)
+
+    async def drop_kept(self, version: int) -> None:
+        """Deletes a version's stored weights once no client can be told that they are needed."""
+        if self.kept is None or version == self._rollout.reference_version:
+            return
+        await self._journal.settled()
+        with self._storage.tidying(KEPT):
+            await asyncio.to_thread(self.kept.drop, version)

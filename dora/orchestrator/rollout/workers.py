@@ -1,0 +1,80 @@
+"""Sends the core's commands to workers and pools."""
+
+import logging
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.table import Kind
+from dora.errors import NotFound
+from dora.orchestrator.rollout.core import Core, Handlers
+from dora.orchestrator.rollout.orders import HostVersions, worker_message
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.streams import Sessions
+from dora.rpc import dora_pb2 as pb
+from dora.system.log_lines import about
+
+log = logging.getLogger("dora.service")
+
+SENT: Final[tuple[type, ...]] = tuple(each for each in get_args(do.Command) if issubclass(each, do.WorkerCommand))
+
+
+@dataclass(eq=False, repr=False)
+class Workers:
+    """The commands to workers and pools. A command to an ended epoch is dropped: its loss is on the way to the core."""
+
+    _core: Core
+    _buffer: ResponseBuffer
+    _sessions: Sessions
+    _hosts: HostVersions
+
+    def __post_init__(self) -> None:
+        self.handlers: Handlers = {
+            **dict.fromkeys(SENT, self._send),
+            do.EvictWorker: self._evict,
+            do.StopWorker: lambda command: self._sessions.release(command.worker_id, command.epoch),
+            do.ReleaseSnapshot: lambda command: None,  # it lies at its target, which was told to import it or drop it
+        }
+
+    def _send(self, command: do.WorkerCommand) -> None:
+        session = self._sessions.of_epoch(command.worker_id, command.epoch)
+        if session is None:
+            return
+        try:
+            session.send(self._message(command))
+        except (NotFound, OSError) as error:  # the store no longer knows the version's name
+            if not isinstance(command, do.LoadVersion):
+                raise
+            which = about(worker=command.worker_id, version=command.version)
+            log.error("%s cannot load version %d: %s", command.worker_id, command.version, error, extra=which)
+            self._core.spawn(self._cannot_load(command, str(error)))
+
+    async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
+        """Reports a failed load for the worker. The worker's own host may still have the version, if it is another
+        host.
+        """
+        kind = "missing" if self._hosts.shares_store(command.worker_id) else "refused"
+        self._core.post(on.CommandDone(command.worker_id, command.epoch, command.command_id, False, error, kind))
+        self._hosts.look_at_store(command.version)
+
+    def _message(self, command: do.WorkerCommand) -> pb.WorkerCommand:
+        """Builds the wire message. Each end of a handoff gets the address of the other, if that is connected."""
+        pending = self._core.state.pending.get(command.command_id)
+        handoff = pending.handoff if pending is not None else None
+        if handoff is not None and handoff.overdue and isinstance(command, do.CancelReservation):
+            ends = f"{handoff.source} to {handoff.target}"
+            which = about(request=handoff.request_id)
+            log.warning(
+                "%s: its handoff from %s was undone: %s", handoff.request_id, ends, handoff.overdue, extra=which
+            )
+        if handoff is None:
+            return worker_message(command, self._buffer, self._hosts)
+        source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
+        was_parked, has_pool = handoff.kind is Kind.RESUME, bool(self._sessions.pools)
+        return worker_message(command, self._buffer, self._hosts, source, target, was_parked, has_pool)
+
+    def _evict(self, command: do.EvictWorker) -> None:
+        session = self._sessions.of_epoch(command.worker_id, command.epoch)
+        if session is not None:
+            self._sessions.replace(session, command.reason)
