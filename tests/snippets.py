@@ -11,7 +11,7 @@ INDENTED = re.compile(r"^    (dora .*)$", re.MULTILINE)
 
 
 def documents() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:
