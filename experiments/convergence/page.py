@@ -65,15 +65,13 @@ def _rates(report: Mapping[str, Any]) -> str:
 
 
 def _rewards(modes: Mapping[str, Mapping[str, Any]]) -> str:
-    heads = ["", "staleness", "end", "over sync's", "policy at the end", "over sync's", "all steps", "over sync's"]
+    heads = ["", "staleness", "end", "over sync's", "all steps", "over sync's"]
     rows = [
         [
             f"{row['title']} ({row['seeds']})",
             _estimate(row["staleness_mean"], 2),
             _estimate(row["end_reward"]),
             _estimate(row["end_difference"], signed=True),
-            _estimate(row["policy_reward"]),
-            _estimate(row["policy_difference"], signed=True),
             _estimate(row["mean_reward"]),
             _estimate(row["mean_difference"], signed=True),
         ]
@@ -84,8 +82,8 @@ def _rewards(modes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _clocks(modes: Mapping[str, Mapping[str, Any]]) -> str:
-    heads = ["", "reach it", "steps", "measured s a step", "trainer waits", "sooner, measured", "the policy"]
-    heads += ["simulated min a step", "sooner, simulated", "the policy"]
+    heads = ["", "reach it", "steps", "measured s a step", "trainer waits", "sooner, measured"]
+    heads += ["simulated min a step", "sooner, simulated"]
     rows = [
         [
             row["title"],
@@ -94,10 +92,8 @@ def _clocks(modes: Mapping[str, Mapping[str, Any]]) -> str:
             _estimate(row["step_s"], 2),
             _share(row["waited_share"]),
             _estimate(row.get("sooner_measured"), 2),
-            _estimate(row.get("sooner_measured_policy"), 2),
             _number(row["fleet_step_min"], 2),
             _estimate(row.get("sooner_fleet"), 2),
-            _estimate(row.get("sooner_fleet_policy"), 2),
         ]
         for row in modes.values()
     ]
@@ -105,10 +101,10 @@ def _clocks(modes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _bars(report: Mapping[str, Any]) -> str:
-    heads = ["", "reaches sync's reward", "its policy does", f"{SOONER_BAR:g} times sooner, measured", "simulated"]
+    heads = ["", "reaches sync's reward", f"{SOONER_BAR:g} times sooner, measured", "simulated"]
     words = {True: "yes", False: "**no**", None: "-"}
     rows = [
-        [report["modes"][name]["title"], *(words[met] for met in bars.values())]
+        [report["modes"][name]["title"], *(words[met] for bar, met in bars.items() if not bar.startswith("policy"))]
         for name, bars in report["bars"].items()
     ]
     return _table(heads, rows)
