@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "my_rewards.py": snippet("docs/bring-your-own.md", "def score"),
         "my_loss.py": snippet("docs/bring-your-own.md", "def grpo_loss"),
         "my_trainer.py": snippet("docs/bring-your-own.md", "rewards_valid"),
-        "my_ranks.py": snippet("docs/bring-your-own.md", "dist.init_process_group"),
+        "ddp_loop.py": (ROOT / "examples" / "ddp_loop.py").read_text(encoding="utf-8"),
         "my_prompts.py": snippet("docs/bring-your-own.md", "dora.sync.Prompts"),
     }
     for name, code in files.items():
