@@ -11,7 +11,9 @@ INDENTED = re.compile(r"^    (dora .*)$", re.MULTILINE)
 
 
 def documents() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Every page of the repository."""
+    folders = sorted(file for name in ("deploy", "docs", "dora", "experiments") for file in (ROOT / name).rglob("*.md"))
+    return [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *folders]
 
 
 def blocks(document: Path, language: str) -> list[str]:

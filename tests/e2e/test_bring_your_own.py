@@ -132,7 +132,8 @@ async def test_prompts_are_submitted_as_printed(folder: Path, tiny_dense: Path) 
         config(folder, tiny_dense, prompts="none", reward__function="dora.rewards.tiny:score")
     ) as handle:
         await run(handle, folder, "my_prompts.py")
-        (line,) = [each for block in blocks(PAGE, "sh") for each in block.splitlines() if "grpcurl" in each]
+        page = ROOT / "dora" / "rpc" / "README.md"
+        (line,) = [each for block in blocks(page, "sh") for each in block.splitlines() if "grpcurl" in each]
         header_line = await _header(line, handle)
         words = shlex.split(re.sub(r"\$\(.*?\)", header_line, line))
         folder_of_proto, proto, header, body, address, method = (
