@@ -12,7 +12,7 @@ INDENTED = re.compile(r"^    (dora .*)$", re.MULTILINE)
 
 def documents() -> list[Path]:
     """Every page of the repository."""
-    folders = sorted(file for name in ("deploy", "docs", "dora", "experiments") for file in (ROOT / name).rglob("*.md"))
+    folders = sorted(file for name in ("deploy", "docs", "dora", "examples", "experiments") for file in (ROOT / name).rglob("*.md"))
     return [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *folders]
 
 
