@@ -12,8 +12,9 @@ INDENTED = re.compile(r"^    (dora .*)$", re.MULTILINE)
 
 def documents() -> list[Path]:
     """Every page of the repository."""
-    folders = sorted(file for name in ("deploy", "docs", "dora", "examples", "experiments") for file in (ROOT / name).rglob("*.md"))
-    return [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *folders]
+    top = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
+    folders = [ROOT / name for name in ("deploy", "docs", "dora", "examples", "experiments")]
+    return [*top, *sorted(file for folder in folders for file in folder.rglob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:
