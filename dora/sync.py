@@ -95,7 +95,7 @@ class Trainer(Client[client.Trainer]):
         *,
         token: str | Path = "",
         name: str = "trainer",
-        connect_s: float = 10.0,
+        connect_s: float = 60.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
         take_over: bool = False,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 
 if TYPE_CHECKING:
     from dora.prompts.tokenizer import ChatTokenizer
+
+log = logging.getLogger("dora.client")
 
 STREAM_STEP: Final = "/dora.v1.Trainer/StreamStep"
 _ATTACH_TIMEOUT_S = 30.0
@@ -70,7 +73,7 @@ class Session:
         *,
         token: str | Path = "",
         name: str = "trainer",
-        connect_s: float = 10.0,
+        connect_s: float = 60.0,
         reconnect_s: float = 60.0,
         tokenizer: str | Path | None = None,
         take_over: bool = False,
@@ -182,11 +185,14 @@ class Session:
         if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MAX:
             raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 to keep the service's")
         self._groups_per_step, self._begun = int(groups), False
-        patience = Patience(self._connect_s)
+        patience, tried = Patience(self._connect_s), False
         while True:
             try:
                 return await self._attach()
             except ServiceUnavailable as error:
+                if not tried:
+                    log.warning("cannot reach %s: trying again for %g s", self.connection.address, self._connect_s)
+                tried = True
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:

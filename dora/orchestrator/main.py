@@ -87,7 +87,7 @@ async def serve(
             stack.callback(following.cancel)
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
-        if await until_ready(config, runtime, launcher, stop, failures):
+        if await until_ready(config, runtime, launcher, stop, failures, progress):
             ready(start.handle)
             failures = (runtime.failed, failed_alone(launcher, runtime), ticking)
             await until_stopped(stop, *failures)

@@ -162,6 +162,7 @@ class Start:
         )
         launcher.adopt({name: process for name, (process, _) in found.items()}, config.workers.count)
         self.stack.push_async_callback(launcher.close)
+        self.stack.callback(self.progress, "ending the workers")
         await launcher.begin(config.workers.count)
         return launcher
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from dora.config import Config
@@ -15,18 +15,25 @@ from dora.orchestrator.runtime import Runtime
 log = logging.getLogger("dora.service")
 
 POLL_S = 0.1
+LINES_S = 10.0
 
 Failures: TypeAlias = tuple[asyncio.Future[None], ...]
 
 
 async def until_ready(
-    config: Config, runtime: Runtime, launcher: OwnLauncher, stop: asyncio.Event, failures: Failures
+    config: Config,
+    runtime: Runtime,
+    launcher: OwnLauncher,
+    stop: asyncio.Event,
+    failures: Failures,
+    progress: Callable[[str], None],
 ) -> bool:
     """Returns whether all workers hold version 0; False if the service was stopped before. Raises if they die or time
-    out.
+    out. ``progress`` hears every ``LINES_S`` how many are ready.
     """
     loop = asyncio.get_running_loop()
-    ends_s = loop.time() + config.workers.start_timeout_s
+    began_s = told_s = loop.time()
+    ends_s = began_s + config.workers.start_timeout_s
     while not stop.is_set():
         ready = sum(worker.hosts >= 0 for worker in runtime.machine.state.workers.values())
         if ready >= config.workers.count:
@@ -36,6 +43,9 @@ async def until_ready(
             reason = f"{ready} of {config.workers.count} workers answered in {config.workers.start_timeout_s:g} s"
         if reason is not None:
             raise WorkerStartError(reason)
+        if loop.time() >= told_s + LINES_S:
+            told_s = loop.time()
+            progress(f"{ready} of {config.workers.count} workers are ready after {told_s - began_s:.0f} s")
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)
     return False

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from dora.ops.cli.token import find_token, left_token, token_folder
+from dora.ops.stored_token import find_token, left_token, token_folder
 from dora.rpc.channel import is_loopback, open_channel
 
 

@@ -25,7 +25,7 @@ from dora.client import Operator
 from dora.client.publication import canary_of, place_weights
 from dora.errors import Conflict, InvalidValue
 from dora.ops.cli.app import app
-from dora.ops.cli.token import left_token, token_file
+from dora.ops.stored_token import left_token, token_file
 from dora.orchestrator.services import trainer as trainer_service
 from dora.orchestrator.setup import run_folder_of
 from dora.rpc import dora_pb2 as pb
@@ -449,7 +449,7 @@ def test_a_folder_with_somebodys_weights_is_left_alone(tiny_dense: Path, tmp_pat
 
 CHILD = """
 import sys
-from dora.ops.cli.token import left_token
+from dora.ops.stored_token import left_token
 from dora.config import load_config
 from dora.orchestrator.setup import run_folder_of
 with run_folder_of(load_config()) as folder, left_token("127.0.0.1:1", "secret"):

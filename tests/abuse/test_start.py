@@ -14,8 +14,8 @@ from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
 from dora.errors import InvalidValue
 from dora.host.processes import Processes
 from dora.models.tiny import make_tiny
-from dora.ops.cli.token import left_token, token_file
 from dora.ops.demo.folder import OutFolder
+from dora.ops.stored_token import left_token, token_file
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.setup import recorder_of, run_folder_of
 from dora.prompts import ChatTokenizer

@@ -1,6 +1,7 @@
 """``dora demo --model tiny`` shows what DORA is for: it learns, while engines generate for several versions."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,16 @@ STEPS = 60
 @pytest.mark.timeout(900)
 def test_the_reward_rises_while_versions_overlap(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    argv = [sys.executable, "-m", "dora", "demo", "--model", "tiny", "--steps", str(STEPS), "--out", str(out)]
-    assert subprocess.run(argv, check=False).returncode == 0
+    dora = [sys.executable, "-m", "dora"]
+    argv = [*dora, "demo", "--model", "tiny", "--steps", str(STEPS), "--out", str(out)]
+    environment = {**os.environ, "DORA_TOKEN": "", "XDG_RUNTIME_DIR": str(tmp_path / "tokens")}
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        look = next(line.split()[1:] for line in demo.stdout if " dora status --address" in line)
+        shown = subprocess.run([*dora, *look, "--json"], env=environment, check=False, capture_output=True, text=True)
+        demo.stdout.read()
+    assert demo.returncode == 0
+    assert shown.returncode == 0 and "filling_step" in json.loads(shown.stdout), "the demo stores its token"
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == STEPS and report["failures"] == []
     assert report["reward_last"] > 2 * report["reward_first"]

@@ -93,7 +93,6 @@ class Fault:
 FAULTS: Final[Mapping[str, Fault]] = {
     "DoraPromiseBroken": Fault({"dora_groups_lost": "1"}),
     "DoraTrainerWaits": Fault({"dora_trainer_waiting": "1"}),
-    "DoraStalenessNearBound": Fault({"dora_staleness_steps_sum": "+192"}),
     "DoraNoHeadWorker": Fault({'dora_version_workers{age="0",state="serving"}': "0"}),
     "DoraVersionRejected": Fault({'dora_versions{state="rejected"}': "1"}, {"state": "rejected"}),
     "DoraVersionUnavailable": Fault({'dora_versions{state="unavailable"}': "1"}, {"state": "unavailable"}),
@@ -187,6 +186,27 @@ def case_of(name: str) -> dict[str, Any]:
         "interval": "1m",
         "input_series": [{"series": named(each), "values": values_of(each, fault)} for each in HEALTHY],
         "alert_rule_test": [expected(alert, minute) for minute in (55, 115, 230) for alert in rules],
+        "promql_expr_test": [no_alert_at("55m")],
+    }
+
+
+def no_alert_at(time: str) -> dict[str, Any]:
+    """No alert fires or is about to."""
+    return {"expr": "ALERTS", "eval_time": time, "exp_samples": []}
+
+
+def young_run() -> dict[str, Any]:
+    """A demo: its trainer waits, is as stale as the window allows, and each version is seconds old."""
+    series = {name: _run(*_steps(values), 4) for name, values in HEALTHY.items()} | {
+        "dora_trainer_waiting": _run(1, 0, 4),
+        "dora_staleness_steps_sum": _run(0, 1920, 4),
+        'dora_version_workers{age="0",state="serving"}': "0 1 0 0 0",
+    }
+    return {
+        "name": "a young run",
+        "interval": "1m",
+        "input_series": [{"series": named(each), "values": values} for each, values in series.items()],
+        "promql_expr_test": [no_alert_at(f"{minute}m") for minute in range(1, 5)],
     }
 
 
@@ -216,7 +236,7 @@ def test_a_fault_fires_its_alert_and_no_other_and_it_clears(binary: Binary, tmp_
     tree = {
         "rule_files": [str(RULES / file) for file in FILES],
         "evaluation_interval": "5m",
-        "tests": [case_of(name) for name in FAULTS],
+        "tests": [young_run(), *(case_of(name) for name in FAULTS)],
     }
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump(tree))

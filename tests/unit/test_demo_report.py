@@ -482,6 +482,14 @@ def test_a_demo_evaluates_prompts_of_its_own_source_unless_it_is_told_otherwise(
         configured(evaluate_every=-1)
 
 
+def test_the_demo_serves_under_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "an-owner's-token-of-more-than-32-characters"
+    monkeypatch.setenv("DORA_TOKEN", token)
+    assert configured().service.token == token
+    monkeypatch.setenv("DORA_TOKEN", "")
+    assert configured().service.token != token
+
+
 def test_a_run_of_sessions_names_one_to_look_at() -> None:
     rows, counters, trained = healthy()
     counters |= {"turns_ended": 36.0, "turns_resumed": 24.0}

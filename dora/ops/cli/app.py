@@ -1,4 +1,4 @@
-"""The ``dora`` application: one entry per command, in the order of ``dora --help``."""
+"""The ``dora`` application: its commands by section."""
 
 from collections.abc import Callable
 from inspect import cleandoc
@@ -14,6 +14,26 @@ from dora.ops.cli.offline import plan, prepare, profile, replay, report, verify
 from dora.ops.cli.offline.simulate import presets, run, sweep
 
 EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
+
+# The sections of ``dora --help``, each with its commands, the most used first.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Run": ("demo", "serve", "host", "front", "environment"),
+    "Look": (
+        "status",
+        "workers",
+        "watch",
+        "versions",
+        "groups",
+        "trajectories",
+        "hosts",
+        "pools",
+        "report",
+        "doctor",
+        "version",
+    ),
+    "Control": ("migrate", "scale", "drain", "rebalance", "cancel", "checkpoint", "eval", "token"),
+    "Offline": ("verify", "simulate", "plan", "profile", "replay", "prepare", "tls"),
+}
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo.demo, demo.EXAMPLE),
@@ -78,8 +98,19 @@ def help_of(function: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-for _app, _commands in ((app, COMMANDS), (run.app, SIMULATE_COMMANDS), (tls_app, TLS_COMMANDS)):
-    for _name, (_function, _example) in _commands.items():
-        _app.command(_name, help=help_of(_function), epilog=f"Example: {_example}")(_function)
-app.add_typer(tls_app, name="tls", cls=DoraGroup)
-app.add_typer(run.app, name="simulate", cls=DoraGroup, help=help_of(run.simulate))
+def _add(to: typer.Typer, name: str, command: tuple[Callable[..., None], str], section: str | None = None) -> None:
+    function, example = command
+    to.command(name, help=help_of(function), epilog=f"Example: {example}", rich_help_panel=section)(function)
+
+
+for _section, _names in SECTIONS.items():
+    for _name in _names:
+        if _name == "simulate":
+            app.add_typer(run.app, name=_name, cls=DoraGroup, help=help_of(run.simulate), rich_help_panel=_section)
+        elif _name == "tls":
+            app.add_typer(tls_app, name=_name, cls=DoraGroup, rich_help_panel=_section)
+        else:
+            _add(app, _name, COMMANDS[_name], _section)
+for _app, _commands in ((run.app, SIMULATE_COMMANDS), (tls_app, TLS_COMMANDS)):
+    for _name, _command in _commands.items():
+        _add(_app, _name, _command)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 import typer
 
 from dora.errors import DoraError, InvalidValue
-from dora.ops.cli.token import DEFAULT_ADDRESS, secret_for
+from dora.ops.stored_token import DEFAULT_ADDRESS, secret_for
 from dora.system.secret_file import read_token
 
 if TYPE_CHECKING:

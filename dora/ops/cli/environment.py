@@ -11,7 +11,7 @@ from dora.config import given, load_config
 from dora.errors import MISSING
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import SettingsOption, token_option
-from dora.ops.cli.token import DEFAULT_ADDRESS, WHERE, find_token
+from dora.ops.stored_token import DEFAULT_ADDRESS, WHERE, find_token
 from dora.system.signals import drain_on_signals
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from dora.errors import MISSING, InvalidValue, one_of
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import token_option
-from dora.ops.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
+from dora.ops.stored_token import DEFAULT_ADDRESS, WHERE, secret_for
 from dora.system.environment import PAGE_TOKEN
 from dora.system.secret_file import read_token
 from dora.system.signals import drain_on_signals

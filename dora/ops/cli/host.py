@@ -10,7 +10,7 @@ import typer
 from dora.errors import MISSING
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import source_of, token_option
-from dora.ops.cli.token import WHERE, secret_for
+from dora.ops.stored_token import WHERE, secret_for
 from dora.system.log_lines import TEXT
 from dora.system.signals import drain_on_signals
 from dora.tls import Tls

@@ -78,22 +78,19 @@ def print_reply(reply: "OperatorReply", as_json: bool) -> None:
 
 @contextmanager
 def progress_bar(
-    console: Console, title: str, patience_s: float = PATIENCE_S, lines_s: float | None = None
+    console: Console, title: str, patience_s: float = PATIENCE_S, lines_s: float = LINES_S
 ) -> Iterator["Tell"]:
     """Yields a progress callback.
 
     On a terminal, a bar appears after ``patience_s`` and disappears at the end. Elsewhere, a line is printed every
-    ``lines_s`` seconds if that is set.
+    ``lines_s`` seconds.
     """
-    if not console.is_terminal and lines_s is None:
-        yield lambda share, how_far="": None
-        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(title, total=1.0)
-    shown_after_s = time.monotonic() + (patience_s if console.is_terminal else lines_s or 0.0)
+    shown_after_s = time.monotonic() + (patience_s if console.is_terminal else lines_s)
 
     def tell(share: float, how_far: str = "") -> None:
         nonlocal shown_after_s
@@ -102,7 +99,7 @@ def progress_bar(
             return
         if console.is_terminal:
             bar.start()
-        elif lines_s is not None:
+        else:
             shown_after_s += lines_s
             left_s = bar.tasks[task].time_remaining
             left = f", {duration(left_s)} left" if left_s is not None else ""

@@ -9,7 +9,7 @@ import typer
 from dora.errors import MISSING, InvalidValue, one_of
 from dora.ops.cli.options import AddressOption, JsonOption, TokenOption
 from dora.ops.cli.output import print_json
-from dora.ops.cli.token import DEFAULT_ADDRESS, WHERE, find_token
+from dora.ops.stored_token import DEFAULT_ADDRESS, WHERE, find_token
 
 EXAMPLE = "dora token trainer"
 

@@ -14,7 +14,7 @@ from dora.ops.cli import completion
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import WINDOW_METAVAR, SettingsOption, check_no_secret, source_of, token_option, window_size
 from dora.ops.cli.output import print_json
-from dora.ops.cli.token import left_token, token_folder
+from dora.ops.stored_token import left_token, token_folder
 from dora.system.log_limit import LogLimit
 from dora.system.log_lines import JsonLines, formatter_of
 from dora.system.signals import drain_on_signals
@@ -314,7 +314,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
     def drain() -> None:
         stop.set()
-        _print_progress("draining; press Ctrl-C again to end at once")
+        _print_progress("stopping; press Ctrl-C again to end at once")
 
     drain_on_signals(drain, running.cancel)
 

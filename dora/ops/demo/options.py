@@ -1,5 +1,6 @@
 """The options of a demo, and the service's configuration that follows from them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def service_config(options: DemoOptions, folder: OutFolder) -> Config:
         {
             "model": options.model,
             "record": str(folder.record),
+            "service.token": os.environ.get("DORA_TOKEN") or None,
             "window.size": options.window,
             "window.groups_per_step": options.groups,
             "rollout.group_size": options.group_size,

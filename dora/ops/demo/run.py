@@ -32,6 +32,7 @@ from dora.ops.demo.screen import Screen
 from dora.ops.demo.series import read_series, sample_json, sample_of, shares
 from dora.ops.demo.timeline import TrainerSpan, draw_timeline
 from dora.ops.demo.trainer_process import CommittedStep, TrainerProcess
+from dora.ops.stored_token import left_token
 from dora.ops.view.learning import learning_of
 from dora.ops.view.learning_page import page, text_of
 from dora.orchestrator.main import ServiceHandle, serve
@@ -205,11 +206,21 @@ def trainer_arguments(options: DemoOptions, config: Config, address: str) -> lis
 async def _watched_run(
     handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
 ) -> Watched:
+    """Stores the token for commands while it trains, as ``dora serve`` does."""
+    screen.line(f"serving on {handle.address}; starting the trainer. Look into it from another terminal:")
+    screen.line(f"  dora status --address {handle.address}")
+    screen.line(f"  dora front --service {handle.address}    # then open http://127.0.0.1:8000/")
+    with left_token(handle.address, handle.token):
+        return await _trained(handle, ready, options, config, folder, screen)
+
+
+async def _trained(
+    handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
+) -> Watched:
     """Trains and watches until the trainer ends, then reads the service's counters.
 
     The trainer starts beside the workers, so that full engines don't wait for its imports.
     """
-    screen.line(f"serving on {handle.address}; starting the trainer")
     arguments = trainer_arguments(options, config, handle.address)
     threads = options.preset.trainer_threads
     async with (

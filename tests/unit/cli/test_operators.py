@@ -7,7 +7,7 @@ import pytest
 
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.output import plain
-from dora.ops.cli.token import find_token, left_token, token_file
+from dora.ops.stored_token import find_token, left_token, token_file
 from dora.ops.view.live import spark_line
 from dora.ops.view.narration import Narrator, news
 from dora.ops.view.numbers import duration, number

@@ -60,9 +60,11 @@ def until_start_fails(config: Config, _: Place) -> float:
 
     async def work() -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        said: list[str] = []
         try:
-            await waiting.until_ready(config, runtime, launcher, asyncio.Event(), (never,))
+            await waiting.until_ready(config, runtime, launcher, asyncio.Event(), (never,), said.append)
         except WorkerStartError:
+            assert len(said) == config.workers.start_timeout_s // waiting.LINES_S, said
             return
         raise AssertionError("the start goes on without workers")
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from dora.ops.cli.app import app
-from dora.ops.cli.token import left_token
+from dora.ops.stored_token import left_token
 from tests.private_token import with_token
 from tests.unit.cli.conftest import address, own_environment  # noqa: F401
 from tests.unit.cli.service import TOKEN

@@ -11,8 +11,8 @@ from dora.errors import InvalidValue
 from dora.ops.cli.control.service import ask
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.options import AddressOption, JsonOption, TokenOption
-from dora.ops.cli.output import LINES_S, json_text, print_result, progress_bar, stderr
-from dora.ops.cli.token import DEFAULT_ADDRESS
+from dora.ops.cli.output import json_text, print_result, progress_bar, stderr
+from dora.ops.stored_token import DEFAULT_ADDRESS
 
 if TYPE_CHECKING:
     from dora.client import Evaluation, Prompts
@@ -73,7 +73,7 @@ def evaluate(
 
     async def run(client: "Prompts") -> "Evaluation":
         evaluation = client.evaluate(rows, version=pinned, share=share, name=name)
-        with progress_bar(stderr(), "evaluating", lines_s=LINES_S) as tell:
+        with progress_bar(stderr(), "evaluating") as tell:
             async for group in evaluation:
                 if record is not None:
                     lines = [json.dumps(each.to_json_dict(), allow_nan=False) for each in group.trajectories]

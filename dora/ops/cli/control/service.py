@@ -17,7 +17,7 @@ from dora.ops.cli.control.conversation import show_conversation
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.options import AddressOption, JsonOption, TokenOption, source_of
 from dora.ops.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
-from dora.ops.cli.token import DEFAULT_ADDRESS, WHERE, secret_for
+from dora.ops.stored_token import DEFAULT_ADDRESS, WHERE, secret_for
 from dora.tls import Tls
 
 if TYPE_CHECKING:

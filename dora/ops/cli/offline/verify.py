@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.options import JsonOption
-from dora.ops.cli.output import LINES_S, print_result, progress_bar, stderr
+from dora.ops.cli.output import print_result, progress_bar, stderr
 from dora.ops.view.tables import Facts
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def verify(
     """
     from dora.ops.verify import verify as verify_record
 
-    with progress_bar(stderr(), "verifying", lines_s=LINES_S) as tell:
+    with progress_bar(stderr(), "verifying") as tell:
         report = verify_record(folder, atol=atol, sample=sample, seed=seed, window_versions=window, progress=tell)
     print_result({"ok": report.verified, **asdict(report)}, _table(folder, report), as_json)
     if not report.verified:
