@@ -110,8 +110,8 @@ proto-check: setup ## are the stubs those of dora.proto and sample.proto?
 			cmp -s $$folder/$$file $$file || { echo "$$file is not that of its .proto; run make proto"; exit 1; }; \
 		done
 
-docs: setup ## write docs/reference.md from the code
-	@$(BIN)/python -m dora.ops.cli.reference > docs/reference.md.new && mv docs/reference.md.new docs/reference.md
+docs: setup ## write docs/reference/ from the code
+	@$(BIN)/python -m dora.ops.cli.reference docs/reference
 
 fmt: setup ## format, and repair what can be repaired
 	@$(BIN)/ruff check --fix --quiet .; $(BIN)/ruff format .

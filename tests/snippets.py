@@ -11,7 +11,10 @@ INDENTED = re.compile(r"^    (dora .*)$", re.MULTILINE)
 
 
 def documents() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Every page of the repository."""
+    top = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
+    folders = [ROOT / name for name in ("deploy", "docs", "dora", "examples", "experiments")]
+    return [*top, *sorted(file for folder in folders for file in folder.rglob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:

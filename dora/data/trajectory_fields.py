@@ -2,7 +2,7 @@
 
 :class:`dora.data.trajectory.Trajectory` has the declarations. Everything that reads or writes trajectories follows from
 them: the JSON record (here), the protobuf message and the packed columns (``dora/rpc``), and the table of fields in
-``docs/reference.md``. ``orchestrator/rollout/responses/state.py`` computes each value in the service.
+``docs/reference/``. ``orchestrator/rollout/responses/state.py`` computes each value in the service.
 """
 
 import base64

@@ -40,14 +40,11 @@ def markdown(report: Mapping[str, Any]) -> str:
             _rates(report),
         ]
     if report["modes"]:
-        parts += ["**Reward at equal samples.**", _rewards(report["modes"])]
-        parts += [f"![Reward by samples and by the clock]({REWARD_PLOT})"]
         level = "" if setup["level"] is None else f" The level is a reward of {_number(setup['level'])}."
-        parts += [f"**By the clock.**{level}", _clocks(report["modes"])]
+        parts += [f"**By mode.**{level}", _modes(report["modes"])]
+        parts += [f"![Reward by samples and by the clock]({REWARD_PLOT})"]
     if report["bars"]:
         parts += ["**Bars.**", _bars(report)]
-    if report["staleness"]:
-        parts += ["**By staleness** of what was trained on.", _staleness(report)]
     if report["limits"]:
         base = report["modes"].get(report["base_of_limits"], {}).get("title", report["base_of_limits"])
         parts += [f"**What limits.** Each row is {base} with one thing changed.", _limits(report)]
@@ -64,69 +61,36 @@ def _rates(report: Mapping[str, Any]) -> str:
     return _table(["learning rate", "mean reward"], rows)
 
 
-def _rewards(modes: Mapping[str, Mapping[str, Any]]) -> str:
-    heads = ["", "staleness", "end", "over sync's", "policy at the end", "over sync's", "all steps", "over sync's"]
-    rows = [
-        [
-            f"{row['title']} ({row['seeds']})",
-            _estimate(row["staleness_mean"], 2),
-            _estimate(row["end_reward"]),
-            _estimate(row["end_difference"], signed=True),
-            _estimate(row["policy_reward"]),
-            _estimate(row["policy_difference"], signed=True),
-            _estimate(row["mean_reward"]),
-            _estimate(row["mean_difference"], signed=True),
-        ]
-        for row in modes.values()
-        if row["seeds"]
-    ]
-    return _table(heads, rows)
-
-
-def _clocks(modes: Mapping[str, Mapping[str, Any]]) -> str:
-    heads = ["", "reach it", "steps", "measured s a step", "trainer waits", "sooner, measured", "the policy"]
-    heads += ["simulated min a step", "sooner, simulated", "the policy"]
-    rows = [
-        [
-            row["title"],
-            f"{row['reached']} of {row['seeds']}" if row["seeds"] and "reached" in row else "-",
-            _estimate(row.get("steps_to_level"), 1),
-            _estimate(row["step_s"], 2),
-            _share(row["waited_share"]),
-            _estimate(row.get("sooner_measured"), 2),
-            _estimate(row.get("sooner_measured_policy"), 2),
-            _number(row["fleet_step_min"], 2),
-            _estimate(row.get("sooner_fleet"), 2),
-            _estimate(row.get("sooner_fleet_policy"), 2),
-        ]
-        for row in modes.values()
-    ]
+def _modes(modes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Seeds are in brackets; those that did not reach the level are counted at its steps."""
+    heads = ["", "staleness", "end reward", "over sync's", "steps to the level", "measured s a step", "trainer waits"]
+    heads += ["sooner, measured", "simulated min a step", "sooner, simulated"]
+    rows = []
+    for row in modes.values():
+        missed = "" if row.get("reached", row["seeds"]) == row["seeds"] else f" ({row['reached']} of {row['seeds']})"
+        rows.append(
+            [
+                f"{row['title']} ({row['seeds']})" if row["seeds"] else row["title"],
+                _estimate(row["staleness_mean"], 2),
+                _estimate(row["end_reward"]),
+                _estimate(row["end_difference"], signed=True),
+                f"{_estimate(row.get('steps_to_level'), 1)}{missed}",
+                _estimate(row["step_s"], 2),
+                _share(row["waited_share"]),
+                _estimate(row.get("sooner_measured"), 2),
+                _number(row["fleet_step_min"], 2),
+                _estimate(row.get("sooner_fleet"), 2),
+            ]
+        )
     return _table(heads, rows)
 
 
 def _bars(report: Mapping[str, Any]) -> str:
-    heads = ["", "reaches sync's reward", "its policy does", f"{SOONER_BAR:g} times sooner, measured", "simulated"]
+    heads = ["", "reaches sync's reward", f"{SOONER_BAR:g} times sooner, measured", "simulated"]
     words = {True: "yes", False: "**no**", None: "-"}
     rows = [
-        [report["modes"][name]["title"], *(words[met] for met in bars.values())]
+        [report["modes"][name]["title"], *(words[met] for bar, met in bars.items() if not bar.startswith("policy"))]
         for name, bars in report["bars"].items()
-    ]
-    return _table(heads, rows)
-
-
-def _staleness(report: Mapping[str, Any]) -> str:
-    heads = ["", "staleness", "responses", "tokens clipped", "effective sample", "99% of ratios below"]
-    rows = [
-        [
-            report["modes"][name]["title"],
-            staleness,
-            _share(cell["share"]),
-            _share(cell["clip_fraction"]),
-            _share(cell["effective_sample"]),
-            _number(cell["ratio_p99"], 2),
-        ]
-        for name, cells in report["staleness"].items()
-        for staleness, cell in cells.items()
     ]
     return _table(heads, rows)
 

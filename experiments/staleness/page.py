@@ -15,9 +15,13 @@ TICKS: Final = 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0
 
 def markdown(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -> str:
     """The section of docs/convergence.md."""
-    parts = [_rule(points), _table(points)]
+    shown = "Samples to the level over those of lag 0; in brackets the seeds that reached it, if others are missing."
+    parts = [_rule(points), shown, _table(points)]
     if best:
-        parts += ["**With the learning rate chosen for each lag**, on two seeds of their own.", _best(points, best)]
+        parts += [
+            "**With the learning rate (in brackets) chosen for each lag** on two other seeds: steps to the level.",
+            _best(points, best),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -38,24 +42,40 @@ def _rule(points: Sequence[Point]) -> str:
 
 
 def _table(points: Sequence[Point]) -> str:
-    head = "| task | objective | learning rate | movement, nats a step | lag | lag x √movement | steps to the level | "
-    lines = [head + "samples / lag 0 | reached |", "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    """A line for each mode: its steps to the level at lag 0, and its samples over those of lag 0 by lag."""
+    lags = sorted({each.lag for each in points})
+    modes: dict[tuple[str, str, float], dict[int, Point]] = {}
     for each in points:
-        half = "" if each.samples.half is None else f" ± {each.samples.half:.2f}"
-        samples = "1" if each.lag == 0 else f"{each.samples.mean:.2f}{half}"
-        lines.append(
-            f"| {each.task} | {each.objective} | {each.learning_rate:g} | {each.movement:.2g} | {each.lag} | "
-            f"{each.far:.2g} | {each.steps:.0f} | {samples} | {each.reached} of {each.seeds} |"
-        )
+        modes.setdefault((each.task, each.objective, each.learning_rate), {})[each.lag] = each
+    head = "| task | objective | learning rate | movement, nats a step | seeds | steps at lag 0 |"
+    lines = [head + "".join(f" lag {lag} |" for lag in lags if lag), "|---|---|" + "---:|" * (3 + len(lags))]
+    for (task, objective, rate), by_lag in modes.items():
+        start = by_lag[0]
+        samples = (_samples(by_lag[lag], start.seeds) if lag in by_lag else "-" for lag in lags if lag)
+        cells = task, objective, f"{rate:g}", f"{start.movement:.2g}", start.seeds, f"{start.steps:.0f}", *samples
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
+def _samples(point: Point, seeds: int) -> str:
+    """Names the seeds of a point that has fewer of them, or of which some did not reach the level."""
+    half = "" if point.samples.half is None else f" ± {point.samples.half:.2f}"
+    seen = "" if point.reached == point.seeds == seeds else f" ({point.reached} of {point.seeds})"
+    return f"{point.samples.mean:.2f}{half}{seen}"
+
+
 def _best(points: Sequence[Point], best: Mapping[tuple[str, str, int], float]) -> str:
+    """A line for each objective: steps to the level by lag, and in brackets the learning rate."""
     steps = {(each.task, each.objective, each.lag, each.learning_rate): each.steps for each in points}
-    lines = ["| task | objective | lag | learning rate | steps to the level |", "|---|---|---:|---:|---:|"]
-    for (task, objective, lag), rate in sorted(best.items()):
-        found = steps.get((task, objective, lag, rate))
-        lines.append(f"| {task} | {objective} | {lag} | {rate:g} | {'-' if found is None else f'{found:.0f}'} |")
+    lags = sorted({lag for _, _, lag in best})
+    lines = [f"| task | objective |{''.join(f' lag {lag} |' for lag in lags)}", "|---|---|" + "---:|" * len(lags)]
+    for task, objective in sorted({(task, objective) for task, objective, _ in best}):
+        cells = []
+        for lag in lags:
+            rate = best.get((task, objective, lag))
+            found = None if rate is None else steps.get((task, objective, lag, rate))
+            cells.append("-" if found is None else f"{found:.0f} ({rate:g})")
+        lines.append(f"| {task} | {objective} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -86,17 +86,25 @@ def _gain(objective: str, rate: float, share: float, by: str, results: list[Resu
 
 
 def markdown(gained: Sequence[Gain]) -> str:
-    """The table of docs/convergence.md."""
-    head = "| objective | learning rate | replay.share | by | groups replayed a step | steps to the level | "
-    lines = [head + "fresh samples / no replay | reached |", "|---|---:|---:|---|---:|---:|---:|---:|"]
-    for each in gained:
-        half = "" if each.samples.half is None else f" ± {each.samples.half:.2f}"
-        samples = f"{each.samples.mean:.2f}{half}" if each.share else "1"
-        lines.append(
-            f"| {each.objective} | {each.learning_rate:g} | {each.share:g} | {each.by or '-'} | {each.replayed:.1f} | "
-            f"{each.steps:.0f} | {samples} | {each.reached} of {each.seeds} |"
-        )
+    """The table of docs/convergence.md: a line for each objective and rate, a column for each way to replay."""
+    ways = list(dict.fromkeys((each.share, each.by) for each in gained if each.share))
+    lines = ["| objective | learning rate | seeds | steps without |" + "".join(f" {x:g} by {by} |" for x, by in ways)]
+    lines.append("|---|---:|---:|---:|" + "---:|" * len(ways))
+    for objective, rate in dict.fromkeys((each.objective, each.learning_rate) for each in gained):
+        own = {
+            (each.share, each.by): each for each in gained if (each.objective, each.learning_rate) == (objective, rate)
+        }
+        plain = next(each for each in own.values() if not each.share)
+        cells = (_cell(own[way], plain.seeds) if way in own else "-" for way in ways)
+        lines.append(f"| {objective} | {rate:g} | {plain.seeds} | {plain.steps:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(gain: Gain, seeds: int) -> str:
+    """Fresh samples over those without replay; in brackets the groups replayed in a step."""
+    half = "" if gain.samples.half is None else f" ± {gain.samples.half:.2f}"
+    missed = "" if gain.reached == gain.seeds == seeds else f", {gain.reached} of {gain.seeds}"
+    return f"{gain.samples.mean:.2f}{half} ({gain.replayed:.1f}{missed})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

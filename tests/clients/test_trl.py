@@ -51,7 +51,7 @@ async def test_trl_trains_whole_models_and_adapters(
 
 
 async def test_the_page_changes_few_lines_of_a_program_with_trl() -> None:
-    changes = snippet("docs/attach-a-trainer.md", "GRPOTrainer", "diff")
+    changes = snippet("examples/README.md", "GRPOTrainer", "diff")
     added = [line[1:].strip() for line in changes.splitlines() if line.startswith("+")]
     assert 0 < len(added) <= CHANGED_LINES_MAX
     example = (ROOT / "examples" / "trl_grpo.py").read_text()

@@ -20,7 +20,7 @@ SERVICE = {"workers__engine": "fake", "prompts": "none", "reward__function": "te
 
 def page_settings(address: str) -> list[str]:
     """verl's settings as the page has them."""
-    page = snippet("docs/attach-a-trainer.md", "verl_rollout.Rollouts", "sh")
+    page = snippet("examples/README.md", "verl_rollout.Rollouts", "sh")
     settings = [each.replace("127.0.0.1:7070", address) for each in re.findall(r"\S+\.\S+=\S+", page)]
     return [each for each in settings if "placement" not in each]  # which is SkyRL's
 

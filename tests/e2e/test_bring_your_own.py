@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "my_rewards.py": snippet("docs/bring-your-own.md", "def score"),
         "my_loss.py": snippet("docs/bring-your-own.md", "def grpo_loss"),
         "my_trainer.py": snippet("docs/bring-your-own.md", "rewards_valid"),
-        "my_ranks.py": snippet("docs/bring-your-own.md", "dist.init_process_group"),
+        "ddp_loop.py": (ROOT / "examples" / "ddp_loop.py").read_text(encoding="utf-8"),
         "my_prompts.py": snippet("docs/bring-your-own.md", "dora.sync.Prompts"),
     }
     for name, code in files.items():
@@ -132,7 +132,8 @@ async def test_prompts_are_submitted_as_printed(folder: Path, tiny_dense: Path) 
         config(folder, tiny_dense, prompts="none", reward__function="dora.rewards.tiny:score")
     ) as handle:
         await run(handle, folder, "my_prompts.py")
-        (line,) = [each for block in blocks(PAGE, "sh") for each in block.splitlines() if "grpcurl" in each]
+        page = ROOT / "dora" / "rpc" / "README.md"
+        (line,) = [each for block in blocks(page, "sh") for each in block.splitlines() if "grpcurl" in each]
         header_line = await _header(line, handle)
         words = shlex.split(re.sub(r"\$\(.*?\)", header_line, line))
         folder_of_proto, proto, header, body, address, method = (

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def test_the_documents_link_to_headings_that_are_there() -> None:
         for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", document.read_text(encoding="utf-8")):
             target = document.parent / name if name else document
             assert target.suffix != ".md" or anchor in headings(target), f"{document.name}: {name}#{anchor}"
+
+
+def test_the_architecture_page_shows_the_layers_in_force() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in contracts if each.get("containers") == ["dora"])
+    shown = "\n".join(["```", *layers, "```"]).replace(" | ", "  ")
+    assert shown in (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_the_cores_entrance_is_as_shown() -> None:

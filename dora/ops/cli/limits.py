@@ -1,4 +1,4 @@
-"""Limits of a service that are not settings, for ``docs/reference.md``."""
+"""Limits of a service that are not settings, for ``docs/reference/limits.md``."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final

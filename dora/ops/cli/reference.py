@@ -1,12 +1,12 @@
-"""Writes ``docs/reference.md`` from the code: every setting, column, counter and JSON field with its meaning.
+"""Writes ``docs/reference/`` from the code: every setting, column, counter and JSON field with its meaning.
 
-Run by ``make docs`` as ``python -m dora.ops.cli.reference > docs/reference.md``. A test compares the file with its
-output.
+Run by ``make docs`` as ``python -m dora.ops.cli.reference docs/reference``. A test compares the folder with its output.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -70,12 +70,16 @@ from dora.rpc.roles import Role
 INTRODUCTION: Final = """\
 # Reference
 
-`make docs` makes this page from the code. Names end in their unit: `_s` seconds, `_min` minutes, `_ms` milliseconds,
-`_tokens`, `_bytes`; a `_fraction` is 0 to 1. Null in JSON and `-` in a table: not measured, or without a meaning there.
-With `--json`, a command on a service prints the fields of `dora/rpc/dora.proto`; the others print the fields below.
+Look up a command, setting, error, counter, metric, column or JSON field here. `make docs` writes these pages from the
+code.
+
+Names end in their unit: `_s` seconds, `_min` minutes, `_ms` milliseconds, `_tokens`, `_bytes`; a `_fraction` is 0 to 1.
+Null in JSON and `-` in a table mean that a value was not measured or has no meaning there. With `--json`, a command on
+a service prints the fields of `dora/rpc/dora.proto`; the others print the fields listed here.
 """
 BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 Rows = Iterable[Sequence[object]]
+Table = tuple[str, Sequence[str], Rows]  # title, headings and rows
 FIELDS: Final = ("field", "meaning")
 COLUMNS: Final = ("column", "meaning")
 METRICS: Final = ("metric", "kind", "labels", "meaning")
@@ -94,60 +98,90 @@ ERRORS: Final[tuple[type[DoraError], ...]] = (
 )  # errors that a client of a service can receive
 
 
-def reference() -> str:
-    """Returns the whole page."""
-    parts = [INTRODUCTION]
-    for title, headings, rows in (*_service_tables(), *_report_tables()):
-        lines = (_line(headings), _line("---" for _ in headings), *(_line(row) for row in rows))
-        parts.append("\n".join((f"## {title}", "", *lines, "")))
-    return "\n".join(parts)
+def reference() -> dict[str, str]:
+    """Returns the text of each page by its file's name."""
+    pages = {f"{name.lower()}.md": (name, list(tables)) for name, tables in _pages().items()}
+    index = ((f"[{name}]({file})", "; ".join(title for title, *_ in tables)) for file, (name, tables) in pages.items())
+    texts = {file: _page(name, tables) for file, (name, tables) in pages.items()}
+    return {"README.md": f"{INTRODUCTION}\n{_table(('page', 'tables'), index)}", **texts}
 
 
-def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
-    """Yields title, headings and rows of each table about a service."""
+def _pages() -> dict[str, Iterable[Table]]:
+    return {
+        "Commands": _command_tables(),
+        "Errors": [("Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors())],
+        "Access": _access_tables(),
+        "Settings": _setting_tables(),
+        "Limits": [("Limits", ("of", "limit", "beyond it"), limits())],
+        "Counters": [("Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS))],
+        "Metrics": _metric_tables(),
+        "Columns": _column_tables(),
+        "Records": _record_tables(),
+        "Simulator": _simulator_tables(),
+        "Planner": _planner_tables(),
+    }
+
+
+def _command_tables() -> Iterator[Table]:
     yield "Commands", ("command", "what it does", "example"), _commands()
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
-    yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
+
+
+def _access_tables() -> Iterator[Table]:
     yield "Who may call what", ("method of `dora.proto`", *Role), _access()
     yield "Who may use which route", ("route or page, under TLS", *Role), _routes()
-    yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
-    yield "Limits", ("of", "limit", "beyond it"), limits()
-    yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(COUNTERS)
+
+
+def _setting_tables() -> Iterator[Table]:
+    """Yields a table for each section of a service's settings. Settings without a section come first."""
+    rows: dict[str, list[Sequence[object]]] = {}
+    for row in _settings(Config):
+        section, has_section, _ = str(row[0]).partition(".")
+        rows.setdefault(f"{section}`" if has_section else "Without a section", []).append(row)
+    return ((section, SETTINGS, own) for section, own in rows.items())
+
+
+def _metric_tables() -> Iterator[Table]:
     yield "Metrics of a service: `dora serve --metrics`, page `/metrics`", METRICS, _metrics(SERVICE, DISTRIBUTIONS)
     yield "Metrics of a front: its page `/metrics`", METRICS, _metrics(FRONT, FRONT_DISTRIBUTIONS)
     yield "Metrics of a host: page `/hosts/NAME/metrics`", METRICS, (*_metrics(HOST), *_engine_histograms())
+
+
+def _column_tables() -> Iterator[Table]:
     yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)
     yield "Trajectories: `dora trajectories`", COLUMNS, _columns(service.TRAJECTORY_COLUMNS)
-    yield "The demo's `report.json`", FIELDS, _fields(DemoReport)
-    yield (
-        "A trajectory: `dora.data.trajectory.Trajectory`, and a line of `trajectories.jsonl`",
-        FIELDS,
-        _named(TRAJECTORY),
-    )
+
+
+def _record_tables() -> Iterator[Table]:
+    trajectory = "A trajectory: `dora.data.trajectory.Trajectory`, and a line of `trajectories.jsonl`"
+    yield trajectory, FIELDS, _named(TRAJECTORY)
     session = _fields(Conversation, ("branches[].", BranchShown), ("branches[].turns[].", TurnShown))
     yield "A recorded session: `dora trajectories --show`", FIELDS, session
     yield "A record: `dora verify`", FIELDS, (("`ok`", "whether nothing was violated"), *_fields(VerifyReport))
+    yield "The demo's `report.json`", FIELDS, _fields(DemoReport)
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
     yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)
     yield "Event logs: `dora replay`", FIELDS, log
     yield "A service's hosts: `dora doctor --service`, each of `findings`", FIELDS, _fields(Finding)
 
 
-def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
-    """Yields title, headings and rows of each table about the simulator, the planner and the profiler."""
+def _simulator_tables() -> Iterator[Table]:
     yield "Settings of a scenario: `dora simulate`", SETTINGS, _settings(Scenario)
     yield "One run, over the measured steps: `dora simulate`", ("field", "line", "meaning"), _run_fields()
     yield "A run that violated a guarantee", FIELDS, _fields(BrokenReport)
     yield "All policies: `dora simulate --compare`", COLUMNS, _columns(comparison.COLUMNS)
-    yield "The same as JSON", FIELDS, _fields(ComparisonTree, ("policies[].", comparison.Compared))
+    yield "All policies as JSON", FIELDS, _fields(ComparisonTree, ("policies[].", comparison.Compared))
     yield "Presets: `dora simulate presets`", FIELDS, _fields(PresetRow)
     yield "Fault sweeps: `dora simulate sweep`", FIELDS, _fields(SweepReport)
     yield "Faults", ("kind", "what happens"), _named({name: kind.meaning for name, kind in KINDS.items()})
+
+
+def _planner_tables() -> Iterator[Table]:
     yield "Splits: `dora plan`", COLUMNS, _columns(plan.COLUMNS)
-    yield "The same as JSON, beside the fields of the best split", FIELDS, _fields(plan.PlanReport)
+    yield "Splits as JSON, beside the fields of the best split", FIELDS, _fields(plan.PlanReport)
     yield "Workers to add: `dora plan --generation-s`", FIELDS, _fields(plan.Adjustment)
     yield "Cost of an engine: `dora profile`", FIELDS, _fields(ProfileReport)
 
@@ -160,6 +194,19 @@ def meanings(kind: Any) -> dict[str, str]:
             raise TypeError(f"{kind.__name__}.{name} has no description")
         found[name] = hint.__metadata__[0]
     return found
+
+
+def _page(name: str, tables: Sequence[Table]) -> str:
+    """A page with one table has the table's title for its own."""
+    if len(tables) == 1:
+        title, headings, rows = tables[0]
+        return f"# {title}\n\n{_table(headings, rows)}"
+    sections = (f"## {title}\n\n{_table(headings, rows)}" for title, headings, rows in tables)
+    return "\n".join((f"# {name}\n", *sections))
+
+
+def _table(headings: Sequence[str], rows: Rows) -> str:
+    return "".join(f"{line}\n" for line in (_line(headings), _line("---" for _ in headings), *map(_line, rows)))
 
 
 def _line(cells: Iterable[object]) -> str:
@@ -297,5 +344,14 @@ def _digits(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def main(folder: Path) -> None:
+    """Writes the pages into ``folder``, in place of those that it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in folder.glob("*.md"):
+        page.unlink()
+    for name, text in reference().items():
+        (folder / name).write_text(text)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Tables for people. Their columns describe themselves, and ``docs/reference.md`` has the same words.
+"""Tables for people. Their columns describe themselves, and ``docs/reference/`` has the same words.
 
 A table adapts to the available width. In a narrow terminal it first drops its frame, then the columns of the highest
 rank; long words are abbreviated. No word is broken and no number is cut.
