@@ -250,7 +250,8 @@ def test_a_service_refuses_the_class_before_it_starts() -> None:
         ([{"role": "assistant", "content": "x"}], "role"),
         (End("much"), "End.reward"),  # type: ignore[arg-type]
         (End(1.0, turn_rewards={2: 1.0}), "turn"),
-        (End(1.0, {"a": None}), "components"),  # type: ignore[dict-item]
+        (End(1e39), "End.reward"),
+        (End(1.0, turn_rewards={0: -1e39}), "End.turn_rewards"),
     ],
 )
 def test_results_that_are_no_step_are_refused(result: Any, field: str) -> None:

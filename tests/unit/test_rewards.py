@@ -178,10 +178,21 @@ async def test_options_out_of_range_are_refused(option: str) -> None:
         await RewardRunner.start(f"{FUNCTIONS}:echo", **{option: 0})
 
 
-def test_components_must_be_finite_numbers() -> None:
+def test_components_that_are_no_finite_numbers_are_left_out_and_the_reward_counts() -> None:
     assert checked({"reward": 1, "components": {"a": True}}) == {"reward": 1.0, "components": {"a": 1.0}, "log": ""}
-    assert "component a" in checked({"reward": 1, "components": {"a": float("nan")}})["failure"]
-    assert "components" in checked({"reward": 1, "components": [1]})["failure"]
+    found = checked({"reward": 1, "components": {"a": float("nan"), "b": 2}, "log": "x"})
+    assert found == {"reward": 1.0, "components": {"b": 2.0}, "log": "x\n(left out: a)"}
+    assert checked({"reward": 1, "components": [1]})["log"] == "(left out: components, which are no mapping)"
+
+
+@pytest.mark.parametrize("reward", [1.1e6, -1.1e6, 1e39, 1e300, 10**400, float("inf"), float("nan")])
+def test_a_reward_beyond_its_bound_is_refused_by_name(reward: float) -> None:
+    assert "1,000,000" in checked(reward)["failure"] and "1,000,000" in checked({"reward": reward})["failure"]
+    bound = -1e6 if reward < 0 else 1e6
+    assert checked(bound)["reward"] == bound
+
+
+def test_plain_components() -> None:
     assert checked(Reward(0.5, log="x")) == {"reward": 0.5, "components": {}, "log": "x"}
 
 

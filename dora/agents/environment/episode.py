@@ -218,9 +218,8 @@ def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
 async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: bool, is_warm: bool) -> None:
     rewards = {numbers[turn]: float(reward) for turn, reward in end.turn_rewards.items()}
     reward = None if end.reward is None else float(end.reward)
-    components = {name: float(value) for name, value in end.components.items()}
     await session.end(
-        reward, components=components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
+        reward, components=end.components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
     )
 
 

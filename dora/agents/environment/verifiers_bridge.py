@@ -105,7 +105,7 @@ def _outcome(episode: Any, base_url: str) -> dict[str, Any]:
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     stopped = f", stopped: {trace.stop_condition}" if trace.stop_condition else ""
     log = f"task {trace.task.data.idx}, {trace.num_turns} turns{stopped}"
-    return {"reward": float(trace.reward), "components": {**metrics, **rewards}, "log": log[:LOG_CHARACTERS]}
+    return {"reward": float(trace.reward), "components": {**metrics, **rewards}, "log": log}
 
 
 def _imported() -> Any:

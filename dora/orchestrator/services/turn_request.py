@@ -150,7 +150,7 @@ def _other(field: str, value: object, first: object) -> Conflict:
     return Conflict(field, value, f"{first!r}, as in the turn's first call", why="differs")
 
 
-def check_line(field: str, text: str, most: int, *, least: int = 0, lines: bool = False) -> None:
-    """Raises InvalidValue for a text of another length, or that is not printable. ``lines``: it may have several."""
-    if not least <= len(text) <= most or not (lines or text.isprintable()):
+def check_line(field: str, text: str, most: int, *, least: int = 0) -> None:
+    """Raises InvalidValue for a text of another length, or that is not printable."""
+    if not least <= len(text) <= most or not text.isprintable():
         raise InvalidValue(field, text[:80], f"{least} to {most} printable characters")
