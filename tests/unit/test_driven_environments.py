@@ -63,6 +63,7 @@ class FakeSession:
     is_warm: bool = False
     rewound: int = 0
     failed: str = ""
+    fault: str = ""
 
     async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
         self.contexts += 1
@@ -99,8 +100,8 @@ class FakeSession:
         self.turn, self.prompt_token_ids, self.token_ids = turn_of(0, (), None), np.zeros(0, np.int32), []
         self.rewound += 1
 
-    async def fail(self, reason: str) -> str:
-        self.failed = reason
+    async def fail(self, reason: str, fault: str = "session") -> str:
+        self.failed, self.fault = reason, fault
         return ""
 
 

@@ -15,8 +15,9 @@ from dora.agents.chat.reply import Reply as ParsedReply
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
 from dora.agents.chat.tree import SessionTree
-from dora.agents.environment.calls import Calls, Failed, TimeLeft
+from dora.agents.environment.calls import Calls, Ended, Failed, TimeLeft
 from dora.agents.environment.pool import WarmPool, closed, prepare
+from dora.agents.environment.processes import Remote
 from dora.agents.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
 from dora.agents.environment.verdicts import Conversation, VerdictCache, is_deterministic
 from dora.agents.front.model import ServedModel
@@ -64,7 +65,8 @@ class Driven(Protocol):
 class Episodes:
     """Runs sessions with an environment class.
 
-    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any.
+    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any. ``alone``: returns an
+    environment with a process of its own for tasks that need one.
     """
 
     make: Callable[[], Environment]
@@ -75,26 +77,45 @@ class Episodes:
     verdicts: VerdictCache = field(default_factory=lambda: VerdictCache(0))
     calls: Calls = field(default_factory=Calls)
     turns: int = 0
+    alone: Callable[[Task], Awaitable[Remote | None]] | None = None
 
     async def run(self, session: Driven) -> None:
-        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
+        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses.
+
+        If its process ends through another's fault, it goes on in the next one, if it can.
+        """
+        while True:
+            environments: list[Environment] = []
+            try:
+                return await self._run(session, environments)
+            except Exception as error:
+                ended = await environments[0].ended() if environments and isinstance(environments[0], Remote) else None
+                if ended is None:
+                    raise
+                if ended.fault != "another":
+                    raise ended from error
+
+    async def _run(self, session: Driven, environments: list[Environment]) -> None:
         begun = session.turn.number
         if not begun and len(session.prompt_token_ids):
             raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt")
         left, task = TimeLeft(self.timeout_s, self.calls), task_of(session)
-        environments: list[Environment] = []
+        alone = await self.alone(task) if self.alone is not None else None
+        if alone is not None:
+            environments.append(alone)
 
         async def start(environment: Environment | None) -> list[dict[str, Any]]:
-            environments.append(self.make() if environment is None else environment)
+            if not environments:
+                environments.append(self.make() if environment is None else environment)
             if environment is None:
                 await prepare(environments[0])
             if begun and not is_deterministic(environments[0]):
-                raise Failed(f"the process of its environment ended after turn {begun}")
+                raise Ended(f"the process of its environment ended after turn {begun}", "another")
             return new_messages(await environments[0].reset(task), "reset()")
 
         try:
             async with self.starting:
-                warm = None if self.pool is None else self.pool.take()
+                warm = None if self.pool is None or alone is not None else self.pool.take()
                 chat = await left.run(start(warm))
             if begun:  # from its first turn on, each is repeated, with the tokens that were sampled
                 session.rewind()
