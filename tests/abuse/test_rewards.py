@@ -185,7 +185,6 @@ async def test_a_leak_costs_no_verdict_and_each_call_is_judged_once(
         ("small objects", "; the limit is reward.memory_mb = 256"),
         ("caught", "raised ValueError: no reward; the limit is reward.memory_mb = 256"),
         ("quoted", "raised RuntimeError: child: Cannot allocate memory; the limit is reward.memory_mb = 256"),
-        ("result", "returned a value that cannot be read: MemoryError:; the limit is reward.memory_mb = 256"),
         ("long error", "xxx; the limit is reward.memory_mb = 256"),
         ("shared", "MiB of reward.memory_mb = 256"),
         ("shared and prints", "MiB of reward.memory_mb = 256"),
@@ -468,7 +467,8 @@ async def test_a_service_delivers_its_steps_whatever_the_function_does(tiny_dens
     check_promises(steps, window=2, groups=3)
     trajectories = [each for step in steps for group in step for each in group.trajectories]
     for each in trajectories:
-        assert each.reward == each.length_tokens if each.reward_valid else each.verifier_log
+        cut = "left out" in each.verifier_log  # its components, not its reward
+        assert each.reward == (1.0 if cut else each.length_tokens) if each.reward_valid else each.verifier_log
     assert {each.reward_valid for each in trajectories} == {False, True}
 
 

@@ -137,7 +137,7 @@ async def test_a_child_gets_its_secrets_in_no_variable(tmp_path: Path) -> None:
     kept = KeptProcess("a child", ["-m", "dora", "environment", "no:Class", "--service", "127.0.0.1:1"], environment)
     try:
         async with asyncio.timeout(60):
-            while not said.exists() or b"PATH=" not in said.read_bytes():
+            while not said.exists() or b"PATH=" not in said.read_bytes():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # until Python has begun
         assert SECRET.encode() not in said.read_bytes()
     finally:

@@ -63,6 +63,17 @@ async def test_prints_and_reads_do_not_touch_the_protocol(start: Start) -> None:
         assert await runner.score("", "", [], "{}") == Reward(value=0.5)
 
 
+async def test_prints_come_at_once_with_the_response_that_they_are_about(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line without an end, too, of a process that leaves."""
+    runner = await start("prints_and_leaves")
+    for name in ("g0.1", "g0.2"):
+        assert not (await runner.score("", "", [], "{}", name)).valid
+    said = capfd.readouterr().err
+    assert "g0.1: one\ng0.1: two" in said and "g0.2: one\ng0.2: two" in said
+
+
 @pytest.mark.parametrize("result", ["NaN", "Infinity", "-Infinity", "null", '"1"', "[1]", '{"components": {}}'])
 async def test_a_result_that_is_no_finite_number_is_invalid(start: Start, result: str) -> None:
     runner = await start("returns")
