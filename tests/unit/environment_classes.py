@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -165,3 +167,11 @@ class Odd(Five):
     async def step(self, reply: Reply) -> Any:
         info = {"state": object(), "components": {1: np.int64(2), "b": np.float32(0.5)}}
         return f"turn {reply.turn}", np.float64(0.5), np.bool_(reply.turn == 2), False, info
+
+
+class Mixed(Faulty):
+    """Of five prompts one exits at once, one crashes later and one blocks later; the others behave."""
+
+    async def reset(self, task: Task) -> Messages:
+        what = ("reset exits", "step leaves", "step blocks", "behaves", "behaves")[crc32(task.prompt_id.encode()) % 5]
+        return await super().reset(replace(task, text=what))

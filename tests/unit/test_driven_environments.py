@@ -269,3 +269,31 @@ def test_a_process_ends_itself_at_its_limits() -> None:
     assert "environment.open_files = 1" in Guard(replace(limits, open_files=1), 60.0).reason()
     assert "environment.processes = -1" in Guard(replace(limits, processes=-1), 60.0).reason()
     assert UserLimits.from_argument(limits.as_argument()) == limits
+
+
+async def test_a_message_beyond_the_context_ends_its_session_while_others_go_on() -> None:
+    """Only its beginning is tokenised, beside the event loop: 3 MB took 14 s, in which no other session went on."""
+
+    class Long(Echo):
+        async def step(self, reply: Any) -> Any:
+            return [{"role": "user", "content": "abc " * (750_000 if reply.turn else 20_000)}]
+
+    ticks, session, first = 0, FakeSession(), FakeSession()
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    sizes: list[int] = []
+    runs = replace(episodes(Long), context_tokens=100_000)
+    encode = runs.model.tokenizer.encode
+    object.__setattr__(runs.model.tokenizer, "encode", lambda text, **about: (sizes.append(len(text)), encode(text, **about))[1])
+    ticking = asyncio.create_task(tick())
+    await runs.run(session)
+    ticking.cancel()
+    assert session.ended is not None and "3,000,000 characters" in session.ended[3] and "100000 tokens" in session.ended[3]
+    assert session.turn.number == 2 and max(sizes) <= 800_000 and ticks > 10
+    with pytest.raises(InvalidValue, match="3,000,000 characters"):
+        await replace(episodes(TooLong), context_tokens=100_000).run(first)

@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from dora.agents.chat.message import checked_tools
+from dora.agents.chat.rendering import Tools
 from dora.agents.chat.reply import Reply as ParsedReply
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
-from dora.agents.chat.tree import SessionTree
+from dora.agents.chat.tree import Ask, SessionTree
 from dora.agents.environment.calls import Calls, Ended, Failed, TimeLeft
 from dora.agents.environment.pool import WarmPool, closed, prepare
 from dora.agents.environment.processes import Remote
@@ -31,6 +32,8 @@ from dora.rpc.errors import ServiceUnavailable
 
 Result = TypeVar("Result")
 NAME_CHARACTERS = 128
+LONG_CHARACTERS = 1 << 16  # of a chat that is tokenised beside the event loop
+BEGIN_CHARACTERS = 8  # for each token of the context: enough of a message to know that it has no room
 RECONNECT_S = 300.0  # how long a session waits for a service that has gone
 
 
@@ -66,7 +69,8 @@ class Episodes:
     """Runs sessions with an environment class.
 
     ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any. ``alone``: returns an
-    environment with a process of its own for tasks that need one.
+    environment with a process of its own for tasks that need one. ``context_tokens``: the service's; 0: not known.
+    ``long``: the long chats that are tokenised at once.
     """
 
     make: Callable[[], Environment]
@@ -78,6 +82,8 @@ class Episodes:
     calls: Calls = field(default_factory=Calls)
     turns: int = 0
     alone: Callable[[Task], Awaitable[Remote | None]] | None = None
+    context_tokens: int = 0
+    long: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     async def run(self, session: Driven) -> None:
         """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses.
@@ -131,12 +137,12 @@ class Episodes:
         tools = checked_tools(getattr(environment, "tools", None), "tools")
         judge = _Judge(environment, Conversation(task_of(session)), self.verdicts)
         judge.told(chat)
-        name = "reset"
+        name, new = "reset", chat
         while True:
-            ask = tree.ask(chat, tools)
-            given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
-            call = session.begin if ask.begins else session.ask
             try:
+                ask = await self._asked(tree, chat, new, tools)
+                given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
+                call = session.begin if ask.begins else session.ask
                 turn = await kept(partial(call, given, name=name))
             except InvalidValue as error:
                 if not numbers or error.field != "given_token_ids":
@@ -156,8 +162,26 @@ class Episodes:
                 await kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
                 return
             judge.told(found)
-            chat = [*chat, message, *found]
+            chat, new = [*chat, message, *found], found
             name = _name_of(found[-1], reply)
+
+    async def _asked(
+        self, tree: SessionTree, chat: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools | None
+    ) -> Ask:
+        """Renders the ``new`` last messages of a chat. Long ones are tokenised beside the event loop, a few at a time, and
+        only their beginning if that alone has no room in the context: then raises InvalidValue.
+        """
+        texts = [each["content"] for each in new if isinstance(each.get("content"), str)]
+        if sum(map(len, texts)) <= LONG_CHARACTERS:
+            return tree.ask(chat, tools)
+        async with self.long:
+            for text in texts if self.context_tokens else ():
+                begin = text[: max(LONG_CHARACTERS, BEGIN_CHARACTERS * self.context_tokens)]
+                tokens = len(await asyncio.to_thread(self.model.tokenizer.encode, begin, special_tokens=False))
+                if tokens > self.context_tokens:
+                    allowed = f"at most {self.context_tokens} tokens, the context"
+                    raise InvalidValue("given_token_ids", f"a message of {len(text):,} characters", allowed)
+            return await asyncio.to_thread(tree.ask, chat, tools)
 
     def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
         parser = ReplyParser(

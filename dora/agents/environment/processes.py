@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from dora.agents.environment.calls import Ended, Failed, Fault
+from dora.agents.environment.loading import LOADS_S
 from dora.agents.environment.protocol import End, Messages, Reply, Task
 from dora.agents.environment.spec import OPTION
 from dora.agents.environment.user_process import MARK, STACK_SIGNAL
@@ -70,11 +71,11 @@ class Remote:
         return tuple(found["tuple"]) if "tuple" in found else found["messages"]
 
     async def close(self) -> None:
-        process = self._of()
-        try:
-            await process.call(self, "close")
-        finally:
-            process.forget(self)
+        if (process := self._process) is not None:
+            try:
+                await process.call(self, "close")
+            finally:
+                process.forget(self)
 
     async def ended(self) -> Ended | None:
         """Returns how its process has ended; None: it has not."""
@@ -116,15 +117,16 @@ class UserProcess:
             )  # fmt: skip
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         try:
-            first = await frames.read_async(self._reader, frames.FRAME_MAX_BYTES) or {}
-        except ValueError:
+            async with asyncio.timeout(LOADS_S):
+                first = await frames.read_async(self._reader, frames.FRAME_MAX_BYTES) or {}
+        except (ValueError, TimeoutError):
             first = {}
         self._ticked_s = asyncio.get_running_loop().time()
-        self.over = asyncio.create_task(self._watch(settings))
+        self.over = asyncio.create_task(self._watch())
         if "ready" not in first:
             self.end("")
             await asyncio.wait({self.over})
-            raise InvalidValue(OPTION, settings.spec, first.get("refused", "one that does not end its process"))
+            raise InvalidValue(OPTION, settings.spec, first.get("refused", f"one that loads within {LOADS_S} s"))
 
     async def call(self, remote: Remote, do: str, given: Any = None) -> Any:
         """Calls an environment. Raises Failed with what it raises, and Ended."""
@@ -170,7 +172,7 @@ class UserProcess:
         if not self._writer.is_closing():
             self._writer.write(frames.encode(dict(message)))
 
-    async def _watch(self, settings: EnvironmentConfig) -> None:
+    async def _watch(self) -> None:
         reading = asyncio.create_task(self._read())
         waiting = asyncio.create_task(self._process.wait())
         await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)

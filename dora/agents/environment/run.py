@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dora.agents.environment.attending import Attending
 from dora.agents.environment.calls import Calls, Failed
-from dora.agents.environment.episode import Episodes
+from dora.agents.environment.episode import Episodes, kept
 from dora.agents.environment.guard import Guard
 from dora.agents.environment.pool import WarmPool
 from dora.agents.environment.processes import Processes
@@ -50,6 +50,7 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
         raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
     model = await asyncio.to_thread(served_model, folder)
     async with AsyncExitStack() as stack:
+        sessions = await stack.enter_async_context(Sessions(options.service, options.token))
         ends: asyncio.Task[None] | None = None
         episode: Any
         described = one_line
@@ -68,11 +69,13 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
             stack.push_async_callback(processes.stop)
             await processes.shared()  # loads the class
             pool = WarmPool(processes.make, settings.warm, starting, settings.timeout_s, calls)
-            about = {"pool": pool, "verdicts": VerdictCache(settings.verdicts), "calls": calls, "turns": settings.turns}
-            episodes = Episodes(processes.make, model, settings.timeout_s, starting, **about, alone=processes.alone)
+            context, verdicts = (await kept(sessions.describe)).max_model_len_tokens, VerdictCache(settings.verdicts)
+            episodes = Episodes(
+                processes.make, model, settings.timeout_s, starting, pool, verdicts, calls, settings.turns,
+                processes.alone, context,
+            )  # fmt: skip
             episode = episodes.run
             await stack.enter_async_context(pool.filling())
-        sessions = await stack.enter_async_context(Sessions(options.service, options.token))
         ready()
         attend: Any = sessions.attend
         attending = Attending(episode, settings.at_once, described)
