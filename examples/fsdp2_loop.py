@@ -16,6 +16,7 @@ import torch.distributed as dist
 from grpo_loop import GRADIENT_NORM_MAX, micro_batches, policy_gradient
 from shared_batches import share, told, total
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import dora
@@ -64,7 +65,8 @@ def train(options: argparse.Namespace, token: str, device: torch.device) -> None
             if not told(str(step or ""), device):
                 break
             tokens = add_gradients(model, device, step or ())
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX).full_tensor().item()
+            clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
+            norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)  # no group had a signal
             optimizer.step()
             optimizer.zero_grad()
             if step is None:

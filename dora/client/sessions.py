@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from dora.client.prompts import prompt_message
 from dora.data.strict_json import check_text
 from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.types import FinishReason, Prompt, SamplingParams, SamplingValue
+from dora.data.verdict import remarks
 from dora.errors import Conflict, NotFound, described
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -205,15 +206,17 @@ class Session:
         is_cached: bool = False,
         is_warm: bool = False,
     ) -> None:
-        """Ends the session with what it has. ``reward`` None: the service's reward function scores the response.
-        ``turn_rewards``: of single turns, by their numbers. For the service's counters, ``is_cached``: the reward is
+        """Ends the session with what it has. ``reward`` None: the sum of ``turn_rewards``, which are those of single
+        turns by their numbers; without these, the service's reward function scores the response. Components and log are
+        cut to the limits of :mod:`dora.data.verdict`. For the service's counters, ``is_cached``: the reward is
         that of an equal session; ``is_warm``: the environment had been prepared ahead.
         """
+        kept, said = remarks(components, log)
         request = pb.EndSessionRequest(
             session_id=self.session_id,
-            components=components,
+            components=kept,
             turn_rewards=turn_rewards,
-            log=log,
+            log=said,
             is_cached=is_cached,
             is_warm=is_warm,
         )
@@ -229,9 +232,13 @@ class Session:
         self.prompt_token_ids, self.response = np.zeros(0, np.int32), []
         self.turn = Turn(0, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
 
-    async def fail(self, reason: str) -> str:
-        """Gives up the session, as its environment has failed. Returns the id of the one in its place; empty: none."""
-        request = pb.FailSessionRequest(session_id=self.session_id, reason=reason)
+    async def fail(self, reason: str, fault: Literal["session", "another", "prompt"] = "session") -> str:
+        """Gives up the session, as its environment has failed. Returns the id of the one in its place; empty: none.
+
+        ``fault``: whose it is. That of ``another`` session, which ended the environment's process, counts for no
+        replacement; if it is the ``prompt``, whose sessions all fail, its group is cancelled.
+        """
+        request = pb.FailSessionRequest(session_id=self.session_id, reason=reason, fault=fault)
         with self._connections.for_a_call() as connection:
             reply = await connection.call(connection.stub(SessionsStub).FailSession, request)
         return reply.replacement_id

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from dora.data.types import FINISH_REASONS, FinishReason
 
 Int32Column = NDArray[np.int32]
 Uint8Column = NDArray[np.uint8]
+Fault = Literal["session", "another", "prompt"]  # what a session fails for
 
 NEWEST: Final = -1  # instead of a version: the newest that workers may load
 
@@ -118,10 +119,15 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
-    """The environment of a session has failed. The session is replaced, or ends if it was replaced too often."""
+    """The environment of a session has failed. The session is replaced, or ends if it was replaced too often.
+
+    ``fault``: whose it is. A replacement for the fault of ``another`` session does not count. If it is the ``prompt``,
+    which no session survives, its group is cancelled.
+    """
 
     request_id: str
     reason: str
+    fault: Fault = "session"
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,7 @@ class State:
                 "idle_s": np.float64,  # sessions: end of the last turn
                 "paused_s": np.float64,  # sessions: time between turns so far
                 "attempt": np.int64,  # sessions: number of replacements before it
+                "spared": np.int64,  # sessions: of these, those for the fault of another since the service's start
             }
         )
         self.request_id: dict[int, str] = {}

@@ -9,6 +9,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
+from dora.system.environment import HANDED, SECRETS, handed
+
 log = logging.getLogger("dora.host")
 
 PAUSE_S: Final = 1.0  # between two starts
@@ -17,7 +19,7 @@ ENDS_WITHIN_S: Final = 10.0
 
 class KeptProcess:
     """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets. ``log``: the
-    file for its output; None: this process's own.
+    file for its output; None: this process's own. Secrets among the variables are handed to it in an open file.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class KeptProcess:
     ) -> None:
         self._name = name
         self._argv = ("-m", "dora.host.bound", str(os.getpid()), *argv)
-        self._environment = dict(environment)
+        self._environment = {name: value for name, value in environment.items() if name not in SECRETS}
+        self._secrets = {name: value for name, value in environment.items() if name in SECRETS}
         self._passed = tuple(passed)
         self._log = log
         self._task = asyncio.create_task(self._kept_running())
@@ -43,14 +46,15 @@ class KeptProcess:
 
     async def _kept_running(self) -> None:
         while True:
-            with nullcontext() if self._log is None else self._log.open("ab") as output:
+            secrets = handed(self._secrets)
+            with nullcontext() if self._log is None else self._log.open("ab") as output, os.fdopen(secrets):
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *self._argv,
-                    env=self._environment,
+                    env={**self._environment, HANDED: str(secrets)},
                     stdout=output,
                     stderr=output,
-                    pass_fds=self._passed,
+                    pass_fds=(*self._passed, secrets),
                     start_new_session=True,  # Ctrl-C is for this process, which drains first
                 )
             try:

@@ -20,6 +20,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import check_credentials
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.environment import taken
 from dora.system.private import PRIVATE_UMASK
 from dora.system.signals import ignore_notices, stop_on_signals
 from dora.tls.options import add_options, tls_of
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     """Serves until it is stopped, or until the service is away for longer than the orphan timeout. Its snapshots end
     with it.
     """
-    token = os.environ.pop("DORA_TOKEN", "")
+    token = taken("DORA_TOKEN")
     tls = tls_of(options)
     check_credentials(token, tls)
     if options.memory_mb < 1:

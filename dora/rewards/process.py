@@ -18,6 +18,7 @@ from dora.rewards.frames import ENDED, TICKET
 from dora.rewards.function import Caller, Kind, UserFunction, load_function
 from dora.rewards.limits import UserLimits
 from dora.rewards.verdict import Describe, Message, decision, described, verdict
+from dora.system.prefixed_output import prefix_output
 
 ERROR_CHARS: Final = 300  # of the error that a limit caused: the name of the limit follows
 
@@ -35,7 +36,8 @@ def serve_calls(
             os._exit(0)
         _write_all(verdicts_fd, frames.encode(message))
 
-    errors, tokenizer = Errors(limits), None
+    errors, tokenizer, name = Errors(limits), None, spec
+    prefix_output(lambda: name)
     if tokenizer_folder is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     try:
@@ -48,6 +50,7 @@ def serve_calls(
     answer, caller = (kept if kind == "filter" else outcome), Caller(function)
     with open(calls_fd, "rb", closefd=False) as calls:
         while (call := frames.read(calls)) is not None:
+            name = call.get("name") or spec
             message = {**answer(caller, call, tokenizer, errors.described), TICKET: call[TICKET]}
             send({**message, ENDED: True} if errors.at_limit else message)
 

@@ -21,10 +21,12 @@ class RewardRunner(FunctionPool):
         response_text: str | None,
         response_token_ids: Sequence[int] | Int32Array,
         verifier_json: str,
+        name: str = "",
     ) -> Reward:
         """Scores one response. Never raises because of the function: see ``Reward.valid``.
 
-        ``response_text`` None: decoded from the token ids. Raises RuntimeError after ``close``.
+        ``response_text`` None: decoded from the token ids. ``name``: of the response, for what the function prints.
+        Raises RuntimeError after ``close``.
         """
         reply = await self.call(
             {
@@ -32,6 +34,7 @@ class RewardRunner(FunctionPool):
                 "response_text": response_text,
                 "response_token_ids": np.asarray(response_token_ids, np.int32).tobytes(),
                 "verifier_json": verifier_json,
+                "name": name,
             }
         )
         return reward_of(self.spec, reply)

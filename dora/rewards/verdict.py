@@ -13,12 +13,10 @@ from decimal import Decimal
 from typing import Any, Final
 
 from dora.data.types import Reward
+from dora.data.verdict import ALLOWED_REWARD, is_reward, remarks
 
-LOG_MAX_BYTES: Final = 32 << 10
-COMPONENTS_MAX: Final = 128
-NAME_MAX_BYTES: Final = 200  # of a component: all of them and the log take at most 64 KiB, which fits into a trajectory
 FAILURE_MAX_CHARS: Final = 500
-ALLOWED_RESULT: Final = 'a finite number, or a mapping with a finite "reward"'
+ALLOWED_RESULT: Final = f'{ALLOWED_REWARD}, or a mapping with such a "reward"'
 
 Message = dict[str, Any]
 Describe = Callable[[BaseException], str]  # an error as one line
@@ -37,7 +35,7 @@ def described(error: BaseException) -> str:
 
 def verdict(result: object, describe: Describe = described) -> Message:
     """Returns a reward function's result as a message; a failure if it is not ``ALLOWED_RESULT``. Never raises."""
-    return _guarded(_verdict, result, describe)
+    return _guarded(lambda result: _verdict(result, describe), result, describe)
 
 
 def decision(result: object, describe: Describe = described) -> Message:
@@ -70,30 +68,18 @@ def _guarded(read: Callable[[object], Message], result: object, describe: Descri
         return {"failure": f"returned a value that cannot be read: {describe(error)}"}
 
 
-def _verdict(result: object) -> Message:
+def _verdict(result: object, describe: Describe) -> Message:
     if isinstance(result, Reward):
         result = {"reward": result.value, "components": result.components, "log": result.log}
     record = result if isinstance(result, Mapping) else {"reward": result}
     reward = _finite(record.get("reward"))
-    if reward is None:
+    if reward is None or not is_reward(reward):
         return {"failure": f"returned {_shortened(result)}; allowed is {ALLOWED_RESULT}"}
-    given = record.get("components")
-    if given is not None and not isinstance(given, Mapping):
-        return {"failure": f"returned components = {_shortened(given)}; allowed is a mapping to finite numbers"}
-    if given is not None and len(given) > COMPONENTS_MAX:
-        return {"failure": f"returned {len(given):,} components; there may be at most {COMPONENTS_MAX}"}
-    components: dict[str, float] = {}
-    for key, value in (given or {}).items():
-        name, number = _cut(key, NAME_MAX_BYTES + 1), _finite(value)
-        if len(name.encode()) > NAME_MAX_BYTES:
-            start = one_line(name)[:20]
-            return {"failure": f"returned component {start}...; a name takes at most {NAME_MAX_BYTES} bytes"}
-        if number is None:
-            shown = f"{one_line(name)} = {_shortened(value)}"
-            return {"failure": f"returned component {shown}; allowed is a finite number"}
-        components[name] = number
-    log = record.get("log")
-    return {"reward": reward, "components": components, "log": "" if log is None else _cut(log, LOG_MAX_BYTES)}
+    try:
+        components, log = remarks(record.get("components"), record.get("log"), _finite)
+    except BaseException as error:  # of the classes of a user's values, SystemExit too
+        components, log = {}, f"(left out: components and log, which cannot be read: {describe(error)})"
+    return {"reward": reward, "components": components, "log": log}
 
 
 def _decision(result: object) -> Message:
@@ -119,11 +105,6 @@ def _scalar(value: object) -> object:
     """Returns the value of a scalar of numpy or torch, such as ``np.bool_``, or of an array without dimensions."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
-
-
-def _cut(text: object, most_bytes: int) -> str:
-    """Returns ``str(text)`` as valid UTF-8 of at most ``most_bytes``."""
-    return str(text)[:most_bytes].encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
 
 
 def _shortened(value: object) -> str:

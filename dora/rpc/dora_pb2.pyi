@@ -687,12 +687,14 @@ class EndSessionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class FailSessionRequest(_message.Message):
-    __slots__ = ("session_id", "reason")
+    __slots__ = ("session_id", "reason", "fault")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reason: str
-    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    fault: str
+    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ..., fault: _Optional[str] = ...) -> None: ...
 
 class FailSessionReply(_message.Message):
     __slots__ = ("replacement_id",)

@@ -804,7 +804,8 @@ class SessionsServicer:
 
     def FailSession(self, request, context):
         """Gives up a session whose environment has failed: another one begins in its place, at most sessions.replacements
-        times; then it ends without a valid reward.
+        times; then it ends without a valid reward. The fault of another session is not counted; if no session of the prompt
+        can go on, its group is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,14 +4,18 @@ Nothing else is inherited. Credentials stay out, and so do variables that change
 the ``VLLM_PORT`` that an orchestrator of containers sets for a service called ``vllm``.
 """
 
+import ctypes
+import json
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Final
 
 # Whether vLLM runs batch-invariant: 0 or 1. Its kernels read it when they are imported.
 BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 PAGE_TOKEN: Final = "DORA_PAGE_TOKEN"  # with which a front's page follows the service's status
+HANDED: Final = "DORA_SECRETS_FILE"  # the number of an open file with secrets
 SECRETS: Final = ("DORA_TOKEN", PAGE_TOKEN)  # never passed on, whatever is named
 # Where things are, who runs it, which words it uses, and where Python finds modules.
 INHERITED: Final = (
@@ -56,6 +60,33 @@ def child_environment(
 def without_secrets() -> dict[str, str]:
     """Returns this process's variables except the secrets, for a command that examines its own surroundings."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
+
+
+def taken(name: str) -> str:
+    """Returns a secret variable, and removes it from this process: ``/proc/PID/environ`` does not show it either."""
+    value = os.environ.pop(name, "")
+    begin, end = map(
+        int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49]
+    )  # proc(5): env_start, _end
+    block, before = b"\0" + ctypes.string_at(begin, end - begin), f"\0{name}=".encode()
+    if (at := block.find(before)) >= 0:
+        first = at + len(before)
+        ctypes.memset(begin + first - 1, 0, block.find(b"\0", first) - first)
+    return value
+
+
+def handed(secrets: Mapping[str, str]) -> int:
+    """Returns a file with secrets for a child process, which gets it open, and its number as ``HANDED``."""
+    descriptor = os.memfd_create("secrets")
+    os.write(descriptor, json.dumps(dict(secrets)).encode())
+    return descriptor
+
+
+def take_handed() -> None:
+    """Takes the secrets that this process's parent has handed as its own variables."""
+    if number := os.environ.pop(HANDED, ""):
+        os.environ.update(json.loads(os.pread(int(number), 1 << 16, 0)))
+        os.close(int(number))
 
 
 def left_out(child: Mapping[str, str], given: Mapping[str, str] | None = None) -> list[str]:

@@ -1,7 +1,6 @@
 """The reference trainer's settings and command line."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from dora.client.replay import ReplayBuffer, ReplayBy
 from dora.errors import InvalidValue
+from dora.system.environment import taken
 from dora.system.secret_file import read_token
 from dora.tls import Tls
 from dora.tls.options import add_options, tls_of
@@ -145,7 +145,7 @@ def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
         clip_alarm=given.clip_alarm,
         **learner,
     )
-    token = os.environ.get("DORA_TOKEN", "") if given.token_file is None else Path(given.token_file)
+    token = taken("DORA_TOKEN") if given.token_file is None else Path(given.token_file)
     if isinstance(token, Path):
         read_token(token)  # it is refused before the model is loaded
     return {name: getattr(given, name) for name in _COMMON} | {

@@ -19,6 +19,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import check_credentials
 from dora.session.link import Link
 from dora.session.linked import Address, LinkedMember
+from dora.system.environment import taken
 from dora.system.interfaces import restrict_groups
 from dora.system.numa import bind
 from dora.system.private import PRIVATE_UMASK
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
     if bound:
         log.info("%s", bound)
-    token = os.environ.pop("DORA_TOKEN", "")  # its own children, such as the ranks of an engine, need none
+    token = taken("DORA_TOKEN")  # its own children, such as the ranks of an engine, need none
     try:
         tls = tls_of(options)
         check_credentials(token, tls)

@@ -120,6 +120,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         self.max_message_bytes = 1 << 20
         self.cut_bytes = self.max_message_bytes  # larger groups come in parts
         self.group_size = 2
+        self.group_of: Callable[[int, int, int], TrajectoryGroup] = make_group  # of step, number and size
         self._total_groups = total_groups
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
@@ -164,7 +165,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
                 self.faults.hold_after = 0
                 await asyncio.Event().wait()
             number = index + (100 * self.epoch if self.faults.other_groups else 0)
-            groups = [make_group(request.step, number, self.group_size)]
+            groups = [self.group_of(request.step, number, self.group_size)]
             if request.packed and number % 2:  # a trainer has to take both
                 groups = [pack(group) or group for group in groups]
             batches = packed_batches(request.step, groups, max_message_bytes=self.cut_bytes)

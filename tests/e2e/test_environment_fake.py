@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import psutil
 import pytest
@@ -117,6 +118,29 @@ async def test_the_sessions_of_a_killed_process_go_on_at_another(
 
 def given_tokens(trajectory: Any) -> int:
     return int((trajectory.logprobs == 0).sum())
+
+
+async def test_prompts_whose_environments_exit_crash_and_block_cost_the_others_nothing(
+    tiny_dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their groups are cancelled with the reason, and replaced. Every session that is delivered has its reward."""
+    spec = "tests.unit.environment_classes:Mixed"
+    config = config_of(tiny_dense, environment__spec=spec, environment__timeout_s=6.0)
+    async with (
+        driven(config) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        steps = await train(handle, trainer, steps=STEPS, groups=GROUPS)
+        counted = (await operator.status()).counters
+    found = check_steps(steps)
+    assert len(found) == STEPS * GROUPS * GROUP_SIZE
+    assert {crc32(each.prompt_id.encode()) % 5 for each in found} <= {3, 4}, "the others are cancelled"
+    assert counted["groups_cancelled"] > 0
+    said = [each.getMessage() for each in caplog.records]
+    ended = [each for each in said if "has ended its process" in each]
+    assert ended and all("prompt " in each and ("exit status" in each or "signal" in each) for each in ended)
+    assert len(ended) == len(set(ended)), "each is logged once"
 
 
 async def test_the_environment_of_the_documentation(

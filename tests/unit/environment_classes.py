@@ -1,9 +1,17 @@
 """Environments of the tests."""
 
 import asyncio
+import ctypes
 import os
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from dora.agents.environment import End, Messages, Reply, Task
 
@@ -108,3 +116,62 @@ class Held(Echo):
 class NotAsync:
     def reset(self, task: Task) -> Messages:
         return []
+
+
+class Faulty(Echo):
+    """Does what its prompt's text says, in the method that it says: ``METHOD HOW``."""
+
+    async def reset(self, task: Task) -> Messages:
+        self.method, _, self.how = task.text.partition(" ")
+        self.misbehave("reset")
+        print(f"{task.text} begins", end="")
+        return await super().reset(task)
+
+    async def step(self, reply: Reply) -> Messages | End:
+        if reply.turn == 1:
+            self.misbehave("step")
+            await asyncio.gather(self.deeper())
+        return await super().step(reply)
+
+    async def deeper(self) -> None:
+        self.misbehave("task")
+
+    def misbehave(self, method: str) -> None:
+        if method != self.method:
+            return
+        if self.how == "exits":
+            sys.exit(3)
+        if self.how == "leaves":
+            os._exit(4)
+        if self.how == "crashes":
+            ctypes.string_at(0)
+        if self.how == "blocks":
+            time.sleep(1000)
+        if self.how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Replayed(Faulty):
+    deterministic = True
+
+
+class Sleeper(Echo):
+    async def reset(self, task: Task) -> Messages:
+        await asyncio.sleep(1000)
+        return await super().reset(task)
+
+
+class Odd(Five):
+    """Returns values of numpy, and an info that is no JSON."""
+
+    async def step(self, reply: Reply) -> Any:
+        info = {"state": object(), "components": {1: np.int64(2), "b": np.float32(0.5)}}
+        return f"turn {reply.turn}", np.float64(0.5), np.bool_(reply.turn == 2), False, info
+
+
+class Mixed(Faulty):
+    """Of five prompts one exits at once, one crashes later and one blocks later; the others behave."""
+
+    async def reset(self, task: Task) -> Messages:
+        what = ("reset exits", "step leaves", "step blocks", "behaves", "behaves")[crc32(task.prompt_id.encode()) % 5]
+        return await super().reset(replace(task, text=what))

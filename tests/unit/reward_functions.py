@@ -40,6 +40,12 @@ def prints(*_: object) -> float:
     return 0.5
 
 
+def prints_and_leaves(*_: object) -> float:
+    print("one")
+    print("two", end="", file=sys.stderr)
+    os._exit(3)
+
+
 def misbehaves(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
     match prompt_text:
         case "raise":

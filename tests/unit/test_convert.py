@@ -12,9 +12,9 @@ import pytest
 from dora.config import validated
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Canary, EngineCapability, EnvironmentEvent, Prompt, RequestSpec, SamplingParams
+from dora.data.verdict import LOG_MAX_BYTES
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound, VersionRejected
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.rewards.verdict import LOG_MAX_BYTES
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import open_channel
 from dora.rpc.convert import (

@@ -63,6 +63,7 @@ class FakeSession:
     is_warm: bool = False
     rewound: int = 0
     failed: str = ""
+    fault: str = ""
 
     async def begin(self, prompt_token_ids: Sequence[int], *, max_tokens: int = 0, name: str = "") -> Turn:
         self.contexts += 1
@@ -99,8 +100,8 @@ class FakeSession:
         self.turn, self.prompt_token_ids, self.token_ids = turn_of(0, (), None), np.zeros(0, np.int32), []
         self.rewound += 1
 
-    async def fail(self, reason: str) -> str:
-        self.failed = reason
+    async def fail(self, reason: str, fault: str = "session") -> str:
+        self.failed, self.fault = reason, fault
         return ""
 
 
@@ -250,7 +251,8 @@ def test_a_service_refuses_the_class_before_it_starts() -> None:
         ([{"role": "assistant", "content": "x"}], "role"),
         (End("much"), "End.reward"),  # type: ignore[arg-type]
         (End(1.0, turn_rewards={2: 1.0}), "turn"),
-        (End(1.0, {"a": None}), "components"),  # type: ignore[dict-item]
+        (End(1e39), "End.reward"),
+        (End(1.0, turn_rewards={0: -1e39}), "End.turn_rewards"),
     ],
 )
 def test_results_that_are_no_step_are_refused(result: Any, field: str) -> None:
@@ -267,3 +269,35 @@ def test_a_process_ends_itself_at_its_limits() -> None:
     assert "environment.open_files = 1" in Guard(replace(limits, open_files=1), 60.0).reason()
     assert "environment.processes = -1" in Guard(replace(limits, processes=-1), 60.0).reason()
     assert UserLimits.from_argument(limits.as_argument()) == limits
+
+
+async def test_a_message_beyond_the_context_ends_its_session_while_others_go_on() -> None:
+    """Only its beginning is tokenised, beside the event loop: 3 MB took 14 s, in which no other session went on."""
+
+    class Long(Echo):
+        async def step(self, reply: Any) -> Any:
+            return [{"role": "user", "content": "abc " * (750_000 if reply.turn else 20_000)}]
+
+    ticks, session, first = 0, FakeSession(), FakeSession()
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    sizes: list[int] = []
+    runs = replace(episodes(Long), context_tokens=100_000)
+    encode = runs.model.tokenizer.encode
+    object.__setattr__(
+        runs.model.tokenizer, "encode", lambda text, **about: (sizes.append(len(text)), encode(text, **about))[1]
+    )
+    ticking = asyncio.create_task(tick())
+    await runs.run(session)
+    ticking.cancel()
+    assert (
+        session.ended is not None and "3,000,000 characters" in session.ended[3] and "100000 tokens" in session.ended[3]
+    )
+    assert session.turn.number == 2 and max(sizes) <= 800_000 and ticks > 10
+    with pytest.raises(InvalidValue, match="3,000,000 characters"):
+        await replace(episodes(TooLong), context_tokens=100_000).run(first)

@@ -55,7 +55,9 @@ class Feed:
 
 
 class Verifier:
-    async def score(self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str) -> Reward:
+    async def score(
+        self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str, name: str
+    ) -> Reward:
         return Reward(json.loads(verifier_json)["reward"])
 
 

@@ -1,7 +1,12 @@
 """Secrets stay out of what is printed: representations, refused values, arguments."""
 
 import ast
+import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ import pytest
 import dora
 from dora.config import load_config, validated
 from dora.errors import InvalidValue
+from dora.host.kept import KeptProcess
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.options import check_no_secret
 from tests.refusals import refused
@@ -90,3 +96,49 @@ def test_an_argument_with_it_is_refused(setting: str) -> None:
     for name in ("serve", "demo"):
         said = command(name, "--set", setting, *(["--dry-run"] if name == "serve" else []))
         assert said.exit_code == ExitCode.USAGE and SECRET not in said.output
+
+
+def environ_of(process_id: int) -> bytes:
+    return Path(f"/proc/{process_id}/environ").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("dora", "environment", "no_module:Class", "--service", "127.0.0.1:1"),
+        ("dora", "front", "--service", "127.0.0.1:1", "--http", "127.0.0.1:0"),
+        ("dora", "host", "--join", "127.0.0.1:1"),
+        ("dora.trainers.grpo", "--address", "127.0.0.1:1"),
+    ],
+)
+def test_no_other_process_of_its_user_reads_a_token_from_a_process_s_variables(argv: tuple[str, ...]) -> None:
+    """User code reads ``/proc/PARENT/environ``. Each command waits for a service that is not there."""
+    environment = {**os.environ, "DORA_TOKEN": SECRET}
+    with subprocess.Popen([sys.executable, "-m", *argv], env=environment, stderr=subprocess.PIPE) as process:
+        try:
+            assert SECRET.encode() in environ_of(process.pid)
+            deadline = time.monotonic() + 120
+            while SECRET.encode() in environ_of(process.pid):
+                assert process.poll() is None and time.monotonic() < deadline, "it shows its token"
+            assert process.poll() is None
+            assert b"PATH=" in environ_of(process.pid), "the other variables are as before"
+        finally:
+            process.kill()
+
+
+async def test_a_child_gets_its_secrets_in_no_variable(tmp_path: Path) -> None:
+    """From its start on: there is no moment at which they can be read."""
+    said = tmp_path / "said"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        "pathlib.Path(os.environ['SAID']).write_bytes(pathlib.Path('/proc/self/environ').read_bytes())\n"
+    )
+    environment = {**os.environ, "DORA_TOKEN": SECRET, "PYTHONPATH": str(tmp_path), "SAID": str(said)}
+    kept = KeptProcess("a child", ["-m", "dora", "environment", "no:Class", "--service", "127.0.0.1:1"], environment)
+    try:
+        async with asyncio.timeout(60):
+            while not said.exists() or b"PATH=" not in said.read_bytes():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # until Python has begun
+        assert SECRET.encode() not in said.read_bytes()
+    finally:
+        await kept.stop()

@@ -63,6 +63,17 @@ async def test_prints_and_reads_do_not_touch_the_protocol(start: Start) -> None:
         assert await runner.score("", "", [], "{}") == Reward(value=0.5)
 
 
+async def test_prints_come_at_once_with_the_response_that_they_are_about(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line without an end, too, of a process that leaves."""
+    runner = await start("prints_and_leaves")
+    for name in ("g0.1", "g0.2"):
+        assert not (await runner.score("", "", [], "{}", name)).valid
+    said = capfd.readouterr().err
+    assert "g0.1: one\ng0.1: two" in said and "g0.2: one\ng0.2: two" in said
+
+
 @pytest.mark.parametrize("result", ["NaN", "Infinity", "-Infinity", "null", '"1"', "[1]", '{"components": {}}'])
 async def test_a_result_that_is_no_finite_number_is_invalid(start: Start, result: str) -> None:
     runner = await start("returns")
@@ -178,10 +189,21 @@ async def test_options_out_of_range_are_refused(option: str) -> None:
         await RewardRunner.start(f"{FUNCTIONS}:echo", **{option: 0})
 
 
-def test_components_must_be_finite_numbers() -> None:
+def test_components_that_are_no_finite_numbers_are_left_out_and_the_reward_counts() -> None:
     assert checked({"reward": 1, "components": {"a": True}}) == {"reward": 1.0, "components": {"a": 1.0}, "log": ""}
-    assert "component a" in checked({"reward": 1, "components": {"a": float("nan")}})["failure"]
-    assert "components" in checked({"reward": 1, "components": [1]})["failure"]
+    found = checked({"reward": 1, "components": {"a": float("nan"), "b": 2}, "log": "x"})
+    assert found == {"reward": 1.0, "components": {"b": 2.0}, "log": "x\n(left out: a)"}
+    assert checked({"reward": 1, "components": [1]})["log"] == "(left out: components, which are no mapping)"
+
+
+@pytest.mark.parametrize("reward", [1.1e6, -1.1e6, 1e39, 1e300, 10**400, float("inf"), float("nan")])
+def test_a_reward_beyond_its_bound_is_refused_by_name(reward: float) -> None:
+    assert "1,000,000" in checked(reward)["failure"] and "1,000,000" in checked({"reward": reward})["failure"]
+    bound = -1e6 if reward < 0 else 1e6
+    assert checked(bound)["reward"] == bound
+
+
+def test_plain_components() -> None:
     assert checked(Reward(0.5, log="x")) == {"reward": 0.5, "components": {}, "log": "x"}
 
 

@@ -43,7 +43,9 @@ CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 class Praise:
     """Every response is worth 1.0, or what the prompt's own data says."""
 
-    async def score(self, _prompt: str, _response: str | None, _ids: Int32Array, verifier_json: str) -> Reward:
+    async def score(
+        self, _prompt: str, _response: str | None, _ids: Int32Array, verifier_json: str, name: str
+    ) -> Reward:
         verdict = json.loads(verifier_json)
         return Reward(verdict.get("reward", 1.0), valid=verdict.get("valid", True))
 

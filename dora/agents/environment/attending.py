@@ -3,9 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Final, Protocol
 
+from dora.agents.environment.calls import Ended, Fault
 from dora.agents.environment.episode import RECONNECT_S, Driven
 from dora.agents.environment.spec import one_line
 from dora.client.connection import Patience
@@ -21,7 +22,7 @@ WAITS_FOR_SERVICE_S: Final = RECONNECT_S
 class Failing(Driven, Protocol):
     """A session that may be given up."""
 
-    async def fail(self, reason: str) -> str: ...
+    async def fail(self, reason: str, fault: Fault = "session") -> str: ...
 
 
 class Attending:
@@ -81,6 +82,7 @@ class Attending:
             log.warning("%s: %s", session.session_id, error)
         except Exception as error:  # of the user's class, or of a session that is over
             reason = self._described(error)[:REASON_MAX]
-            log.warning("%s: %s", session.session_id, reason)
-            with suppress(NotFound, Conflict, ServiceUnavailable):
-                await session.fail(reason)
+            try:  # the service logs it
+                await session.fail(reason, error.fault if isinstance(error, Ended) else "session")
+            except (NotFound, Conflict, ServiceUnavailable):
+                log.warning("%s: %s", session.session_id, reason)

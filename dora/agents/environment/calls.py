@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from dora.errors import DoraError
 
 log = logging.getLogger("dora.environment")
 
 Result = TypeVar("Result")
+Fault = Literal["session", "another", "prompt"]
 GRACE_S: Final = 1.0  # for a cancelled call to end
 STUCK_MAX: Final = 64  # calls left behind in one process, which then ends itself and is started again
 
@@ -21,6 +22,14 @@ class Failed(DoraError):
 
 class TimeOver(Failed):
     """A call of the environment took longer than it may."""
+
+
+class Ended(Failed):
+    """The process of a session's environment has ended. ``fault``: whose it is."""
+
+    def __init__(self, said: str, fault: Fault) -> None:
+        self.fault = fault
+        super().__init__(said)
 
 
 class Calls:
@@ -40,16 +49,16 @@ class Calls:
         try:
             await asyncio.wait({task}, timeout=limit_s)
         except asyncio.CancelledError:
-            await self._end(task)
+            await self.end(task)
             raise
         if not task.done():
-            await self._end(task)
+            await self.end(task)
             raise TimeOver(f"a call took longer than {limit_s:g} s")
         if task.cancelled():
             raise Failed("the environment cancelled its own call")
         return task.result()
 
-    async def _end(self, task: asyncio.Future[Any]) -> None:
+    async def end(self, task: asyncio.Future[Any]) -> None:
         """Cancels a call. One that ignores this is left behind."""
         task.cancel()
         await asyncio.wait({task}, timeout=self._grace_s)

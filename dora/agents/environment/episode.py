@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from dora.agents.chat.message import checked_tools
+from dora.agents.chat.rendering import Tools
 from dora.agents.chat.reply import Reply as ParsedReply
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
-from dora.agents.chat.tree import SessionTree
-from dora.agents.environment.calls import Calls, Failed, TimeLeft
+from dora.agents.chat.tree import Ask, SessionTree
+from dora.agents.environment.calls import Calls, Ended, Failed, TimeLeft
 from dora.agents.environment.pool import WarmPool, closed, prepare
+from dora.agents.environment.processes import Remote
 from dora.agents.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
 from dora.agents.environment.verdicts import Conversation, VerdictCache, is_deterministic
 from dora.agents.front.model import ServedModel
@@ -30,6 +32,8 @@ from dora.rpc.errors import ServiceUnavailable
 
 Result = TypeVar("Result")
 NAME_CHARACTERS = 128
+LONG_CHARACTERS = 1 << 16  # of a chat that is tokenised beside the event loop
+BEGIN_CHARACTERS = 8  # for each token of the context: enough of a message to know that it has no room
 RECONNECT_S = 300.0  # how long a session waits for a service that has gone
 
 
@@ -64,7 +68,9 @@ class Driven(Protocol):
 class Episodes:
     """Runs sessions with an environment class.
 
-    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any.
+    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any. ``alone``: returns an
+    environment with a process of its own for tasks that need one. ``context_tokens``: the service's; 0: not known.
+    ``long``: the long chats that are tokenised at once.
     """
 
     make: Callable[[], Environment]
@@ -75,26 +81,47 @@ class Episodes:
     verdicts: VerdictCache = field(default_factory=lambda: VerdictCache(0))
     calls: Calls = field(default_factory=Calls)
     turns: int = 0
+    alone: Callable[[Task], Awaitable[Remote | None]] | None = None
+    context_tokens: int = 0
+    long: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     async def run(self, session: Driven) -> None:
-        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses."""
+        """Runs one session to its end. Raises Failed, what the environment raises, or what the service refuses.
+
+        If its process ends through another's fault, it goes on in the next one, if it can.
+        """
+        while True:
+            environments: list[Environment] = []
+            try:
+                return await self._run(session, environments)
+            except Exception as error:
+                ended = await environments[0].ended() if environments and isinstance(environments[0], Remote) else None
+                if ended is None:
+                    raise
+                if ended.fault != "another":
+                    raise ended from error
+
+    async def _run(self, session: Driven, environments: list[Environment]) -> None:
         begun = session.turn.number
         if not begun and len(session.prompt_token_ids):
             raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt")
         left, task = TimeLeft(self.timeout_s, self.calls), task_of(session)
-        environments: list[Environment] = []
+        alone = await self.alone(task) if self.alone is not None else None
+        if alone is not None:
+            environments.append(alone)
 
         async def start(environment: Environment | None) -> list[dict[str, Any]]:
-            environments.append(self.make() if environment is None else environment)
+            if not environments:
+                environments.append(self.make() if environment is None else environment)
             if environment is None:
                 await prepare(environments[0])
             if begun and not is_deterministic(environments[0]):
-                raise Failed(f"the process of its environment ended after turn {begun}")
+                raise Ended(f"the process of its environment ended after turn {begun}", "another")
             return new_messages(await environments[0].reset(task), "reset()")
 
         try:
             async with self.starting:
-                warm = None if self.pool is None else self.pool.take()
+                warm = None if self.pool is None or alone is not None else self.pool.take()
                 chat = await left.run(start(warm))
             if begun:  # from its first turn on, each is repeated, with the tokens that were sampled
                 session.rewind()
@@ -110,12 +137,12 @@ class Episodes:
         tools = checked_tools(getattr(environment, "tools", None), "tools")
         judge = _Judge(environment, Conversation(task_of(session)), self.verdicts)
         judge.told(chat)
-        name = "reset"
+        name, new = "reset", chat
         while True:
-            ask = tree.ask(chat, tools)
-            given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
-            call = session.begin if ask.begins else session.ask
             try:
+                ask = await self._asked(tree, chat, new, tools)
+                given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
+                call = session.begin if ask.begins else session.ask
                 turn = await kept(partial(call, given, name=name))
             except InvalidValue as error:
                 if not numbers or error.field != "given_token_ids":
@@ -135,8 +162,26 @@ class Episodes:
                 await kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
                 return
             judge.told(found)
-            chat = [*chat, message, *found]
+            chat, new = [*chat, message, *found], found
             name = _name_of(found[-1], reply)
+
+    async def _asked(
+        self, tree: SessionTree, chat: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools | None
+    ) -> Ask:
+        """Renders the ``new`` last messages of a chat. Long ones are tokenised beside the event loop, a few at a time, and
+        only their beginning if that alone has no room in the context: then raises InvalidValue.
+        """
+        texts = [each["content"] for each in new if isinstance(each.get("content"), str)]
+        if sum(map(len, texts)) <= LONG_CHARACTERS:
+            return tree.ask(chat, tools)
+        async with self.long:
+            for text in texts if self.context_tokens else ():
+                begin = text[: max(LONG_CHARACTERS, BEGIN_CHARACTERS * self.context_tokens)]
+                tokens = len(await asyncio.to_thread(self.model.tokenizer.encode, begin, special_tokens=False))
+                if tokens > self.context_tokens:
+                    allowed = f"at most {self.context_tokens} tokens, the context"
+                    raise InvalidValue("given_token_ids", f"a message of {len(text):,} characters", allowed)
+            return await asyncio.to_thread(tree.ask, chat, tools)
 
     def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
         parser = ReplyParser(
@@ -218,9 +263,8 @@ def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
 async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: bool, is_warm: bool) -> None:
     rewards = {numbers[turn]: float(reward) for turn, reward in end.turn_rewards.items()}
     reward = None if end.reward is None else float(end.reward)
-    components = {name: float(value) for name, value in end.components.items()}
     await session.end(
-        reward, components=components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
+        reward, components=end.components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
     )
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from typing import Final
+from typing import Final, Protocol
 
 from dora.agents.environment.calls import STUCK_MAX, Calls
 from dora.agents.environment.spec import one_line
@@ -17,15 +17,22 @@ LOOK_S: Final = 1.0
 ENDED_CODE: Final = 75  # of a process that ended itself at a limit
 
 
+class Ending(Protocol):
+    def __call__(self, reason: str, *, is_blocked: bool) -> None: ...
+
+
 class Guard:
     """Limits this process. ``blocked_s``: longest time for which the environments may block the event loop. ``calls``:
-    those of the environments.
+    those of the environments. ``ending``: is told why the process ends; default: the log.
     """
 
-    def __init__(self, limits: UserLimits, blocked_s: float, calls: Calls | None = None) -> None:
+    def __init__(
+        self, limits: UserLimits, blocked_s: float, calls: Calls | None = None, ending: Ending | None = None
+    ) -> None:
         self._limits = limits
         self._blocked_s = blocked_s
         self._calls = calls
+        self._ending = ending
         self._usage = Usage(os.getpid(), limits)
         self._seen_s = time.monotonic()
 
@@ -60,6 +67,9 @@ class Guard:
     def _watch(self) -> None:
         while not (reason := self.reason()):
             time.sleep(LOOK_S)
-        log.error("the environment %s: its process ends", reason)
+        if self._ending is None:
+            log.error("the environment %s: its process ends", reason)
+        else:
+            self._ending(reason, is_blocked=time.monotonic() - self._seen_s > self._blocked_s)
         end_descendants()
         os._exit(ENDED_CODE)

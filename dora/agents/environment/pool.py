@@ -47,11 +47,13 @@ class WarmPool:
         return len(self._ready)
 
     def take(self) -> Environment | None:
-        """Returns a prepared environment; None if none is ready."""
-        if not self._ready:
-            return None
-        self._missing.release()
-        return self._ready.popleft()
+        """Returns a prepared environment; None if none is ready. One whose process has ended is replaced."""
+        while self._ready:
+            self._missing.release()
+            environment = self._ready.popleft()
+            if not getattr(environment, "is_lost", False):
+                return environment
+        return None
 
     @asynccontextmanager
     async def filling(self) -> AsyncIterator[None]:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from dora.agents.chat.message import checked_chat
 from dora.agents.chat.reply import ToolCall
 from dora.data.types import FinishReason
-from dora.errors import InvalidValue, described
+from dora.data.verdict import ALLOWED_REWARD, check_reward, finite
+from dora.errors import InvalidValue
 
-LOG_CHARACTERS: Final = 1000
 Messages = Sequence[Mapping[str, Any]]  # of the OpenAI API
 
 
@@ -43,7 +43,8 @@ class Reply:
 class End:
     """The end of a session. ``reward`` None: the service's reward function scores it.
 
-    ``turn_rewards``: of single turns, by ``Reply.turn``. ``log``: a line for the record.
+    ``turn_rewards``: of single turns, by ``Reply.turn``; without a reward of the session, they add up. ``log``: a line
+    for the record. Components and log are cut to the limits of :mod:`dora.data.verdict`.
     """
 
     reward: float | None = None
@@ -74,7 +75,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._rewards: dict[int, float] = {}
-        self._components: dict[str, float] = {}  # of the last step's info
+        self._components: Mapping[str, float] = {}  # of the last step's info
 
     def cut(self, reason: str) -> End:
         """Returns the end of a session whose environment has not ended it."""
@@ -91,12 +92,11 @@ class Steps:
             allowed = "5: (observation, reward, terminated, truncated, info), or a list of messages"
             raise InvalidValue("step(): values of the tuple", len(result), allowed)
         observation, reward, terminated, truncated, info = result
-        self._rewards[turn] = _number(reward, "step(): reward")
+        self._rewards[turn] = _reward(reward, "step(): reward")
         if isinstance(info, Mapping) and isinstance(info.get("components"), Mapping):
-            components = info["components"].items()
-            self._components = {name: _number(value, f"step(): components[{name!r}]") for name, value in components}
+            self._components = info["components"]
         if terminated or truncated:
-            return self.cut(str(observation)[:LOG_CHARACTERS])
+            return self.cut(str(observation))
         if isinstance(observation, list):
             return new_messages(observation, "step(): observation")
         if not isinstance(observation, str):
@@ -118,18 +118,17 @@ def new_messages(value: object, of: str) -> list[dict[str, Any]]:
 
 def _checked_end(end: End, turn: int) -> End:
     if end.reward is not None:
-        _number(end.reward, "End.reward")
-    for name, value in end.components.items():
-        _number(value, f"End.components[{name!r}]")
+        _reward(end.reward, "End.reward")
     for number, value in end.turn_rewards.items():
         if type(number) is not int or not 0 <= number <= turn:
             raise InvalidValue("End.turn_rewards: turn", number, f"a whole number from 0 to {turn}")
-        _number(value, f"End.turn_rewards[{number}]")
+        _reward(value, f"End.turn_rewards[{number}]")
     return end
 
 
-def _number(value: Any, field: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidValue(field, value, f"a number ({described(error)})") from error
+def _reward(value: Any, field: str) -> float:
+    number = finite(value)
+    if number is None:
+        raise InvalidValue(field, value, ALLOWED_REWARD)
+    check_reward(field, number)
+    return number

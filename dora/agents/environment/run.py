@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from dora.agents.environment.attending import Attending
 from dora.agents.environment.calls import Calls, Failed
-from dora.agents.environment.episode import Episodes
+from dora.agents.environment.episode import Episodes, kept
 from dora.agents.environment.guard import Guard
-from dora.agents.environment.loading import load_environment
 from dora.agents.environment.pool import WarmPool
+from dora.agents.environment.processes import Processes
+from dora.agents.environment.spec import one_line
 from dora.agents.environment.verdicts import VerdictCache
 from dora.agents.environment.verifiers import harness_episodes
 from dora.agents.environment.verifiers_process import PREFIX
@@ -43,34 +44,41 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
     ServiceUnavailable.
     """
     settings = options.settings
-    make = None if settings.spec.startswith(PREFIX) else load_environment(settings.spec)
+    is_harness = settings.spec.startswith(PREFIX)
     folder = options.model or await _folder_of(options)
     if not folder.is_dir():
         raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
     model = await asyncio.to_thread(served_model, folder)
-    limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
-    calls = Calls()
-    guard = Guard(limits, settings.timeout_s, calls)
-    guard.begin()
     async with AsyncExitStack() as stack:
-        ticking = asyncio.create_task(_tick(guard))
-        stack.callback(ticking.cancel)
+        sessions = await stack.enter_async_context(Sessions(options.service, options.token))
         ends: asyncio.Task[None] | None = None
         episode: Any
-        if make is None:
+        described = one_line
+        if is_harness:
+            limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
+            guard = Guard(limits, settings.timeout_s)
+            guard.begin()
+            described = guard.described
+            ticking = asyncio.create_task(_tick(guard))
+            stack.callback(ticking.cancel)
             tokens = context_tokens(folder) or 0
             harness = await stack.enter_async_context(harness_episodes(settings, folder, model, tokens))
             episode, ends = harness.run, harness.bridge.gone
         else:
-            starting = asyncio.Semaphore(settings.starting)
-            pool = WarmPool(make, settings.warm, starting, settings.timeout_s, calls)
-            verdicts = VerdictCache(settings.verdicts)
-            episode = Episodes(make, model, settings.timeout_s, starting, pool, verdicts, calls, settings.turns).run
+            starting, calls, processes = asyncio.Semaphore(settings.starting), Calls(), Processes(settings)
+            stack.push_async_callback(processes.stop)
+            await processes.shared()  # loads the class
+            pool = WarmPool(processes.make, settings.warm, starting, settings.timeout_s, calls)
+            context, verdicts = (await kept(sessions.describe)).max_model_len_tokens, VerdictCache(settings.verdicts)
+            episodes = Episodes(
+                processes.make, model, settings.timeout_s, starting, pool, verdicts, calls, settings.turns,
+                processes.alone, context,
+            )  # fmt: skip
+            episode = episodes.run
             await stack.enter_async_context(pool.filling())
-        sessions = await stack.enter_async_context(Sessions(options.service, options.token))
         ready()
         attend: Any = sessions.attend
-        attending = Attending(episode, settings.at_once, guard.described)
+        attending = Attending(episode, settings.at_once, described)
         await _unless(ends, attending.run(lambda: attend(settings.spec)))
 
 

@@ -34,7 +34,6 @@ from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue, NotFound
 
 LOOK_S: Final = 0.5
-COMPONENTS_MAX: Final = 64
 _ENDS_WITHIN_S: Final = 10.0
 
 
@@ -166,8 +165,7 @@ class HarnessEpisodes:
             await self._watched(running, agent, left_s)
             found = running.result()
             await agent.idle.wait()
-            parts = dict(sorted(found["components"].items())[:COMPONENTS_MAX])
-            await kept(partial(agent.close, Verdict(found["reward"], parts, found["log"])))
+            await kept(partial(agent.close, Verdict(found["reward"], found["components"], found["log"])))
         finally:
             if running is not None:
                 running.cancel()

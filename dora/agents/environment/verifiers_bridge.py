@@ -12,11 +12,14 @@ The first answer is {"ready": true} or {"refused": "why"}. It ends with the sock
 """
 
 import asyncio
+import importlib.util
 import json
 import socket
 import sys
 import tomllib
+from contextvars import ContextVar
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 LINE_BYTES = 1 << 20
@@ -24,6 +27,9 @@ KEY_VARIABLE = "DORA_SESSION_KEY"
 MODEL = "policy"
 LOG_CHARACTERS = 1000
 TASKS_MAX = 65536
+
+
+_SESSION: ContextVar[str] = ContextVar("session", default="verifiers")
 
 
 class Refused(Exception):
@@ -105,7 +111,7 @@ def _outcome(episode: Any, base_url: str) -> dict[str, Any]:
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     stopped = f", stopped: {trace.stop_condition}" if trace.stop_condition else ""
     log = f"task {trace.task.data.idx}, {trace.num_turns} turns{stopped}"
-    return {"reward": float(trace.reward), "components": {**metrics, **rewards}, "log": log[:LOG_CHARACTERS]}
+    return {"reward": float(trace.reward), "components": {**metrics, **rewards}, "log": log}
 
 
 def _imported() -> Any:
@@ -127,6 +133,7 @@ async def serve(episodes: Episodes, reader: asyncio.StreamReader, writer: asynci
         writer.write(json.dumps(answer).encode() + b"\n")
 
     async def run(name: str, number: int, base_url: str) -> None:
+        _SESSION.set(name)
         try:
             send({"id": name, **await episodes.run(number, base_url)})
         except Exception as error:  # of a taskset, a harness or a task
@@ -153,6 +160,7 @@ async def serve(episodes: Episodes, reader: asyncio.StreamReader, writer: asynci
 
 
 async def main(spec: str, model: str, turns: int, descriptor: int) -> None:
+    _prefix_output()
     connected = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connected, limit=LINE_BYTES)
     try:
@@ -162,6 +170,15 @@ async def main(spec: str, model: str, turns: int, descriptor: int) -> None:
         await writer.drain()
         return
     await serve(episodes, reader, writer)
+
+
+def _prefix_output() -> None:
+    """Loads DORA's module for output by its file: it needs nothing else of DORA."""
+    file = Path(__file__).parents[2] / "system" / "prefixed_output.py"
+    spec: Any = importlib.util.spec_from_file_location("prefixed_output", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.prefix_output(_SESSION.get)
 
 
 def _one_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ def bridge_argv(settings: EnvironmentConfig, model: Path) -> list[str]:
     if not python or not os.access(python, os.X_OK):
         allowed = "the interpreter of an environment that has verifiers 0.4, e.g. /venvs/verifiers/bin/python"
         raise InvalidValue("environment.python", python or MISSING, allowed)
-    return [python, "-P", str(_PROGRAM), settings.spec.removeprefix(PREFIX), str(model), str(settings.turns)]
+    return [python, "-P", "-u", str(_PROGRAM), settings.spec.removeprefix(PREFIX), str(model), str(settings.turns)]
 
 
 def bridge_variables(settings: EnvironmentConfig, environment: Mapping[str, str]) -> dict[str, str]:

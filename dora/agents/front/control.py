@@ -1,6 +1,5 @@
 """What is served, and the sessions that agents open, reward and close."""
 
-import math
 import time
 import uuid
 from typing import Any, Final
@@ -13,6 +12,7 @@ from dora.agents.front.http import DOOR, read_asked
 from dora.agents.front.sessions import AgentSession, Verdict
 from dora.agents.front.source import Opening
 from dora.data.sampling import checked_overrides
+from dora.data.verdict import ALLOWED_REWARD, is_reward
 from dora.errors import MISSING, InvalidValue
 from dora.metrics.text import TEXT
 from dora.prompts.check import check_name
@@ -77,7 +77,7 @@ async def reward(request: web.Request) -> web.Response:
     asked, session = await read_asked(request), await _session(request)
     verdict = _verdict(asked.body, ("reward", "components", "log", "turn"))
     if verdict.value is None:
-        raise InvalidValue("reward", MISSING, "a finite number")
+        raise InvalidValue("reward", MISSING, ALLOWED_REWARD)
     turn = asked.body.get("turn")
     if turn is None:
         session.verdict = verdict
@@ -87,10 +87,10 @@ async def reward(request: web.Request) -> web.Response:
 
 
 async def close(request: web.Request) -> web.Response:
-    """Ends a session, with the reward of the body, or else the one that was given before."""
+    """Ends a session, with the reward of the body, or else the one that was given before, or the sum of its turns'."""
     asked, session = await read_asked(request), await _session(request)
     verdict = _verdict(asked.body, ("reward", "components", "log"))
-    await asked.door.close(session, verdict if verdict.value is not None else None)
+    await asked.door.close(session, verdict if verdict.value is not None else session.verdict.noted(verdict))
     return web.json_response({"session": session.session_id, "closed": True})
 
 
@@ -115,17 +115,17 @@ def _verdict(body: Any, fields: tuple[str, ...]) -> Verdict:
         if name not in fields:
             raise InvalidValue(name, body[name], f"one of {', '.join(fields)}", why="is not a field of this route")
     value, components, log = body.get("reward"), body.get("components", {}), body.get("log", "")
-    if value is not None and not _is_number(value):
-        raise InvalidValue("reward", value, "a finite number")
+    if value is not None and not (_is_number(value) and is_reward(value)):
+        raise InvalidValue("reward", value, ALLOWED_REWARD)
     if not isinstance(components, dict) or not all(map(_is_number, components.values())):
-        raise InvalidValue("components", components, "an object of finite numbers")
+        raise InvalidValue("components", components, "an object of numbers")
     if not isinstance(log, str):
         raise InvalidValue("log", log, "a text")
     return Verdict(None if value is None else float(value), components, log)
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+    return type(value) in (int, float)
 
 
 def _shown(request: web.Request, session: AgentSession) -> dict[str, Any]:

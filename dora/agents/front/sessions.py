@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dora.agents.chat.reply import ReplyParser
@@ -14,6 +14,7 @@ from dora.agents.front.errors import SessionClosed
 from dora.agents.front.model import ServedModel
 from dora.agents.front.source import Sampled, SessionHandle
 from dora.agents.front.turns import RunningTurn, Texts
+from dora.data.verdict import check_reward
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded
 
 BRANCHES_MAX: Final = 256
@@ -39,6 +40,10 @@ class Verdict:
     value: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     log: str = ""
+
+    def noted(self, later: "Verdict") -> "Verdict":
+        """Returns this verdict with the components and log of a later one, as far as that has any."""
+        return replace(self, components=later.components or self.components, log=later.log or self.log)
 
 
 def ended_turn(handle: SessionHandle) -> RunningTurn:
@@ -235,7 +240,9 @@ class AgentSession:
         turns = len(self.tree.branches[0].turns) if self.tree.branches else 0
         if type(turn) is not int or not 0 <= turn < turns:
             raise InvalidValue("turn", turn, f"a turn of the session's first branch: it has {turns}, from 0")
-        self._turn_rewards[turn] = reward
+        rewards = {**self._turn_rewards, turn: reward}
+        check_reward("reward: the sum of the turns", sum(rewards.values()))
+        self._turn_rewards = rewards
 
     async def close(self, verdict: Verdict | None = None) -> None:
         """Ends the session, all its branches with one reward. Raises Conflict if it has sampled nothing yet, or a turn

@@ -27,6 +27,7 @@ class EvalRequest:
     finished: bool = False  # its verdict is pending
     scored: bool = False
     attempt: int = 0  # sessions: replacements before it
+    spared: int = 0  # sessions: of these, those for the fault of another session
     idle_s: float = 0.0  # sessions: begin of the present or last pause
     began_s: float = 0.0  # sessions: begin of the first turn, moved on by later waits for a slot; 0: it has not begun
     waits_s: float = 0.0  # sessions: begin of the present or last wait for a slot

@@ -13,7 +13,7 @@ from dora.core import events as on
 from dora.core.groups.evaluations import EvalRequest
 from dora.core.rules import evaluation
 from dora.core.rules.admission import attempt_id
-from dora.core.rules.sessions import TOTAL, check_asked
+from dora.core.rules.sessions import TOTAL, check_asked, may_replace
 from dora.core.state import State
 from dora.errors import Conflict, NotFound
 
@@ -49,8 +49,12 @@ def ended(state: State, event: on.SessionEnded) -> None:
 
 
 def failed(state: State, event: on.SessionFailed) -> None:
-    """Replaces a session whose environment has failed. Raises NotFound or Conflict."""
-    _replace(state, _open(state, event.request_id), event.reason)
+    """Replaces a session whose environment has failed, or ends its group. Raises NotFound or Conflict."""
+    request = _open(state, event.request_id)
+    if event.fault == "prompt":
+        evaluation.drop_group(state, request, f"{request.request_id}: {event.reason}")
+    else:
+        _replace(state, request, event.reason, is_spared=event.fault == "another")
 
 
 def overdue(state: State) -> None:
@@ -97,11 +101,11 @@ def _break_off(state: State, request: EvalRequest, reason: str) -> None:
     state.out.append(do.BreakOffSession(request.request_id, reason))
 
 
-def _replace(state: State, request: EvalRequest, reason: str) -> None:
+def _replace(state: State, request: EvalRequest, reason: str, *, is_spared: bool = False) -> None:
     """Begins another session in place of this one. One that was replaced too often ends with what it has, and without
     any token its group ends without a result.
     """
-    if request.attempt >= state.config.sessions.replacements:
+    if not may_replace(state, request.attempt, request.spared, is_spared=is_spared):
         if request.tokens:
             _break_off(state, request, reason)
         else:
@@ -119,6 +123,7 @@ def _replace(state: State, request: EvalRequest, reason: str) -> None:
         request.offered_tokens,
         is_session=True,
         attempt=attempt,
+        spared=request.spared + is_spared,
     )
     state.evaluations.begin(again, state.now_s)
     state.out.append(do.ReplaceRequest(before, again.request_id, reason))

@@ -34,6 +34,7 @@ from dora.core.state import DORMANT, FINISHED, IDLE, RUNNING, WAITING, RequestSt
 from dora.errors import Conflict, InvalidValue, NotFound
 
 TOTAL: Final = "in total"  # the end of a reason
+ATTEMPTS_MAX: Final = 255  # replacements of one session, as the journal counts them
 
 # ------------------------------------------------------------------------------------------------------------- turns
 
@@ -114,8 +115,12 @@ def ended(state: State, event: on.SessionEnded) -> None:
 
 
 def failed(state: State, event: on.SessionFailed) -> None:
-    """Replaces a session whose environment has failed. Raises NotFound or Conflict."""
-    _replace(state, _session(state, event.request_id), event.reason)
+    """Replaces a session whose environment has failed, or cancels its group. Raises NotFound or Conflict."""
+    row = _session(state, event.request_id)
+    if event.fault == "prompt":
+        _cancel(state, row, event.reason)
+    else:
+        _replace(state, row, event.reason, is_spared=event.fault == "another")
 
 
 def overdue(state: State) -> None:
@@ -172,22 +177,34 @@ def _break_off(state: State, row: int, reason: str) -> None:
     _finish(state, row, reason)
 
 
-def _replace(state: State, row: int, reason: str) -> None:
+def _cancel(state: State, row: int, reason: str) -> None:
+    group_id = state.group_id[int(state.requests["group"][row])]
+    lifecycle.cancel(state, on.GroupCancelled(group_id, f"{state.request_id[row]}: {reason}"))
+
+
+def may_replace(state: State, attempt: int, spared: int, *, is_spared: bool) -> bool:
+    """Returns whether a session may be replaced once more. ``attempt``: replacements before it; ``spared``: of these,
+    those for the fault of another session. ``is_spared``: this one is, too.
+    """
+    return attempt < ATTEMPTS_MAX and (is_spared or attempt - spared < state.config.sessions.replacements)
+
+
+def _replace(state: State, row: int, reason: str, *, is_spared: bool = False) -> None:
     """Begins another session in place of this one. One that was replaced too often ends with what it has, and without
     any token its group is cancelled.
     """
     requests = state.requests
-    if requests["attempt"][row] >= state.config.sessions.replacements:
+    old_id, attempt, spared = state.request_id[row], int(requests["attempt"][row]), int(requests["spared"][row])
+    if not may_replace(state, attempt, spared, is_spared=is_spared):
         if requests["tokens"][row]:
             _break_off(state, row, reason)
         else:
-            group_id = state.group_id[int(requests["group"][row])]
-            lifecycle.cancel(state, on.GroupCancelled(group_id, f"{state.request_id[row]}: {reason}"))
+            _cancel(state, row, reason)
         return
     lifecycle.withdraw(state, row)
-    old_id, attempt = state.request_id[row], int(requests["attempt"][row]) + 1
+    attempt += 1
     new_id = attempt_id(old_id, attempt)
-    requests["attempt"][row] = attempt
+    requests["attempt"][row], requests["spared"][row] = attempt, spared + is_spared
     for name in ("tokens", "given", "left", "paused_s", "moves", "began_s", "rests_until_s"):
         requests[name][row] = 0
     state.rename(row, new_id)

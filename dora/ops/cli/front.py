@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from dora.errors import MISSING, InvalidValue, one_of
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import token_option
 from dora.ops.stored_token import DEFAULT_ADDRESS, WHERE, secret_for
-from dora.system.environment import PAGE_TOKEN
+from dora.system.environment import PAGE_TOKEN, taken
 from dora.system.secret_file import read_token
 from dora.system.signals import drain_on_signals
 from dora.tls import Tls
@@ -99,7 +98,7 @@ async def _run(options: "FrontOptions") -> None:
     running = asyncio.current_task()
     assert running is not None
     drain_on_signals(stop.set, running.cancel)
-    mount = mounted(options.service, os.environ.get(PAGE_TOKEN) or options.token, options.tls)
+    mount = mounted(options.service, taken(PAGE_TOKEN) or options.token, options.tls)
 
     def ready(url: str) -> None:
         say(f"dora: agents reach {options.service} at {url}/v1; the operator's page is {url}/")

@@ -15,6 +15,7 @@ from dora.data.limits import (
     TEXT_BYTES_MAX,
     WINDOW_REQUESTS_MAX,
 )
+from dora.data.verdict import COMPONENTS_MAX, LOG_MAX_BYTES, NAME_MAX_BYTES, REWARD_MAX
 from dora.host.launcher import WORKERS_MAX as HOST_WORKERS_MAX
 from dora.journal.log import BEHIND_BYTES
 from dora.ops.page.browsers import BROWSERS
@@ -34,7 +35,6 @@ from dora.prompts.jsonl import LINE_BYTES_MAX
 from dora.prompts.store import PROMPTS_MAX
 from dora.prompts.tables import CELL_BYTES_MAX
 from dora.rewards.pool import LOG_BYTES
-from dora.rewards.verdict import COMPONENTS_MAX, LOG_MAX_BYTES
 from dora.rpc.challenge import FRESH_S, SESSIONS_MAX
 from dora.rpc.channel import CALLS_WAITING_MAX, CONNECTIONS_MAX, HANDSHAKE_S, IDLE_S
 from dora.rpc.interceptor import (
@@ -115,7 +115,8 @@ def limits() -> Iterator[tuple[str, str, str]]:
     yield "unread results of an evaluation", _size(UNREAD_BYTES_MAX), "the evaluation ends"
     yield "metrics of a commit", f"{METRICS_MAX}", REFUSED
     yield "responses waiting for a verdict", "`reward.queued_max`", WAITS
-    yield "components of a verdict", f"{COMPONENTS_MAX}", "the verdict fails"
+    yield "a reward, and that of a turn: its size", f"{REWARD_MAX:,.0f}", REFUSED
+    yield "components of a verdict; their names", f"{COMPONENTS_MAX}; {NAME_MAX_BYTES} bytes", "left out; cut"
     yield "the log of a verdict; the output of a reward process", _sizes(LOG_MAX_BYTES, LOG_BYTES), "cut"
     yield (
         "memory, open files of a reward process; processes that it leaves; calls",

@@ -8,6 +8,7 @@ import typer
 
 from dora.errors import InvalidValue
 from dora.ops.cli import completion
+from dora.system.environment import taken
 from dora.system.secret_file import read_token
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ def source_of(token: str) -> str | Path:
 
 
 def token_given(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Returns the token of ``--token-file`` or DORA_TOKEN. A token is no argument: every user can read arguments."""
+    """Returns the token of ``--token-file`` or DORA_TOKEN. A token is no argument: every user can read arguments. This
+    process shows it to no other one of its user.
+    """
     source = context.get_parameter_source(parameter.name or "")
+    if not context.resilient_parsing:
+        taken("DORA_TOKEN")
     if value is None or source is None or source.name != "COMMANDLINE" or context.resilient_parsing:
         return value
     found = read_token(Path(value))

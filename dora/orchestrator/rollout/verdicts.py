@@ -28,7 +28,7 @@ class Verifier(Protocol):
     """Scores one response outside the event loop; never raises for errors of the user's function."""
 
     async def score(
-        self, prompt_text: str, response_text: str | None, token_ids: Int32Array, verifier_json: str
+        self, prompt_text: str, response_text: str | None, token_ids: Int32Array, verifier_json: str, name: str
     ) -> Reward: ...
 
 
@@ -85,7 +85,7 @@ class Verdicts:
         if entry.reward is not None:
             return entry.reward
         prompt, began_s = entry.prompt, time.monotonic()
-        reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
+        reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json, entry.request_id)
         self._telemetry.observe(SCORE, time.monotonic() - began_s)
         if not reward.valid:
             self._telemetry.rewards_failed += 1

@@ -1,16 +1,16 @@
 """The gRPC service for environments: ended turns out, next turns, ends and failures in."""
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 
 from dora.core import events as on
 from dora.data.types import Reward
+from dora.data.verdict import check_reward, remarks
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.orchestrator.core import ServiceCore
 from dora.orchestrator.hosts.fronts import Front, Fronts, host_of_peer
@@ -31,8 +31,6 @@ from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
 
 REASON_MAX: Final = 200  # characters
-LOG_MAX: Final = 4096
-COMPONENTS_MAX: Final = 64  # parts of a reward
 
 
 @dataclass(eq=False, repr=False)
@@ -136,7 +134,10 @@ class SessionService(stubs.SessionsServicer):
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
         entry = self._session(request.session_id)
         check_line("reason", request.reason, REASON_MAX, least=1)
-        self._core.post(on.SessionFailed(entry.request_id, request.reason))
+        fault = next((each for each in get_args(on.Fault) if each == (request.fault or "session")), None)
+        if fault is None:
+            raise InvalidValue("fault", request.fault[:80], ", ".join(get_args(on.Fault)))
+        self._core.post(on.SessionFailed(entry.request_id, request.reason, fault))
         await self._journal.settled()
         members = (self._evaluations if entry.is_evaluation else self._buffer).members(entry.group_id)
         in_place = members[entry.sample_index] if members else entry
@@ -205,21 +206,19 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
 
 
 def _reward(request: pb.EndSessionRequest, last_turn: int) -> Reward | None:
-    """The environment's verdict; None if the reward function is to give it. Raises InvalidValue."""
-    check_line("log", request.log, LOG_MAX, lines=True)
-    if not request.HasField("reward"):
-        for name in ("components", "turn_rewards"):
-            if getattr(request, name):
-                raise InvalidValue(name, dict(getattr(request, name)), "none without a reward")
+    """The environment's verdict; None if the reward function is to give it. Without a reward of the session, the turns'
+    rewards add up. Raises InvalidValue.
+    """
+    turns = dict(request.turn_rewards)
+    if not (request.HasField("reward") or turns):
+        if request.components:
+            raise InvalidValue("components", dict(request.components), "none without a reward")
         return None
-    components, turns = dict(request.components), dict(request.turn_rewards)
     if turns and max(turns) > last_turn:
         raise InvalidValue("turn_rewards", max(turns), f"turns from 0 to {last_turn}")
-    if len(components) > COMPONENTS_MAX:
-        raise InvalidValue("components", len(components), f"at most {COMPONENTS_MAX}")
-    of_components = ((f"components.{name}", value) for name, value in components.items())
-    of_turns = ((f"turn_rewards.{turn}", value) for turn, value in turns.items())
-    for name, value in (("reward", request.reward), *of_components, *of_turns):
-        if not math.isfinite(value):
-            raise InvalidValue(name, value, "a finite number")
-    return Reward(request.reward, components, request.log, True, turns)
+    for turn, value in turns.items():
+        check_reward(f"turn_rewards.{turn}", value)
+    name, reward = ("reward", request.reward) if request.HasField("reward") else ("turn_rewards", sum(turns.values()))
+    check_reward(name, reward)
+    components, log = remarks(request.components, request.log)
+    return Reward(reward, components, log, True, turns)

@@ -358,7 +358,9 @@ class _Verifier:
     def __init__(self, world: Environment) -> None:
         self._world = world
 
-    async def score(self, prompt_text: str, response_text: str | None, token_ids: Any, verifier_json: str) -> Reward:
+    async def score(
+        self, prompt_text: str, response_text: str | None, token_ids: Any, verifier_json: str, name: str
+    ) -> Reward:
         await _Delay(self._world.verdict_s())
         last = int(token_ids[-1])
         if self._world.scenario.workload.group_size_min and last % INVALID == 0:

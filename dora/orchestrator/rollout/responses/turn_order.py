@@ -152,7 +152,7 @@ def sampling_of(
     return {**found, **{name: overrides[name] for name in ("seed",) if name in overrides}}
 
 
-def check_line(field: str, text: str, most: int, *, least: int = 0, lines: bool = False) -> None:
-    """Raises InvalidValue for a text of another length, or that is not printable. ``lines``: it may have several."""
-    if not least <= len(text) <= most or not (lines or text.isprintable()):
+def check_line(field: str, text: str, most: int, *, least: int = 0) -> None:
+    """Raises InvalidValue for a text of another length, or that is not printable."""
+    if not least <= len(text) <= most or not text.isprintable():
         raise InvalidValue(field, text[:80], f"{least} to {most} printable characters")
