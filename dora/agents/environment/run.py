@@ -15,7 +15,6 @@ from dora.agents.environment.loading import load_environment
 from dora.agents.environment.pool import WarmPool
 from dora.agents.environment.verdicts import VerdictCache
 from dora.agents.environment.verifiers import harness_episodes
-from dora.agents.environment.verifiers_process import PREFIX
 from dora.agents.front.model import served_model
 from dora.client import Operator
 from dora.client.sessions import Sessions
@@ -43,7 +42,7 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
     ServiceUnavailable.
     """
     settings = options.settings
-    make = None if settings.spec.startswith(PREFIX) else load_environment(settings.spec)
+    make = load_environment(settings.spec)
     folder = options.model or await _folder_of(options)
     if not folder.is_dir():
         raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
