@@ -225,7 +225,7 @@ BENCHMARKS: Final = (
     Benchmark(
         "profile",
         "perf/profile_run.py --rounds 1 --steps 4 --json",
-        "--model tiny --steps 1 --warmup 1 --groups 2 --max-tokens 32 --training-s 0.1",
+        "--model tiny --steps 1 --warmup 1 --groups 2 --max-tokens 32 --max-model-len 256 --kv-tokens 4096",
         ("dora/lab", "dora/core", *ENGINE),
         (Figure("error of a profile's prediction", "error", "<= 0.15", ".1%"),),
     ),

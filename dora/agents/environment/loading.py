@@ -58,9 +58,9 @@ def load_environment(spec: str) -> Callable[[], Environment] | None:
     except InvalidValue:
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        allowed = f"the class of a module that can be imported ({one_line(error)})"
-        allowed += f", or of an adapter: {', '.join((*ADAPTERS, *points))}"
-        raise InvalidValue(OPTION, spec, allowed) from error
+        known = (*ADAPTERS, *points)
+        allowed = "what its adapter takes" if kind in known else "the class of a module that can be imported"
+        raise InvalidValue(OPTION, spec, f"{allowed} ({one_line(error)}); adapters: {', '.join(known)}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):
         raise InvalidValue(OPTION, spec, f"a class of {kind}, which has no {name} that can be called")
