@@ -8,7 +8,6 @@ from typing import Final
 from dora.data.limits import WINDOW_MAX
 from dora.lab.planning.hardware import find_hardware
 from dora.lab.planning.models import find_model
-from dora.lab.planning.training import over_even
 from dora.lab.planning.workload import lognormal_of_mean, step_workload
 from dora.lab.sim.scenario import Workload
 from experiments import papers
@@ -21,6 +20,7 @@ from experiments.base import (
     flop_training_s,
     lognormal,
 )
+from experiments.stated_ranks import over_even
 
 # Splits and engine sizes are table 2 and appendix A.3. Lengths are shown in a figure only: assumed are DORA's mean of
 # 2.4K (the same prompts, DAPO-Math-17k) and the stated cap. Laminar itself enforces no bound (section 8.1: "inherent

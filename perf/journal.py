@@ -103,7 +103,7 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
     buffer = ResponseBuffer(config.rollout, None, config.window.least)
     resume.restore_buffer(buffer, found.groups, found.requests, found.ledger.values["next_number"])
     part("book")
-    event = resume.restored(buffer, found, found.groups, config.window.least, time.time(), incarnation=2)
+    event = resume.restored(buffer, found, found.groups, config.window, time.time(), incarnation=2)
     part("event")
     Machine(config).handle(event, 0.0)
     part("core")

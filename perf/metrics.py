@@ -6,7 +6,7 @@
 The service is the real one, in a process of its own; a swarm of synthetic workers and a trainer load it.
 
 scrape_ms_p50, scrape_ms_max       of /metrics and of the page of the host, one after the other, until the last byte
-cpu_ms                             of the service's process for both pages, beyond what its load costs
+cpu_ms                             CPU time of the threads that make both pages, without their other work
 core_share                         of a core, if both are scraped every 15 s
 scrape_bytes, samples              of both pages
 """
@@ -15,16 +15,20 @@ import argparse
 import asyncio
 import contextlib
 import json
+import sys
 import time
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import aiohttp
 import numpy as np
-from orchestrator import GROUP_SIZE, Child, capability, configured, first
+from orchestrator import GROUP_SIZE, Child, be_service, capability, configured, first
 from rich.console import Console
 from rich.table import Table
 from swarm import Load, Swarm
 
+from dora.orchestrator.metrics import exporter
 from dora.orchestrator.setup import open_many_files
 from dora.rpc.roles import Role
 
@@ -34,6 +38,10 @@ COLUMNS: Final = ("workers", "scrape_ms_p50", "scrape_ms_max", "cpu_ms", "core_s
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["service"]:
+        meter = Meter()
+        asyncio.run(be_service(sys.argv[2], lambda: {"scrape_cpu_s": meter.spent_s}))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1024], help="sizes of the swarm")
     parser.add_argument("--requests", type=int, default=32, help="that each worker decodes at once")
@@ -59,7 +67,7 @@ async def measured(options: argparse.Namespace, workers: int) -> dict[str, Any]:
     load = Load(options.requests, 0, options.tokens_per_s / (workers * options.requests))
     async with contextlib.AsyncExitStack() as stack:
         config = configured(workers, load, ['service.metrics="127.0.0.1:0"'])
-        service = await stack.enter_async_context(Child.of("service", config.model_dump_json()))
+        service = await stack.enter_async_context(Child.of("service", config.model_dump_json(), program=__file__))
         told = await service.hear()
         swarm = Swarm(told["address"], told["tokens"][Role.WORKER], capability(config), load, workers)
         swarming = asyncio.create_task(swarm.run())
@@ -76,7 +84,7 @@ async def measured(options: argparse.Namespace, workers: int) -> dict[str, Any]:
 async def scraped(
     scrapes: int, service: Child, session: aiohttp.ClientSession, swarming: asyncio.Task[None]
 ) -> dict[str, Any]:
-    """The figures of so many scrapes, after as long a time without any."""
+    """The figures of so many scrapes, before as long a time without any."""
     times_ms, sizes, samples = [], 0, 0
     await scrape(session)
     before, began_s = await service.ask("mark"), time.monotonic()
@@ -93,7 +101,7 @@ async def scraped(
     after = await service.ask("mark")
     await first(asyncio.sleep(seconds), swarming)
     quiet = await service.ask("mark")
-    cpu_s = (after["cpu_s"] - before["cpu_s"]) - (quiet["cpu_s"] - after["cpu_s"])
+    cpu_s = after["scrape_cpu_s"] - before["scrape_cpu_s"]
     return {
         "scrape_ms_p50": float(np.percentile(times_ms, 50)),
         "scrape_ms_max": max(times_ms),
@@ -105,6 +113,56 @@ async def scraped(
         "scrape_bytes": sizes,
         "samples": samples,
     }
+
+
+class Meter:
+    """Adds up the CPU time of making pages: of the event loop's thread, and of the thread that writes them."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        kind: Any = exporter.Exporter
+        kind.service, kind.host = self._metered(kind.service), self._metered(kind.host)
+        meter = self
+
+        class Pool(ThreadPoolExecutor):
+            def submit(self, function: Any, /, *given: Any, **named: Any) -> Future[Any]:
+                def timed() -> Any:
+                    with meter.spending():
+                        return function(*given, **named)
+
+                return super().submit(timed)
+
+        exporter.ThreadPoolExecutor = Pool  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.thread_time() - began_s
+
+    def _metered(self, function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def page(*given: Any) -> Any:
+            return await Steps(self, function(*given))
+
+        return page
+
+
+class Steps:
+    """An awaitable whose steps, each from one suspension to the next, are metered."""
+
+    def __init__(self, meter: Meter, awaited: Awaitable[Any]) -> None:
+        self._meter, self._steps = meter, awaited.__await__()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        while True:
+            try:
+                with self._meter.spending():
+                    waits_for = next(self._steps)
+            except StopIteration as end:
+                return end.value
+            yield waits_for
 
 
 async def scrape(session: aiohttp.ClientSession) -> list[str]:

@@ -7,9 +7,11 @@ What a token reads is known of it: `expert_fraction` should be near per-token / 
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import torch
@@ -32,9 +34,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dora-mixture-") as folder:
         make(Path(folder), options.experts, options.per_token, options.layers)
-        argv = [sys.executable, "-m", "dora", "profile", "--model", folder, "--clock", options.clock]
+        out = Path(folder) / "cost.toml"
+        argv = [sys.executable, "-m", "dora", "profile", "--model", folder, "--clock", options.clock, "--out", str(out)]
         argv += ["--slots", str(options.slots), "--rounds", str(options.rounds), *(["--json"] if options.json else [])]
-        sys.exit(subprocess.run(argv).returncode)
+        done = subprocess.run(argv, stdout=subprocess.PIPE if options.json else None)
+        if options.json and out.exists():
+            cost = tomllib.loads(out.read_text())["cluster"]["cost"]
+            print(json.dumps({**json.loads(done.stdout), "expert_fraction": cost.get("expert_fraction", 1.0)}))
+        sys.exit(done.returncode)
 
 
 def make(folder: Path, experts: int, per_token: int, layers: int) -> None:

@@ -26,7 +26,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -231,9 +231,9 @@ class Child:
         return await self.hear()
 
 
-async def be_service(config: str) -> None:
-    """The real service, with one sleeper in its event loop. At each line of stdin it says what it has used; at the line
-    ``memory`` what it holds after it has returned free memory.
+async def be_service(config: str, also: Callable[[], dict[str, float]] = dict) -> None:
+    """The real service, with one sleeper in its event loop. At each line of stdin it says what it has used, and what
+    ``also`` returns; at the line ``memory`` what it holds after it has returned free memory.
     """
     stop, lags = asyncio.Event(), Lags()
     handle: asyncio.Future[ServiceHandle] = asyncio.get_running_loop().create_future()
@@ -258,7 +258,8 @@ async def be_service(config: str) -> None:
             give_back_memory()
             tell({"rss_bytes": rss_bytes()})
             continue
-        tell({"cpu_s": time.process_time(), "at_s": time.monotonic(), "rss_bytes": rss_bytes(), **lags.taken()})
+        used = {"cpu_s": time.process_time(), "at_s": time.monotonic(), "rss_bytes": rss_bytes()}
+        tell({**used, **lags.taken(), **also()})
     sleeping.cancel()
     stop.set()
     await serving

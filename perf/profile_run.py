@@ -71,7 +71,7 @@ def main() -> None:
     held = "ratio" if quiet else "ratio_with_a_core"
     passed = abs(medians[held] - 1.0) <= options.tolerance
     if options.json:
-        tree = {"model": options.model, **medians, "held": held, "passed": passed}
+        tree = {"model": options.model, **medians, "held": held, "error": abs(medians[held] - 1.0), "passed": passed}
         print(json.dumps(tree | {"rounds": [asdict(each) for each in rounds]}, indent=2))
     else:
         show(options, rounds, medians)

@@ -65,35 +65,6 @@ class Examined:
         return {tensor.name: tensor for tensor in self.tensors}
 
 
-class ChunkSums:
-    """Computes the checksums of a file's chunks from pieces of any length."""
-
-    def __init__(self) -> None:
-        self._sums: list[bytes] = []
-        self._chunk = xxhash.xxh3_128()
-        self._held_bytes = 0
-
-    def update(self, content: memoryview) -> None:
-        while content:
-            piece = content[: CHUNK_BYTES - self._held_bytes]
-            self._chunk.update(piece)
-            self._held_bytes += len(piece)
-            content = content[len(piece) :]
-            if self._held_bytes == CHUNK_BYTES:
-                self._end()
-
-    def finish(self) -> tuple[bytes, ...]:
-        """Returns the checksums of all bytes."""
-        if self._held_bytes:
-            self._end()
-        return tuple(self._sums)
-
-    def _end(self) -> None:
-        self._sums.append(self._chunk.digest())
-        self._chunk.reset()
-        self._held_bytes = 0
-
-
 def sum_of(content: bytes | bytearray | memoryview) -> bytes:
     """The checksum of one chunk: 128-bit xxh3, at a tenth of BLAKE3's cost."""
     return xxhash.xxh3_128_digest(content)

@@ -9,9 +9,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Annotated, Final, Literal
 
+from annotated_types import Ge, Lt, MaxLen, MinLen
 from blake3 import blake3
+from pydantic import AfterValidator, BaseModel, Strict, ValidationError
 
 from dora.data.strict_json import read_json
 from dora.data.types import Canary
@@ -164,6 +166,36 @@ def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None =
     )
 
 
+_Whole = Annotated[int, Strict(), Ge(0), Lt(_BYTES_MAX)]
+_Text = Annotated[str, Strict()]
+_Hex = Annotated[_Text, AfterValidator(bytes.fromhex)]
+
+
+class _File(BaseModel):
+    name: Annotated[_Text, AfterValidator(check_file_name)]
+    file_bytes: _Whole
+    blake3: _Hex
+    sums: _Hex
+
+    def checked(self) -> ManifestFile:
+        whole, digest = -(-self.file_bytes // CHUNK_BYTES) * SUM_BYTES, len(self.blake3)
+        if not self.file_bytes or digest != _BLAKE3_BYTES or len(self.sums) != whole:
+            found = f"{self.file_bytes} bytes, {digest} of blake3, {len(self.sums)} of sums"
+            allowed = f"1 byte or more, {_BLAKE3_BYTES}, and {SUM_BYTES} for each chunk"
+            raise InvalidValue(f"manifest: {self.name}", found, allowed)
+        sums = tuple(self.sums[at : at + SUM_BYTES] for at in range(0, whole, SUM_BYTES))
+        return ManifestFile(self.name, self.file_bytes, self.blake3, sums)
+
+
+class _Tree(BaseModel):
+    version: _Whole
+    digest: _Text
+    base: _Text = ""
+    canary: tuple[list[_Whole], list[Annotated[float, Strict()]]] | None = None
+    files: Annotated[list[_File], MinLen(1), MaxLen(_FILES_MAX)]
+    tensors: list[tuple[_Text, Literal[tuple(DTYPE_BYTES)], list[_Whole], _Text, _Whole]]  # type: ignore[valid-type]
+
+
 def read_manifest(text: str) -> Manifest:
     """Parses the output of :meth:`Manifest.to_json`. Raises InvalidValue for anything else, naming the fault."""
     tree = read_json(text, "manifest", MANIFEST_BYTES_MAX)
@@ -172,85 +204,29 @@ def read_manifest(text: str) -> Manifest:
     if tree.get("format") != _FORMAT or tree.get("chunk_bytes") != CHUNK_BYTES:
         found = {key: tree.get(key) for key in ("format", "chunk_bytes")}
         raise InvalidValue("manifest: format", found, f"{_FORMAT}, chunks of {CHUNK_BYTES} bytes: use the same DORA")
-    files = tuple(_file(each) for each in _list(tree, "files"))
-    if not files or len(files) > _FILES_MAX or [file.name for file in files] != sorted({file.name for file in files}):
-        raise InvalidValue(
-            "manifest: files", [file.name for file in files][:20], "at least one file, by name, without duplicates"
-        )
+    try:
+        read = _Tree.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InvalidValue(f"manifest: {field}", str(first["input"])[:80], f"valid ({first['msg']})") from error
+    files = tuple(each.checked() for each in read.files)
+    if [file.name for file in files] != sorted({file.name for file in files}):
+        raise InvalidValue("manifest: files", [file.name for file in files][:20], "by name, without duplicates")
     sizes = {file.name: file.file_bytes for file in files}
-    tensors = tuple(_placed(each, sizes) for each in _list(tree, "tensors"))
-    base = tree.get("base", "")
-    if base:
-        parsed_name(_text(base, "base"))
-    manifest = Manifest(_count(tree.get("version"), "version"), files, tensors, _canary(tree.get("canary")), base)
-    if tree.get("digest") != manifest.digest:
-        raise InvalidValue("manifest: digest", tree.get("digest"), f"{manifest.digest}, the digest of its files")
+    tensors = tuple(_placed(each, sizes) for each in read.tensors)
+    if read.base:
+        parsed_name(read.base)
+    canary = None if read.canary is None else Canary(*map(tuple, read.canary))
+    manifest = Manifest(read.version, files, tensors, canary, read.base)
+    if read.digest != manifest.digest:
+        raise InvalidValue("manifest: digest", read.digest, f"{manifest.digest}, the digest of its files")
     return manifest
 
 
-def _file(entry: Any) -> ManifestFile:
-    if not isinstance(entry, dict):
-        raise InvalidValue("manifest: file", entry, "an object")
-    name = check_file_name(_text(entry.get("name"), "name"))
-    file_bytes = _count(entry.get("file_bytes"), f"{name}: file_bytes")
-    digest, sums = _bytes(entry.get("blake3"), f"{name}: blake3"), _bytes(entry.get("sums"), f"{name}: sums")
-    chunks = -(-file_bytes // CHUNK_BYTES)
-    if not file_bytes or len(digest) != _BLAKE3_BYTES or len(sums) != chunks * SUM_BYTES:
-        found = f"{file_bytes} bytes, {len(digest)} of blake3, {len(sums)} of sums"
-        raise InvalidValue(
-            f"manifest: {name}", found, f"1 byte or more, {_BLAKE3_BYTES}, and {SUM_BYTES} for each chunk"
-        )
-    return ManifestFile(
-        name, file_bytes, digest, tuple(sums[at : at + SUM_BYTES] for at in range(0, len(sums), SUM_BYTES))
-    )
-
-
-def _placed(entry: Any, sizes: Mapping[str, int]) -> PlacedTensor:
-    if not isinstance(entry, list) or len(entry) != 5:
-        raise InvalidValue("manifest: tensor", entry, "a list of name, dtype, shape, file and offset")
+def _placed(entry: tuple[str, str, list[int], str, int], sizes: Mapping[str, int]) -> PlacedTensor:
     name, dtype, shape, file, offset = entry
-    if not isinstance(shape, list) or not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise InvalidValue("manifest: tensor", entry, f"of one of the dtypes {', '.join(DTYPE_BYTES)}, with a shape")
-    shown = _text(name, "tensor")
-    header = TensorHeader(shown, dtype, tuple(_count(extent, f"{shown}: shape") for extent in shape))
-    placed = PlacedTensor(header, _text(file, f"{shown}: file"), _count(offset, f"{shown}: offset"))
-    if placed.offset + header.content_bytes > sizes.get(placed.file, 0):
-        raise InvalidValue(f"manifest: {shown}", entry, "within a file of the version")
+    placed = PlacedTensor(TensorHeader(name, dtype, tuple(shape)), file, offset)
+    if placed.offset + placed.header.content_bytes > sizes.get(placed.file, 0):
+        raise InvalidValue(f"manifest: {name}", entry, "within a file of the version")
     return placed
-
-
-def _canary(entry: Any) -> Canary | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, list) for part in entry):
-        raise InvalidValue("manifest: canary", entry, "a list of token ids and a list of logprobs")
-    token_ids, logprobs = entry
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in logprobs):
-        raise InvalidValue("manifest: canary", logprobs, "a list of numbers")
-    return Canary(tuple(_count(each, "canary") for each in token_ids), tuple(float(each) for each in logprobs))
-
-
-def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
-    found = tree.get(key)
-    if not isinstance(found, list):
-        raise InvalidValue(f"manifest: {key}", found, "a list")
-    return found
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidValue(f"manifest: {field}", value, "a text")
-    return value
-
-
-def _count(value: Any, field: str) -> int:
-    if type(value) is not int or not 0 <= value < _BYTES_MAX:
-        raise InvalidValue(f"manifest: {field}", value, "an integer of 0 or more")
-    return value
-
-
-def _bytes(value: Any, field: str) -> bytes:
-    try:
-        return bytes.fromhex(_text(value, field))
-    except ValueError as error:
-        raise InvalidValue(f"manifest: {field}", str(value)[:80], "in hexadecimal") from error

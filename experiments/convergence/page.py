@@ -14,13 +14,13 @@ REWARD_PLOT: Final = "convergence-reward.svg"
 LIMITS_PLOT: Final = "convergence-limits.svg"
 
 
-def with_results(page: str, results: str, mark: str = BEGIN) -> str:
-    """``page`` with ``results`` between ``mark`` and END. Raises InvalidValue for a page without them."""
+def with_results(page: str, results: str, mark: str = BEGIN, end_mark: str = END) -> str:
+    """``page`` with ``results`` between the two marks. Raises InvalidValue for a page without them."""
     before, begin, rest = page.partition(mark)
-    _, end, after = rest.partition(END)
+    _, end, after = rest.partition(end_mark)
     if not (begin and end):
-        raise InvalidValue("--page", page[:80], f"a page with the lines {mark} and {END}")
-    return f"{before}{mark}\n\n{results.strip()}\n\n{END}{after}"
+        raise InvalidValue("--page", page[:80], f"a page with the lines {mark} and {end_mark}")
+    return f"{before}{mark}\n\n{results.strip()}\n\n{end_mark}{after}"
 
 
 def write_page(path: Path, results: str) -> None:

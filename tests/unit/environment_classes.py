@@ -71,6 +71,11 @@ class Calls:
         ]
 
 
+def echoes(spec: str) -> type[Echo]:
+    """An adapter."""
+    return Echo
+
+
 class Stuck(Echo):
     """Its second step never ends. ``closed`` counts the instances that were closed."""
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from dora.agents.chat.rendering import ChatRenderer
 from dora.agents.chat.tool_calls import format_of
+from dora.agents.environment import loading
 from dora.agents.environment.attending import Attending, Failing
 from dora.agents.environment.child import EnvironmentProcess
 from dora.agents.environment.episode import Episodes
@@ -233,6 +235,25 @@ def test_a_class_that_cannot_drive_sessions_is_refused_by_name(spec: str, allowe
     with refused(InvalidValue, field="--environment", value=spec) as found:
         load_environment(spec)
     assert re.search(allowed, str(found.value))
+
+
+def test_an_installed_package_adds_an_adapter_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("echo", f"{HERE}:echoes", loading.GROUP),
+        EntryPoint("openenv", f"{HERE}:echoes", loading.GROUP),
+        EntryPoint("broken", "tests.unit.no_such_module:episodes", loading.GROUP),
+    ]
+    monkeypatch.setattr(loading, "entry_points", lambda group: points if group == loading.GROUP else [])
+    make = load_environment("echo:x")
+    assert make is not None and isinstance(make(), Echo)
+    with refused(InvalidValue, field="--environment", value="echo:", names=("module:Class",)):
+        load_environment("echo:")
+    with refused(InvalidValue, field="--environment", value="openenv:x", names=("URL of a server",)):  # DORA's own
+        load_environment("openenv:x")
+    with refused(InvalidValue, field="--environment", value="broken:x", names=("no_such_module",)):
+        load_environment("broken:x")
+    with refused(InvalidValue, field="--environment", names=("gymnasium", "verifiers", "echo", "broken")):
+        load_environment("no.such:Thing")
 
 
 def test_a_service_refuses_the_class_before_it_starts() -> None:

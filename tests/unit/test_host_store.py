@@ -262,6 +262,17 @@ def test_a_manifest_reads_back_and_a_changed_one_is_refused(origin: WeightStore)
         (text.replace('"format":1', '"format":9'), "the same DORA"),
         (text[:-1], "manifest"),
         ("[]", "a JSON object"),
+        (text.replace('"version":1', '"version":true'), "manifest: version"),
+        (text.replace('"version":1', '"version":1.0'), "manifest: version"),
+        (text.replace('"digest":', '"digests":'), "manifest: digest"),
+        (text.replace('"blake3":"', '"blake3":"x'), "manifest: files.0.blake3"),
+        (text.replace('"blake3":"', '"blake3":"00'), "33 of blake3"),
+        (text.replace('"files":[', '"files":[5,'), "manifest: files.0"),
+        (text.replace('"base":""', '"base":"v1"'), "version's name"),
+        (text.replace('"canary":[[1,2],[', '"canary":[[1,2],["x",'), "manifest: canary"),
+        (text.replace('"canary":[[1,2]', '"canary":[[1,-2]'), "manifest: canary"),
+        (text.replace(',"F32",', ',"F33",'), "manifest: tensors.0.1"),
+        (text.replace(f',"{FILE}",', f',"{FILE}",9999999'), "within a file"),
         (swapped.to_json().replace(swapped.digest, made.digest), "manifest: digest"),
     ):
         with refused(InvalidValue, names=data_words(complaint)):

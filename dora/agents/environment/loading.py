@@ -1,10 +1,17 @@
-"""Finds an environment's class by name, and checks it before any session begins."""
+"""Finds an environment's class or adapter by name, and checks it before any session begins.
+
+A package adds an adapter, which ``--environment NAME:REST`` uses, by an entry point:
+
+[project.entry-points."dora.environments"]
+mine = "my_package.mine:episodes"    # called with NAME:REST; returns what makes a session's environment (``protocol``)
+"""
 
 import importlib
 import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -12,51 +19,66 @@ from dora.agents.environment.gymnasium_text import gymnasium_episodes
 from dora.agents.environment.openenv import openenv_episodes
 from dora.agents.environment.protocol import Environment
 from dora.agents.environment.spec import OPTION, one_line
-from dora.agents.environment.verifiers_process import PREFIX, bridge_argv, bridge_variables
+from dora.agents.environment.verifiers_process import bridge_argv, bridge_variables
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
 
+GROUP: Final = "dora.environments"
 LOADS_S: Final = 120
 METHODS: Final = ("reset", "step")
-_OTHER_KINDS: Final = {
-    "reasoning-gym": "module:Class: give reasoning-gym:TASK to --prompts, whose tasks have one turn",
-}
-_PACKAGES: Final[dict[str, Callable[[str], Callable[[], Environment]]]] = {
+Adapter = Callable[[str], Callable[[], Environment]]
+
+
+def _one_turn(spec: str) -> Callable[[], Environment]:
+    raise InvalidValue(OPTION, spec, "module:Class: give reasoning-gym:TASK to --prompts, whose tasks have one turn")
+
+
+ADAPTERS: Final[dict[str, Adapter | None]] = {  # None: its episodes run by another interpreter (verifiers_process)
     "gymnasium": gymnasium_episodes,
     "openenv": openenv_episodes,
+    "reasoning-gym": _one_turn,
+    "verifiers": None,
 }
 
 
-def load_environment(spec: str) -> Callable[[], Environment]:
-    """Returns the class ``module:Class``, or what makes sessions' environments of another kind, as ``gymnasium:ID``.
+def load_environment(spec: str) -> Callable[[], Environment] | None:
+    """Returns what makes sessions' environments: the class ``module:Class``, or by an adapter, as of ``gymnasium:ID``.
 
-    Raises InvalidValue unless it can be imported and has the methods.
+    None: another interpreter runs its episodes. Raises InvalidValue unless it can be imported and has the methods.
     """
-    module_name, _, name = spec.partition(":")
-    if module_name in _OTHER_KINDS:
-        raise InvalidValue(OPTION, spec, _OTHER_KINDS[module_name])
+    kind, _, name = spec.partition(":")
     if not name:
         raise InvalidValue(OPTION, spec, "module:Class")
-    if module_name in _PACKAGES:
-        return _PACKAGES[module_name](spec)
+    points = {point.name: point for point in entry_points(group=GROUP)}
     try:
-        module = importlib.import_module(module_name)
+        if kind in ADAPTERS or kind in points:
+            adapter = ADAPTERS[kind] if kind in ADAPTERS else points[kind].load()
+            return adapter and adapter(spec)
+        module = importlib.import_module(kind)
+    except InvalidValue:
+        raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        allowed = f"the class of a module that can be imported ({one_line(error)})"
-        raise InvalidValue(OPTION, spec, allowed) from error
+        known = (*ADAPTERS, *points)
+        allowed = "what its adapter takes" if kind in known else "the class of a module that can be imported"
+        raise InvalidValue(OPTION, spec, f"{allowed} ({one_line(error)}); adapters: {', '.join(known)}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):
-        raise InvalidValue(OPTION, spec, f"a class of {module_name}, which has no {name} that can be called")
+        raise InvalidValue(OPTION, spec, f"a class of {kind}, which has no {name} that can be called")
     for method in METHODS if inspect.isclass(found) else ():
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise InvalidValue(OPTION, spec, f"a class with `async def {method}(self, ...)`")
     return cast(Callable[[], Environment], found)
 
 
+def runs_elsewhere(spec: str) -> bool:
+    """Returns whether another interpreter runs the episodes."""
+    return ADAPTERS.get(spec.partition(":")[0], spec) is None
+
+
 def check_loads(settings: EnvironmentConfig, environment: Mapping[str, str]) -> None:
     """Loads the environment in a process of its own: a service runs no code of others. Raises InvalidValue."""
     spec, argv, variables = settings.spec, [sys.executable, "-m", __name__, settings.spec], dict(environment)
-    if spec.startswith(PREFIX):
+    if runs_elsewhere(spec):
         argv, variables = bridge_argv(settings, Path()), bridge_variables(settings, environment)
     try:
         done = subprocess.run(argv, env=variables, capture_output=True, timeout=LOADS_S, check=False)

@@ -11,12 +11,12 @@ from dora.agents.environment.attending import Attending
 from dora.agents.environment.calls import Calls, Failed
 from dora.agents.environment.episode import Episodes, kept
 from dora.agents.environment.guard import Guard
+from dora.agents.environment.loading import runs_elsewhere
 from dora.agents.environment.pool import WarmPool
 from dora.agents.environment.processes import Processes
 from dora.agents.environment.spec import one_line
 from dora.agents.environment.verdicts import VerdictCache
 from dora.agents.environment.verifiers import harness_episodes
-from dora.agents.environment.verifiers_process import PREFIX
 from dora.agents.front.model import served_model
 from dora.client import Operator
 from dora.client.sessions import Sessions
@@ -44,7 +44,7 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
     ServiceUnavailable.
     """
     settings = options.settings
-    is_harness = settings.spec.startswith(PREFIX)
+    is_harness = runs_elsewhere(settings.spec)
     folder = options.model or await _folder_of(options)
     if not folder.is_dir():
         raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")

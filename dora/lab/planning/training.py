@@ -19,7 +19,7 @@ from dora.lab.planning.hardware import Hardware
 from dora.lab.planning.layout import Layout, limit_bytes
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.options import CONTEXTS, Option, best, even_s, longest_that_fits, options, shortest_pipelines
-from dora.lab.planning.pace import Batch, batch_of
+from dora.lab.planning.pace import batch_of
 from dora.lab.planning.workload import StepWorkload
 
 
@@ -88,28 +88,8 @@ class Trainers:
             compared += tier.compared
             option = best(tier.dividing(gpus), gpus)
             if option is not None:
-                return option.layout(gpus), _over_even(option, compared, gpus)
+                return option.layout(gpus), option.step_s(gpus) / even_s([option, *compared], gpus)
         return None
-
-
-def over_even(
-    model: ModelSpec, hardware: Hardware, workload: StepWorkload, gpus: int, tensor: int, pipeline: int
-) -> float:
-    """The step time on ``gpus`` accelerators with these tensor and pipeline ranks, relative to an even division.
-
-    1 or more: the best layout with these ranks, over the best of any with fractional replicas and layers. Raises
-    InvalidValue if whole replicas of these ranks do not fill ``gpus`` or do not fit into memory.
-    """
-    tier = _undivided(model, hardware, batch_of(workload))
-    stated = (each for each in tier.options if (each.replica.tensor, each.replica.pipeline) == (tensor, pipeline))
-    option = best(stated, gpus)
-    if option is None:
-        raise InvalidValue("train_gpus", gpus, f"one on which replicas of {tensor} x {pipeline} fit {model.name}")
-    return _over_even(option, tier.compared, gpus)
-
-
-def _over_even(option: Option, compared: Sequence[Option], gpus: int) -> float:
-    return option.step_s(gpus) / even_s([option, *compared], gpus)
 
 
 class _Tier:
@@ -126,9 +106,3 @@ class _Tier:
     def dividing(self, gpus: int) -> list[Option]:
         """Options whose whole replicas fill ``gpus`` accelerators."""
         return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]
-
-
-@cache
-def _undivided(model: ModelSpec, hardware: Hardware, batch: Batch) -> _Tier:
-    """The tier in which a sequence is on one rank. Cached, as trying all layouts is slow."""
-    return _Tier(model, options(model, hardware, batch, context=1))

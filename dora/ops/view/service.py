@@ -1,19 +1,19 @@
 """Tables of a running service: pure functions of its replies."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.text import Text
 
 from dora.data.counters import COUNTERS
 from dora.data.step_parts import named
 from dora.ops.view.evaluation import evaluated_line, evaluation_line
-from dora.ops.view.hosts import hosts_line
+from dora.ops.view.hosts import hosts_line, hosts_table
 from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import NONE, duration, measured, number
-from dora.ops.view.pools import pools_line
+from dora.ops.view.pools import pools_line, pools_table
 from dora.ops.view.tables import Column, Facts, Sheet, version_cell
 from dora.rpc.dora_pb2 import (
     CheckpointReply,
@@ -312,6 +312,16 @@ def by_name(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
     """Newest version first, then by name."""
     return sorted(workers, key=lambda worker: (-worker.version, worker.worker_id))
+
+
+# The lists of a status, by command and JSON key: their rows, and their table.
+LISTS: Final[Mapping[str, tuple[Callable[[Status], Sequence[Any]], Callable[[Status], Sheet[Any]]]]] = {
+    "versions": (lambda status: status.versions, versions_table),
+    "groups": (lambda status: by_version(status.workers), lambda status: workers_table(by_version(status.workers))),
+    "workers": (lambda status: by_name(status.workers), lambda status: workers_table(by_name(status.workers))),
+    "pools": (lambda status: status.pools, pools_table),
+    "hosts": (lambda status: status.hosts, hosts_table),
+}
 
 
 def cancelled_line(name: str, state: str, group_id: str) -> str:

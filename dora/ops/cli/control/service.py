@@ -61,46 +61,35 @@ def versions(
     as_json: JsonOption = False,
 ) -> None:
     """List the live policy versions: deadline, workers, prompt groups and requests."""
-    from dora.ops.view.service import versions_table
-
-    if workers:
-        return groups(address, token, as_json)
-    answer = ask(address, token, lambda operator: operator.status())
-    print_result({"versions": [plain(row) for row in answer.versions]}, versions_table(answer), as_json)
+    _list("groups" if workers else "versions", address, token, as_json)
 
 
 def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """List the workers by version, like `dora versions --workers`. (A worker is one DP group.)"""
-    from dora.ops.view.service import by_version, workers_table
-
-    answer = ask(address, token, lambda operator: operator.status())
-    rows = by_version(answer.workers)
-    print_result({"groups": [plain(worker) for worker in rows]}, workers_table(rows), as_json)
+    _list("groups", address, token, as_json)
 
 
 def workers(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """List the workers by name: version, state, requests, KV use, tokens/s."""
-    from dora.ops.view.service import by_name, workers_table
-
-    answer = ask(address, token, lambda operator: operator.status())
-    rows = by_name(answer.workers)
-    print_result({"workers": [plain(worker) for worker in rows]}, workers_table(rows), as_json)
+    _list("workers", address, token, as_json)
 
 
 def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """List the pools: the parked requests that each stores, in memory and on disk."""
-    from dora.ops.view.pools import pools_table
-
-    answer = ask(address, token, lambda operator: operator.status())
-    print_result({"pools": [plain(pool) for pool in answer.pools]}, pools_table(answer), as_json)
+    _list("pools", address, token, as_json)
 
 
 def hosts(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """List the hosts, the service's own and those that joined with `dora host`, with their workers and capacity."""
-    from dora.ops.view.hosts import hosts_table
+    _list("hosts", address, token, as_json)
+
+
+def _list(name: str, address: str, token: str | None, as_json: bool) -> None:
+    from dora.ops.view.service import LISTS
 
     answer = ask(address, token, lambda operator: operator.status())
-    print_result({"hosts": [plain(host) for host in answer.hosts]}, hosts_table(answer), as_json)
+    rows, table = LISTS[name]
+    print_result({name: [plain(row) for row in rows(answer)]}, table(answer), as_json)
 
 
 def trajectories(
