@@ -333,7 +333,7 @@ class VllmEngine(BaseEngine[Live]):
         return delta
 
     def _step(self) -> Any:
-        """Runs a step of the core. All KV written so far is in place before its forward pass."""
+        """Runs a step of the core. Its forward pass sees all KV written before it, and within it by the scheduler."""
         self._store.join()
         return self._core.step()
 
