@@ -205,8 +205,8 @@ class VllmEngine(BaseEngine[Live]):
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         return self._views.final_blocks(self._find(request_id))
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        return self._views.full_blocks(self._find(request_id), first)
+    def full_blocks(self, request_id: str, first: int, most: int | None = None) -> FullBlocks:
+        return self._views.full_blocks(self._find(request_id), first, most)
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         return self._views.siblings(self._find(request_id), self._live, blocks)
