@@ -52,9 +52,17 @@ def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) ->
     settings = EngineSettings(capability.slots, 0, 0, capability.max_model_len_tokens, capability.dtype)
     prints = [
         vllm_core.layout_of(engine.core, engine._ranks, engine._reference, each).fingerprint
-        for each in (settings, replace(settings, batch_invariant=True), replace(settings, quantisation="int8"))
+        for each in (
+            settings,
+            replace(settings, batch_invariant=True),
+            replace(settings, quantisation="int8"),
+            replace(settings, engine_args={"enforce_eager": True}),
+        )
     ]
-    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 3
+    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 4
+    named = replace(settings, engine_args={"seed": 3})
+    same = vllm_core.layout_of(engine.core, engine._ranks, engine._reference, named).fingerprint
+    assert same == prints[0], "it changes no KV"
 
 
 def test_logprobs_after_a_load_in_place_are_those_of_transformers(

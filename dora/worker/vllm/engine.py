@@ -6,10 +6,11 @@ connector is a global of the process.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dora.data.engine_args import LOSSY
 from dora.data.types import (
     Canary,
     EngineCapability,
@@ -68,6 +69,7 @@ class VllmEngine(BaseEngine[Live]):
         memory_share: float = 0.9,
         load_timeout_s: float = 60.0,
         batch_invariant: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         """``kv_tokens``, ``block_tokens``, ``memory_share``: see ``EngineSettings``. ``dtype`` None: the device's.
         ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
@@ -76,6 +78,8 @@ class VllmEngine(BaseEngine[Live]):
 
         ``batch_invariant``: vLLM's mode, in which a request's logits do not depend on its neighbours.
 
+        ``engine_args``: a user's own of vLLM's arguments (``dora.data.engine_args``).
+
         ``router_replay``: deltas carry the experts of each token. ``quantisation``: int8, or empty: none.
 
         ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
@@ -83,7 +87,8 @@ class VllmEngine(BaseEngine[Live]):
         """
         self._device = device_named(device) if isinstance(device, str) else device
         dtype = dtype or self._device.default_dtype
-        bound = self._device.canary_bound(dtype, quantisation)
+        lossy = quantisation or ",".join(sorted(set(LOSSY) & (engine_args or {}).keys()))
+        bound = self._device.canary_bound(dtype, lossy)
         if quantisation not in QUANTISATIONS:
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
@@ -108,6 +113,7 @@ class VllmEngine(BaseEngine[Live]):
             quantisation,
             memory_share,
             batch_invariant,
+            engine_args or {},
         )
         self._core: Any = vllm_core.start(model, settings, self._device)
         self._ranks = vllm_ranks.Ranks(

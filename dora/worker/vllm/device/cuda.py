@@ -31,6 +31,7 @@ class Cuda:
     kind: Kind = "cuda"
     default_dtype: Dtype = "bfloat16"
     worker_class = "dora.worker.vllm.device.cuda_rank.CudaRank"
+    fixed_arguments: Mapping[str, str] = {}
     proves_reloads = True
     environment: Mapping[str, str] = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",

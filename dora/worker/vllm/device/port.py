@@ -1,7 +1,7 @@
 """The protocol of a device, and the settings of an engine. Imports neither torch nor vLLM."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -36,7 +36,8 @@ class EngineSettings:
     """The settings of one engine.
 
     ``kv_tokens`` 0: as many as fit into the device's free memory. ``block_tokens`` 0: the attention backend's own.
-    ``memory_share``: of a GPU's memory, for weights, activations and KV together.
+    ``memory_share``: of a GPU's memory, for weights, activations and KV together. ``engine_args``: a user's own of
+    vLLM's.
     """
 
     slots: int
@@ -49,6 +50,7 @@ class EngineSettings:
     quantisation: str = ""
     memory_share: float = 0.9
     batch_invariant: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -62,6 +64,7 @@ class Device(Protocol):
     default_dtype: Dtype
     environment: Mapping[str, str]  # vLLM's, set unless the operator has set it
     worker_class: str  # the value of vLLM's ``worker_cls``
+    fixed_arguments: Mapping[str, str]  # of vLLM's, that no user may set here, with the reason
     proves_reloads: bool  # the engine verifies a reload itself, at its first load (``VllmEngine.load_weights``)
 
     def check_platform(self, settings: EngineSettings) -> None:
