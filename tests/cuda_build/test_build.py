@@ -368,7 +368,7 @@ def test_triton_reads_the_precision_of_float32_where_the_device_sets_it() -> Non
 
 
 def test_the_build_joins_a_step_that_loads_no_kv_after_its_forward_pass() -> None:
-    """So the engine joins by itself, before the step (``VllmEngine._step``)."""
+    """So the scheduler joins by itself, within the step (``HoldingScheduler.schedule``)."""
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
     source = inspect.getsource(ActiveKVConnector.pre_forward)

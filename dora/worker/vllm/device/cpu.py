@@ -87,7 +87,7 @@ class Cpu:
 
         return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt, DRAWS_KEY: draws}
 
-    def weight_source(self, device: "torch.device") -> "Source":
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
         from dora.worker.copying.weight_sources import mapped
 
         return mapped

@@ -83,10 +83,10 @@ class Cuda:
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None
 
-    def weight_source(self, device: "torch.device") -> "Source":
-        from dora.worker.copying.weight_sources import pinned
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
+        from dora.worker.copying.weight_sources import mapped, pinned
 
-        return pinned(device)
+        return pinned(device) if ranks == 1 else mapped
 
     def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
         from dora.weights.cuda_image import opened

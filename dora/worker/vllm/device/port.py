@@ -82,8 +82,9 @@ class Device(Protocol):
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
 
-    def weight_source(self, device: "torch.device") -> "Source":
-        """Returns the way of tensors from safetensors files to the model of a rank, with memory for it.
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
+        """Returns the way of tensors from safetensors files to the model of one of an engine's ranks, with memory for
+        it. Of several ranks each reads its own part.
 
         Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
         """
