@@ -23,9 +23,9 @@ from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.models import routing
+from dora.weights.canary_bounds import CanaryBound
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.fake.kv import Live, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
 from dora.worker.fake.model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
 from dora.worker.fake.turns import FakeTurns

@@ -26,6 +26,7 @@ from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.models.ends import end_token_ids
+from dora.weights.canary_bounds import bound_of
 from dora.weights.load_time import READ_SHARE, load_limit_s
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
@@ -90,7 +91,7 @@ class VllmEngine(BaseEngine[Live]):
         self._device = device_named(device) if isinstance(device, str) else device
         dtype = dtype or self._device.default_dtype
         lossy = quantisation or ",".join(sorted(set(LOSSY) & (engine_args or {}).keys()))
-        bound = self._device.canary_bound(dtype, lossy)
+        bound = bound_of(dtype, lossy)
         if quantisation not in QUANTISATIONS:
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,9 +93,6 @@ class Cpu:
 
     def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
         return None  # the file's pages are the trainer's own copy
-
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        return bound_of_cpus(dtype, quantisation)
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")

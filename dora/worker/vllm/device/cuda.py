@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.host.proof import proof_file
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,9 +92,6 @@ class Cuda:
         from dora.worker.copying.image_source import image_source
 
         return image_source(note, opened, device)
-
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         from torch.multiprocessing.reductions import reduce_tensor

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
 if TYPE_CHECKING:
@@ -20,15 +18,6 @@ if TYPE_CHECKING:
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 KINDS: Final[tuple[Kind, ...]] = ("cpu", "cuda")
-
-# Bounds for rounding, measured on CPUs. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32
-# and 0.23 in bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In
-# bfloat16 a router may validly choose another expert for a token or two, whose logprobs then differ freely (up to
-# 0.72), while nine in ten stay within 0.03. A head that is one small training step behind may hide below this bound, so
-# the patches verify themselves at every start.
-CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
-# The trainer's canary is computed from unquantised weights, so the bound allows for quantisation.
-QUANTISED_BOUND: Final = CanaryBound(0.5, Fraction(9, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +84,6 @@ class Device(Protocol):
         Its generator raises ImageRefused too, even in the middle.
         """
 
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        """Returns by how much a loaded version's logprobs may differ from the published canary."""
-
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         """Returns a small value by which the engine's process can open a KV tensor of this rank's process."""
 
@@ -114,13 +100,6 @@ class Device(Protocol):
         """Returns the store of the KV-cache. ``rows``: of each layer, the blocks in host memory of each rank that holds
         it. ``tensors``: of each rank, the tensors of its layers. ``groups``: each layer's.
         """
-
-
-def bound_of_cpus(dtype: str, quantisation: str) -> CanaryBound:
-    """Returns the bounds that were measured on CPUs. Raises InvalidValue for a dtype without one."""
-    if dtype not in CANARY_BOUNDS:
-        raise InvalidValue("dtype", dtype, " or ".join(CANARY_BOUNDS))
-    return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
 
 
 def check_installed(kind: Kind, installed: str) -> None:
