@@ -56,12 +56,17 @@ IDENTIFYING: Final = (
     "max_num_batched_tokens",
     "quantization",
 )
-LOSSY: Final = ("kv_cache_dtype", "quantization")  # logprobs differ from the unquantised model's
+_LOSSY: Final = ("kv_cache_dtype", "quantization")
 
 
 def identifying(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that belong to an engine's fingerprint."""
     return {name: arguments[name] for name in IDENTIFYING if name in arguments}
+
+
+def quantisation_of(own: str, arguments: Mapping[str, Any]) -> str:
+    """Returns what makes logprobs differ from the unquantised model's: DORA's ``own`` quantisation, or arguments."""
+    return own or ",".join(name for name in _LOSSY if name in arguments)
 
 
 def check_owned(arguments: Iterable[str], owned: Mapping[str, str] = OWNED) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dora.data.engine_args import LOSSY
+from dora.data.engine_args import quantisation_of
 from dora.data.types import (
     Canary,
     EngineCapability,
@@ -90,8 +90,7 @@ class VllmEngine(BaseEngine[Live]):
         """
         self._device = device_named(device) if isinstance(device, str) else device
         dtype = dtype or self._device.default_dtype
-        lossy = quantisation or ",".join(sorted(set(LOSSY) & (engine_args or {}).keys()))
-        bound = bound_of(dtype, lossy)
+        bound = bound_of(dtype, quantisation_of(quantisation, engine_args or {}))
         if quantisation not in QUANTISATIONS:
             raise InvalidValue("quantisation", quantisation, "int8, or empty: none")
         self._reference = read_reference(model)
