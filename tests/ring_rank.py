@@ -23,7 +23,7 @@ class RingOnCpu(Cpu):
     slow_from: int | None = None
     images_read: int = 0  # to their ends
 
-    def weight_source(self, device: Any) -> Any:
+    def weight_source(self, device: Any, ranks: int) -> Any:
         ring = WeightRing(device, slots=3, slot_bytes=1000)
 
         def tensors(files: Sequence[str], limit_s: float) -> Tensors:

@@ -1,4 +1,4 @@
-"""A device whose copies and kernels run late, in any order that its events allow.
+"""Devices whose copies and kernels run late: in any order that events allow (``Simulated``), or as late as they may.
 
 Work is queued on two streams, the copies' and the engine's. A stream runs its work in order; between the streams only
 waits decide. ``Simulated`` draws which stream runs next, and runs work when a host waits for it, or at any call.
@@ -6,6 +6,7 @@ waits decide. ``Simulated`` draws which stream runs next, and runs work when a h
 
 import contextlib
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dora.worker.copying.streams import DONE, Mark
+from dora.worker.copying.streams import DONE, HostStreams, Mark
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Work:
 class Event:
     """A recorded event."""
 
-    device: "Simulated"
+    device: "Simulated | LateStreams"
     work: Work
 
     def synchronize(self) -> None:
@@ -132,3 +133,31 @@ class Simulated:
         self.engine.append(work)
         self._last_engine = work
         return work
+
+
+class LateStreams(HostStreams):
+    """A CPU whose copies run when something waits for them, and no earlier."""
+
+    def __init__(self) -> None:
+        self._queued: deque[Work] = deque()
+        self._order = threading.RLock()
+
+    def run(self, copies: Callable[[], None]) -> None:
+        with self._order:
+            self._queued.append(Work(copies))
+
+    def mark(self) -> Mark:
+        work = Work(_nothing)
+        with self._order:
+            self._queued.append(work)
+        return Event(self, work)
+
+    def hold_up(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def until(self, work: Work) -> None:
+        with self._order:
+            while not work.is_done:
+                each = self._queued.popleft()
+                each.run()
+                each.is_done = True

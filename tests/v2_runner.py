@@ -39,10 +39,10 @@ class V2OnCpu(Cpu):
 
         return Cuda().check_runner(runner)
 
-    def weight_source(self, device: Any) -> Any:
+    def weight_source(self, device: Any, ranks: int) -> Any:
         from dora.worker.vllm.device.cuda import Cuda
 
-        return Cuda().weight_source(device)
+        return Cuda().weight_source(device, ranks)
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None

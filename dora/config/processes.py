@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from dora.config.section import Section
+from dora.data.engine_args import check_owned
 from dora.data.limits import (
     PositiveShare,
     Seconds,
@@ -95,6 +96,11 @@ class WorkersConfig(Section):
     reattach_timeout_s: Seconds = Field(
         5.0, description="a service that starts again waits so long for workers that live on"
     )
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="a table of vLLM's own arguments for its engines, such as enforce_eager, kv_cache_dtype or "
+        "max_num_batched_tokens; those that DORA sets are refused by name",
+    )
     environment: tuple[VariableName, ...] = Field(
         (), description="variables of the surroundings that workers and pools get too; * stands for any text"
     )
@@ -114,6 +120,7 @@ class WorkersConfig(Section):
         if self.kv_tokens < KV_TOKENS_MIN and (self.kv_tokens or not on_gpus):
             allowed = f"at least {KV_TOKENS_MIN}, or 0 with workers.device = cuda"
             raise InvalidValue("workers.kv_tokens", self.kv_tokens, allowed)
+        check_owned(self.engine_args)
         if not self.block_tokens and not on_gpus:
             raise InvalidValue("workers.block_tokens", 0, "at least 1, or 0 with workers.device = cuda")
         if 0 < self.max_model_len_tokens < CONTEXT_MIN:

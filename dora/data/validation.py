@@ -112,6 +112,8 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
         return one_of(str(value), choices, ALIKE)
     if kind in (int, float):
         return _number(field, finite=not isinstance(value, float) or isfinite(value))
+    if get_origin(kind) is dict:
+        return "a table"
     return "true or false" if kind is bool else _text(field, value)
 
 

@@ -2,9 +2,10 @@
 
 vLLM's own backends receive from a trainer's process, by NCCL or CUDA IPC. This backend is registered beside them and
 driven the same way (start, update, finish). The device port says how tensors get from the files to the device: a CPU
-maps the files (``mapped_tensors``), a GPU copies through pinned memory (worker/copying/weight_ring.py). Layers are
-loaded one by one over the running model's tensors, whose addresses stay; then the patches repair what vLLM leaves
-stale (registry.py). Source: vllm/distributed/weight_transfer/base.py, nccl_engine.py.
+maps the files (``mapped_tensors``), as do several GPUs of one engine; a single one copies through pinned memory
+(worker/copying/weight_ring.py). Layers are loaded one by one over the running model's tensors, whose addresses stay;
+then the patches repair what vLLM leaves stale (registry.py).
+Source: vllm/distributed/weight_transfer/base.py, nccl_engine.py.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence

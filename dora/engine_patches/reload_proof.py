@@ -2,7 +2,8 @@
 
 An engine may keep derived copies of weights (packed, transposed, quantised, in a CUDA graph) that a reload must renew.
 The proof loads a version, then the version with one kind of tensor changed, for each kind, then the version again. The
-canary must change with each kind, and must be bitwise the same at both ends. It does not find wrong arithmetic, which
+canary must change with each kind by more than the noise of equal scores, and must be the same at both ends but for that
+noise, which is 0 for kernels that sum in a fixed order. It does not find wrong arithmetic, which
 the published canary does.
 """
 

@@ -1,5 +1,6 @@
 """The arguments and environment of a host's processes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--pipeline-parallel": config.pipeline_parallel,
         "--gpu-memory-utilisation": config.gpu_memory_utilisation,
         "--load-timeout-s": config.load_timeout_s,
+        **({"--engine-args": json.dumps(config.engine_args)} if config.engine_args else {}),
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
         **({"--host-folder": context.folder} if context.folder else {}),
         **({"--kv-host": context.kv_host} if context.kv_host else {}),

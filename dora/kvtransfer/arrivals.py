@@ -24,7 +24,7 @@ from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 PROBE: Final = ""  # the ticket of a probe, which is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
 EXPECTED_MAX: Final = 1 << 16
-ROUNDS_MAX: Final = 64
+ROUNDS_MAX: Final = 4096  # or parts of them: 128K tokens of a large model, in the least memory
 _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 

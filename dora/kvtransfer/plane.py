@@ -41,6 +41,10 @@ from dora.kvtransfer.wire import Stream
 from dora.tls.contexts import Contexts
 
 HELPERS: Final = 2  # threads
+PARTS: Final = 4  # of a round that may be in flight at one worker, each way
+PART_BYTES: Final = (
+    128 << 20
+)  # of one: beyond this a transport gets no faster, and a device's landing memory holds four
 IN_STREAM: Final = frozenset({"shm", "tcp"})  # transports whose bytes leave a host on the pair's own stream, or never
 
 
@@ -115,6 +119,11 @@ class DataPlane:
             own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s
         )
         listener.open(incoming.serve, settings.timeout_s, settings.tls)
+
+    @property
+    def part_bytes(self) -> int:
+        """The bytes of a body that finds room at a target, which has the same settings, beside a few others."""
+        return min(PART_BYTES, self._settings.memory_bytes // PARTS)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
         """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must not change.

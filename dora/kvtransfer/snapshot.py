@@ -100,4 +100,4 @@ class FullBlocks:
 
     segment: SegmentId
     end: int  # one after the last block, counted from the request's first block
-    blocks: Mapping[str, Pieces]  # from the requested block on; views, not copies
+    blocks: Mapping[str, Pieces]  # from the requested block on, as many as were asked for; views, not copies

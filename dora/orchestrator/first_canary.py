@@ -4,22 +4,46 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from dora.config import Config
+from dora.data.engine_args import quantisation_of
 from dora.data.types import Canary
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, NotFound
 from dora.host.last_words import reason_in
 from dora.models import NAMES
 from dora.system.environment import child_environment
 from dora.system.memory import available_bytes
+from dora.weights.canary_bounds import bound_of, check_reproduced
 from dora.weights.first_version import BAD_LOGPROBS, LACKS
 from dora.weights.reference import DTYPE_BYTES, read_reference
 
 MODULE: Final = "dora.weights.first_version"
 IMPORT_S: Final = 10.0  # of torch and transformers
+PERIOD_S: Final = 1.0
 BYTES_A_SECOND: Final = 200e6  # of weights in float32 that are read, and computed with once
+
+
+async def compare_later(
+    config: Config, model: Path, canary_here: Callable[[], Canary | None], progress: Callable[[str], None]
+) -> None:
+    """Compares version 0 as its first worker has computed it, which ``canary_here`` returns once it has, with
+    transformers. GPUs need not wait for that. Raises as ``first_canary``, and CanaryMismatch.
+    """
+    expected, workers = await first_canary(config, model, progress), config.workers
+    if expected is None:
+        return
+    with suppress(NotFound):  # the version has been retired meanwhile
+        while (found := await asyncio.to_thread(canary_here)) is None:  # noqa: ASYNC110  loads tell the store alone
+            await asyncio.sleep(PERIOD_S)
+        if found.token_ids != expected.token_ids:
+            progress("warning: version 0 is not compared with transformers: its routers tie on the workers' tokens")
+            return
+        quantisation = quantisation_of(workers.quantisation, workers.engine_args)
+        check_reproduced(0, found, expected, bound_of(workers.dtype, quantisation))
+        progress("version 0 was compared with transformers: the workers compute the same")
 
 
 async def first_canary(config: Config, model: Path, progress: Callable[[str], None]) -> Canary | None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dora.config import Config
@@ -17,7 +18,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.assembly import services_of
-from dora.orchestrator.first_canary import first_canary
+from dora.orchestrator.first_canary import compare_later, first_canary
 from dora.orchestrator.guard import contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer
 from dora.orchestrator.metrics.exporter import Exporter
@@ -192,7 +193,8 @@ class Start:
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config, self._kept)
-        if state is None or state.found.is_new:
+        is_new, on_gpus = state is None or state.found.is_new, config.workers.device.startswith("cuda")
+        if is_new and not on_gpus:
             canary = await first_canary(config, model, self.progress)
             if canary is not None:
                 await asyncio.to_thread(store.keep_canary, 0, canary)
@@ -231,6 +233,8 @@ class Start:
             routing=routing,
         )
         stack.push_async_callback(runtime.close)
+        if is_new and on_gpus:
+            runtime.core.spawn(compare_later(config, model, partial(store.canary, 0), self.progress))
         parts = (runtime.core, runtime.store, runtime.recorder, runtime.telemetry, runtime.evaluating)
         self.evaluations = OwnEvaluations(config, *parts, evaluated)
         runtime.trainers.published = self.evaluations.at

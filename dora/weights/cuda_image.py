@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 KIND: Final = "cuda"
+ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables, the second torch's former name
 SPARE_SHARE: Final = 0.05  # of a GPU's memory that an image leaves free
 _NUMBERS: Final = ("storage_bytes", "storage_offset_bytes", "counter_offset", "is_event_awaited")
 _BYTES: Final = ("handle", "counter", "event")
@@ -23,7 +24,8 @@ def made(image_bytes: int, device: "torch.device") -> "tuple[torch.Tensor, Place
     """Allocates an image of so many bytes on ``device``. Returns None for another kind of device, or without room."""
     import torch
 
-    if device.type != KIND or "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+    allocators = [os.environ.get(name, "") for name in ALLOCATOR]
+    if device.type != KIND or any("expandable_segments:True" in each for each in allocators):
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if image_bytes + SPARE_SHARE * total_bytes > free_bytes:

@@ -145,6 +145,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             quantisation=options.quantisation,
             memory_share=options.gpu_memory_utilisation,
             batch_invariant=options.batch_invariant,
+            engine_args=options.engine_args,
         ),
         tier_endpoint=options.kv_tier,
         router_replay=options.router_replay,
@@ -176,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
     parser.add_argument("--quantisation", choices=("int8",), default="", help="of projections; none by default")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="vLLM's own arguments: an object of JSON")
     parser.add_argument("--batch-invariant", action="store_true", help="on GPUs: logits independent of neighbours")
     parser.add_argument("--router-replay", action="store_true", help="report the experts of each token")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")

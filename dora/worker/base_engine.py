@@ -15,11 +15,10 @@ from dora.kvtransfer.layout import check_version as check_loaded
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.weights.canary_bounds import CanaryBound, check_reproduced
 from dora.worker.engine_checks import (
-    CanaryBound,
     check_extension,
     check_finite,
-    check_reproduced,
     check_request,
     check_version,
 )

@@ -121,8 +121,9 @@ class RolloutEngine(Protocol):
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         """Returns the segment and the end of the final blocks, as ``full_blocks`` does, without the blocks."""
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        """Returns the final blocks of a decoding request from block ``first`` on, to be copied while it decodes.
+    def full_blocks(self, request_id: str, first: int, most: int | None = None) -> FullBlocks:
+        """Returns the final blocks of a decoding request from block ``first`` on, to be copied while it decodes: all,
+        or ``most`` of them.
 
         The partial last block is excluded, and the block before it if that is the only one. Blocks shared with other
         requests of the prompt are included. Another thread may read them until the segment ends, which a later call

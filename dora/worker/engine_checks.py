@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import NamedTuple
 
 from dora.data.sampling import check_sampling
 from dora.data.types import Canary, EngineCapability, RequestSpec, SamplingParams
@@ -63,37 +61,11 @@ def check_version(request_version: int, loaded: int | None) -> None:
         raise Conflict("request.version", request_version, f"{loaded}, the version loaded", why="is not loaded")
 
 
-class CanaryBound(NamedTuple):
-    """``most``: the largest allowed difference to a logprob of the canary. ``share``: the share of logprobs that must
-    meet it.
-    """
-
-    most: float
-    share: Fraction = Fraction(1)
-
-
-def check_reproduced(version: int, found: Canary, expected: Canary, bound: CanaryBound) -> None:
-    """Raises CanaryMismatch if loaded weights give other logprobs than were published with them."""
-    apart = sorted(_apart(ours, theirs) for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True))
-    difference = apart[math.ceil(bound.share * len(apart)) - 1]
-    if not difference <= bound.most:
-        of = "logprobs" if bound.share == 1 else f"more than {1 - bound.share} of the logprobs"
-        raise CanaryMismatch(
-            f"version {version}: {of} differ from the canary by {difference:.3g}, allowed is {bound.most:g}", difference
-        )
-
-
 def check_finite(version: int, found: Canary) -> None:
     """Raises CanaryMismatch if loaded weights give logprobs that are not finite, with or without a published canary."""
     wrong = next((each for each in found.logprobs if not -math.inf < each <= LOGPROB_MAX), None)
     if wrong is not None:
         raise CanaryMismatch(f"version {version}: a logprob of the canary is {wrong:g}", math.inf)
-
-
-def _apart(ours: float, theirs: float) -> float:
-    """Returns the difference of two logprobs; infinite if one is NaN, which would not sort."""
-    difference = abs(ours - theirs)
-    return math.inf if math.isnan(difference) else difference
 
 
 def _check_given(request: RequestSpec) -> None:

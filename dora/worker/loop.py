@@ -173,7 +173,7 @@ class EngineLoop(CommandLoop[Reporting]):
         self._holds(arrived.snapshot.request, row, arrives=True)
 
     def rounds_of(self, request_id: str, peer: Peer) -> EngineRounds:
-        return EngineRounds(self._engine, peer, request_id, self._sent)
+        return EngineRounds(self._engine, peer, request_id, self._sent, self.endpoint.plane.part_bytes)
 
     def remove(self, request_id: str) -> None:
         """Removes the request from the engine, if present, after reporting its sampled tokens."""

@@ -31,7 +31,8 @@ class _Note:
     peer: tuple[str, int]
     segment: SegmentId  # of the sharing request; in another segment it has other blocks
     blocks: int
-    done: "Future[Sent]"
+    first: "Future[Sent]"  # the round's first part, by whose key the target knows it
+    done: "Future[Sent]"  # the part that brings the last of these blocks
 
 
 class SentPrefixes:
@@ -40,13 +41,19 @@ class SentPrefixes:
     def __init__(self) -> None:
         self._notes: OrderedDict[str, _Note] = OrderedDict()
 
-    def note(self, peer: Peer, done: "Future[Sent]", siblings: Mapping[str, tuple[SegmentId, int]]) -> None:
-        """Enters a round that begins now. ``siblings``: requests that share its first blocks, their segment, and the
-        count.
+    def note(
+        self,
+        peer: Peer,
+        first: "Future[Sent]",
+        done: "Future[Sent]",
+        siblings: Mapping[str, tuple[SegmentId, int]],
+    ) -> None:
+        """Enters a part of a first round that begins now. ``siblings``: requests that share blocks of it and of the
+        parts before it, their segment, and the count.
         """
         for request_id, (segment, blocks) in siblings.items():
             self._notes.pop(request_id, None)
-            self._notes[request_id] = _Note((peer.worker_id, peer.epoch), segment, blocks, done)
+            self._notes[request_id] = _Note((peer.worker_id, peer.epoch), segment, blocks, first, done)
         while len(self._notes) > NOTES_MAX:
             self._notes.popitem(last=False)
 
@@ -59,7 +66,7 @@ class SentPrefixes:
             return None
         if note.done.exception() is not None or not note.done.result().is_ahead:
             return NO_PREFIX
-        return Prefix(note.done.result().key, note.blocks)
+        return Prefix(note.first.result().key, note.blocks)
 
 
 class Blocks(Protocol):
@@ -98,9 +105,10 @@ class Prefixes:
     # Any thread.
 
     def offer(self, key: str, block_ids: Sequence[int]) -> None:
-        """Offers a round that was written into these blocks, which a reservation holds."""
+        """Offers a round that was written into these blocks, which a reservation holds: all of its parts so far."""
         with self._lock:
-            self._rounds[key] = _Round(list(block_ids))
+            found = self._rounds.setdefault(key, _Round([]))
+            found.block_ids += block_ids[len(found.block_ids) :]
 
     def withdraw(self, key: str) -> bool:
         """Withdraws a round whose blocks are to be rewritten. Returns False if they are claimed and must not be."""

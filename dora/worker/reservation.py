@@ -186,8 +186,8 @@ class Reservation:
                 self._store.write([block_ids], {name: [rows[begin:end]] for name, rows in layers.items()})
         self.written = shared + first + count
         with self._lock:
-            if self._is_open and self.written == count and self._key and self._prefixes is not None:  # a first round
-                self._prefixes.offer(self._key, self.own_ids[:count])
+            if self._is_open and not shared and self._key and self._prefixes is not None:
+                self._prefixes.offer(self._key, self.own_ids[: self.written])
                 self.offered = self._key
         return True
 

@@ -2,6 +2,8 @@
 
 A process has one vLLM engine at a time, and each kind starts once in a run: its tests of all files form one group, one
 process runs a group, and the engine ends with the group's last test.
+
+Each vLLM engine here writes KV as late as its store may: a write that no step has joined is not seen by it.
 """
 
 from collections.abc import Generator, Iterator
@@ -10,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from dora.models.tiny import make_tiny
+from dora.ops.doctor.late import LateCpu
+from dora.worker.copying import cuda_blocks, rank_stores
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake.engine import FakeEngine
+from dora.worker.vllm.device.cpu import Cpu
 from dora.worker.vllm.device.port import Device, Kind
 from tests import v2_runner
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
+from tests.streams import LateStreams
 
 KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe")
 
@@ -87,6 +93,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if group_of(item) != group_of(nextitem) and ENGINES in item.config.stash:
         item.config.stash[ENGINES].close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def late_writes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cpu, "kv_store", LateCpu.kv_store)
+        for module in (cuda_blocks, rank_stores):  # stores of tensors that stand for a device's
+            patch.setattr(module, "streams_of", lambda device: LateStreams())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,56 @@ def test_the_rounds_have_an_end(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> 
     rounds_until_frozen(ends, copying, counts)
 
 
+@pytest.mark.parametrize("steps", [3, 20], ids=["shrinks", "grows as fast"])
+def test_a_round_travels_in_parts(ends: Ends, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """If the request grows as fast as it is copied, the rest, too, travels in parts, while it is frozen."""
+    most_bytes = 3 * ends.driver.engine.layout.block_bytes
+    monkeypatch.setattr("dora.kvtransfer.plane.PART_BYTES", most_bytes)
+    ends.start()
+    copying = ends.copying()
+    tokens = []
+    while copying.advance() is None:
+        arrived(copying)
+        ends.driver.step(steps)
+        tokens.append(len(ends.driver.responses["r1"].token_ids))
+    sizes = [sent.body_bytes for sent in copying.arrived]
+    assert max(sizes) == most_bytes and sizes[:4] == [most_bytes] * 4, "14 blocks are full at first"
+    assert arrived(copying).body_bytes <= most_bytes + 2 * ends.driver.engine.layout.block_bytes
+    assert (tokens[-1] == tokens[-6]) == (steps == 20)
+    snapshot = ends.target.plane.take(arrived(copying).key)
+    ends.driver.engine.remove("r1")
+    ends.driver.engine.take_in(snapshot)
+    assert ends.driver.finish()["r1"] == ends.untouched()
+
+
+def test_a_request_larger_than_the_memory_in_flight_moves(tmp_path: Path, model: Path) -> None:
+    """Its parts go on into the blocks that are reserved for it."""
+    engine = FakeEngine(
+        slots=4, kv_tokens=1 << 17, block_tokens=BLOCK_TOKENS, max_model_len_tokens=1 << 16, mean_tokens=25, model=model
+    )
+    engine.load_weights(1, model, None)
+    request = make_request(1, LONG, 40_000)
+    untouched = run(engine, [request])
+    driver = Driver(engine)
+    driver.add(request)
+    driver.step(4)
+    memory_bytes = 1 << 18
+    whole_bytes = 40_000 // BLOCK_TOKENS * engine.layout.block_bytes
+    assert whole_bytes > 2 * memory_bytes
+    with (
+        a_plane(tmp_path, 1, ("shm",), memory_bytes=memory_bytes) as source,
+        a_plane(tmp_path, 2, ("shm",), memory_bytes=memory_bytes) as target,
+    ):
+        target.plane.expect("r1", 1, 2 * whole_bytes, engine.reserve("r1", 40_200))
+        copying = copying_of(engine, source.plane, target.peer, "r1")
+        while copying.advance() is None:
+            arrived(copying)
+        snapshot = target.plane.take(arrived(copying).key)
+        engine.remove("r1")
+        engine.take_in(snapshot)
+    assert driver.finish() == untouched
+
+
 def test_a_short_request_is_frozen_at_once(ends: Ends) -> None:
     ends.request = make_request(1, LONG, 3 * BLOCK_TOKENS)
     ends.start()

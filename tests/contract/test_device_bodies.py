@@ -168,8 +168,8 @@ class FakeOnDevice(FakeEngine):
         blocks = {name: on_device(list(pieces)) for name, pieces in found.blocks.items()}
         return KvSnapshot(found.layout, found.request, found.kv_tokens, found.rng_draws, blocks, found.ahead)
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
-        found = super().full_blocks(request_id, first)
+    def full_blocks(self, request_id: str, first: int, most: int | None = None) -> FullBlocks:
+        found = super().full_blocks(request_id, first, most)
         return FullBlocks(found.segment, found.end, {name: on_device(list(p)) for name, p in found.blocks.items()})
 
 

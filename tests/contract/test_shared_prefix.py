@@ -134,6 +134,23 @@ def test_samples_that_move_at_once_wait_for_the_first_ones_round(ends: Ends) -> 
         ends.driver.step()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_blocks_of_a_prompt_that_travels_in_parts_move_once(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    monkeypatch.setattr("dora.kvtransfer.plane.PART_BYTES", 2 * ends.engine.layout.block_bytes)
+    copies = {name: ends.begin(name) for name in NAMES[: 3 if at_once else 1]}
+    assert copies["r0"].advance() is None
+    assert ends.copied(copies["r0"]) == ends.whole("r0") and len(copies["r0"].arrived) > 2
+    for name in NAMES[1:]:
+        copying = copies.get(name) or ends.begin(name)
+        assert ends.copied(copying) == ends.whole(name) - SHARED
+        copies[name] = copying
+    for name, copying in copies.items():
+        ends.land(name, copying)
+        ends.driver.step()
+
+
 def test_a_shared_block_is_one_block_at_the_target(ends: Ends) -> None:
     used = ends.engine.load().kv_used_tokens
     for name in NAMES:

@@ -8,6 +8,7 @@ import pytest
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
+from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
@@ -121,6 +122,19 @@ def test_a_request_whose_worker_died_computes_its_last_tokens_only(
     kv_tokens = PROMPT_TOKENS + delivered - 1
     assert found(engine) - found_before == kv_tokens // CHUNK_TOKENS * CHUNK_TOKENS == 128
     assert engine.load().reprefilled_tokens - computed_before == kv_tokens - 128 == 26
+
+
+def test_a_step_that_does_not_wait_for_what_the_tier_gave_it_is_found(
+    engine: VllmEngine, weights: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The suite's stores write as late as they may (``conftest``)."""
+    wanted = request("a", 25, sampling=SAMPLED)
+    whole = response_of(engine, wanted)
+    settle(engine, weights)
+    monkeypatch.setattr(SnapshotConnector, "join", lambda self: None)
+    before = found(engine)
+    assert response_of(engine, replace(wanted, request_id="b")).logprobs != whole.logprobs
+    assert found(engine) - before == 3 * CHUNK_TOKENS
 
 
 def test_a_session_finds_its_earlier_turns(engine: VllmEngine, weights: dict[int, Path]) -> None:

@@ -1,5 +1,6 @@
 """Tests that need a real model: agreement with another implementation, and that each patch is needed and proven."""
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,9 +53,31 @@ def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) ->
     settings = EngineSettings(capability.slots, 0, capability.max_model_len_tokens, 0, capability.dtype)
     prints = [
         vllm_core.layout_of(engine.core, engine._ranks, engine._reference, each).fingerprint
-        for each in (settings, replace(settings, batch_invariant=True), replace(settings, quantisation="int8"))
+        for each in (
+            settings,
+            replace(settings, batch_invariant=True),
+            replace(settings, quantisation="int8"),
+            replace(settings, engine_args={"enforce_eager": True}),
+        )
     ]
-    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 3
+    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 4
+    named = replace(settings, engine_args={"seed": 3})
+    same = vllm_core.layout_of(engine.core, engine._ranks, engine._reference, named).fingerprint
+    assert same == prints[0], "it changes no KV"
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_a_reload_is_proven_beside_the_noise_of_equal_scores(
+    engine: VllmEngine, version_folder: VersionFolder, monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    """A load that leaves all as it was is found, and kernels that sum in no fixed order are not taken for one."""
+    found = engine.load_weights(1, version_folder(1), None)
+    score, load, turn = engine._score, engine._ranks.replace_weights, itertools.count()
+    monkeypatch.setattr(engine, "_score", lambda ids: [each + noise * (next(turn) % 3) for each in score(ids)])
+    engine._prove_reloads(version_folder(1), found)
+    monkeypatch.setattr(engine._ranks, "replace_weights", lambda files, limit_s, *_: load(files, limit_s))
+    with refused(PatchFailed, field="patch", value="reload_proof"):
+        engine._prove_reloads(version_folder(1), found)
 
 
 def test_logprobs_after_a_load_in_place_are_those_of_transformers(

@@ -1,5 +1,6 @@
 """vLLM's own reload, with weights that come through the ring of a GPU, or from an image in the trainer's memory."""
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -55,12 +56,20 @@ def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
 
 
 class FullDevice:
-    """A core whose ranks find no memory for a layer that arrives."""
+    """A core of two ranks, the second of which finds no memory for a layer that arrives. Their answers are plain."""
 
     vllm_config = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.97))
 
-    def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[None]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        from dora.worker.vllm.device.rank import Rank
+
+        def full(found: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        rank = cast(Any, object.__new__(Rank))
+        rank.rank, rank._files, rank.weight_transfer_engine = 1, None, SimpleNamespace()
+        rank.start_weight_update, rank.update_weights = lambda: None, full
+        return [None, json.loads(json.dumps(rank.replace_weights((), *args[1:])))]
 
 
 def test_a_device_without_room_for_a_layer_is_refused_by_name() -> None:
@@ -68,7 +77,7 @@ def test_a_device_without_room_for_a_layer_is_refused_by_name() -> None:
 
     ranks = object.__new__(Ranks)
     ranks._core = cast(Any, FullDevice())
-    with refused(Conflict, field="workers.gpu_memory_utilisation", value=0.97):
+    with refused(Conflict, field="workers.gpu_memory_utilisation", value=0.97, names=("rank 1",)):
         ranks.replace_weights(["model.safetensors"], 1.0)
 
 

@@ -176,7 +176,9 @@ def copying_of(
     engine: RolloutEngine, plane: DataPlane, peer: Peer, request_id: str, sent: SentPrefixes | None = None
 ) -> Copying:
     """A request on its way out of an engine."""
-    return Copying(plane, peer, request_id, EngineRounds(engine, peer, request_id, sent or SentPrefixes()))
+    return Copying(
+        plane, peer, request_id, EngineRounds(engine, peer, request_id, sent or SentPrefixes(), plane.part_bytes)
+    )
 
 
 def peer_of(end: End) -> pb.KvPeer:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,38 @@ def test_vllm_takes_the_engines_arguments_as_they_are_meant(model: Path) -> None
     assert config.cache_config.gpu_memory_utilization == SETTINGS.memory_share
     assert config.parallel_config.worker_cls == Cuda.worker_class
     assert config.model_config.logprobs_mode == "raw_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ({"enforce_eager": True}, lambda config: config.model_config.enforce_eager),
+        ({"kv_cache_dtype": "fp8"}, lambda config: config.cache_config.cache_dtype == "fp8"),
+        ({"max_num_batched_tokens": 2048}, lambda config: config.scheduler_config.max_num_batched_tokens == 2048),
+        ({"attention_backend": "TRITON_ATTN"}, lambda config: config.attention_config.backend.name == "TRITON_ATTN"),
+        (
+            {"enable_expert_parallel": True},
+            lambda config: config.parallel_config.enable_expert_parallel and config.use_v2_model_runner,
+        ),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_an_argument_of_the_user_is_taken(tmp_path: Path, chosen: dict[str, Any], found: Callable[[Any], bool]) -> None:
+    from dora.models.tiny import make_tiny
+
+    experts = make_tiny("moe", tmp_path / "moe", seed=1)
+    split = 2 if "enable_expert_parallel" in chosen else 1
+    assert found(config_of(experts, replace(SETTINGS, engine_args=chosen, tensor_parallel=split)))
+
+
+def test_an_argument_that_the_build_lacks_is_refused_with_the_one_that_was_meant(model: Path) -> None:
+    from dora.data.engine_args import IDENTIFYING, OWNED, installed_arguments
+
+    assert {*OWNED, *IDENTIFYING} <= {*installed_arguments()}
+    with refused(InvalidValue, field="workers.engine_args", value="enforce_eagr", names=("enforce_eager",)):
+        config_of(model, replace(SETTINGS, engine_args={"enforce_eagr": True}))
+    with refused(InvalidValue, field="workers.engine_args", value="async_scheduling"):
+        config_of(model, replace(SETTINGS, engine_args={"async_scheduling": True}))
 
 
 def test_a_block_size_of_the_user_is_kept(model: Path) -> None:
@@ -335,7 +368,7 @@ def test_triton_reads_the_precision_of_float32_where_the_device_sets_it() -> Non
 
 
 def test_the_build_joins_a_step_that_loads_no_kv_after_its_forward_pass() -> None:
-    """So the engine joins by itself, before the step (``VllmEngine._step``)."""
+    """So the scheduler joins by itself, within the step (``HoldingScheduler.schedule``)."""
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
     source = inspect.getsource(ActiveKVConnector.pre_forward)

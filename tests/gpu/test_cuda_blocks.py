@@ -67,6 +67,25 @@ def test_a_step_that_joins_finds_what_another_thread_has_written() -> None:
     assert all((raw[places[ids]] == 5).all() for places in there.places.values())
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_kv_that_is_written_within_a_step_is_there_only_if_the_step_joins_again(joins: bool) -> None:
+    """The copies are late, as over a busy bus."""
+    there = made("BLNHC", sizes_of(), "cuda", 0)
+    store = DeviceStore(there.tensors, dict.fromkeys(there.tensors, 0), 17)
+    ids, step = [3, 9], torch.cuda.Stream()
+    blocks = {name: [np.full((len(ids), size), 5, np.uint8)] for name, size in store.layers}
+    with torch.cuda.stream(step):
+        store.join()
+        store.queue(lambda: torch.cuda._sleep(CYCLES))
+        store.write([ids], blocks)
+        if joins:
+            store.join()
+        read = there.buffer.clone()
+    step.synchronize()
+    raw = read.view(torch.uint8).cpu().numpy()
+    assert all((raw[places[ids]] == 5).all() == joins for places in there.places.values())
+
+
 def test_threads_write_beside_each_other() -> None:
     """Each its own blocks, through the same staging memory."""
     there = made("LHBNC", sizes_of(blocks=64), "cuda", 0)

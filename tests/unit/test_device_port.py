@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dora.config import KvConfig
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue
 from dora.worker.vllm.device.choice import device_named
-from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.cpu import FEATURES, Cpu, latent_backend
+from dora.worker.vllm.device.cpu import features as cpu_features
 from dora.worker.vllm.device.cuda import Cuda
 from dora.worker.vllm.device.port import KINDS, EngineSettings, Kind, check_installed
 from dora.worker.vllm.engine import VllmEngine
@@ -23,11 +25,14 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = EngineSettings(slots=16, kv_tokens=4096, block_tokens=32, max_model_len_tokens=512, dtype="bfloat16")
 
 
-def test_the_arguments_of_both_devices_are_as_recorded() -> None:
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_the_arguments_of_both_devices_are_as_recorded(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     assert Cpu().arguments(SETTINGS) == {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 528,
+        "attention_backend": "AMX_MLA" if has_amx else "CPU_MLA",
         "block_size": 32,
         "kv_cache_memory_bytes": 1 << 20,
     }
@@ -40,6 +45,17 @@ def test_the_arguments_of_both_devices_are_as_recorded() -> None:
     }
     assert of_gpu.items() <= Cuda().arguments(SETTINGS).items()
     assert Cuda().arguments(replace(SETTINGS, block_tokens=0))["block_size"] is None, "the backend's own"
+
+
+@pytest.mark.parametrize("features", [(), ("avx2",), ("avx2", "avx512", "amx_tile")])
+def test_latent_attention_in_float32_takes_no_backend_for_amx(
+    features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in FEATURES:
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name in features)
+    assert cpu_features() == [*features]
+    assert latent_backend("float32") == "CPU_MLA"
+    assert latent_backend("bfloat16") == ("AMX_MLA" if "amx_tile" in features else "CPU_MLA")
 
 
 def test_a_gpu_computes_in_bfloat16_unless_it_is_told_otherwise_and_float32_is_not_tf32() -> None:

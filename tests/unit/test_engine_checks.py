@@ -6,7 +6,7 @@ import pytest
 
 from dora.data.types import Canary
 from dora.errors import CanaryMismatch
-from dora.worker.engine_checks import CanaryBound, check_reproduced
+from dora.weights.canary_bounds import CanaryBound, check_reproduced
 from tests.refusals import refused
 
 TOKENS = tuple(range(41))

@@ -1,5 +1,7 @@
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,10 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from dora.core.state import Refusal, SuspectVersion
 from dora.data.types import Canary
+from dora.errors import CanaryMismatch
+from dora.orchestrator.first_canary import compare_later
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.waiting import unreproduced
 from dora.weights import first_version
 from dora.weights.canary import check_canary, compute_canary
+from tests.refusals import refused
+from tests.service import configured
 
 
 def test_version_0_has_the_canary_that_a_commit_of_it_would_have(
@@ -26,6 +32,23 @@ def test_version_0_has_the_canary_that_a_commit_of_it_would_have(
     module = AutoModelForCausalLM.from_pretrained(tiny_dense, dtype=torch.float32)
     check_canary(found, module.config.vocab_size)
     assert found == compute_canary(module) and said["warnings"] == []
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+async def test_on_gpus_it_is_compared_with_what_the_first_worker_computed(tiny_dense: Path, error: float) -> None:
+    """Beside the start, which does not wait for transformers."""
+    module = AutoModelForCausalLM.from_pretrained(tiny_dense, dtype=torch.float32)
+    own = compute_canary(module)
+    asked: Iterator[Canary | None] = iter([None, replace(own, logprobs=tuple(each - error for each in own.logprobs))])
+    said: list[str] = []
+    config = configured(tiny_dense, workers__engine="vllm", workers__device="cuda", workers__count=1)
+    comparing = compare_later(config, tiny_dense, lambda: next(asked), said.append)
+    if error:
+        with refused(CanaryMismatch, names=("0.5",)):
+            await comparing
+        return
+    await comparing
+    assert len(said) == 2 and next(asked, "all were asked") == "all were asked"
 
 
 def test_weights_that_transformers_would_make_up_are_named(

@@ -1,7 +1,8 @@
 """Copies of KV beside the engine's steps, on a device that runs them as late and in any order that events allow.
 
 The store and the reservations are the real ones. The engine here does what ``VllmEngine`` does with them: it takes and
-gives back blocks between steps, joins the store's writes, runs its kernels, and waits for them.
+gives back blocks between steps, joins the store's writes, schedules, which takes in requests that waited for blocks and
+writes their KV, joins again, runs its kernels, and waits for them. Its ranks may be in other processes (``outside``).
 """
 
 import random
@@ -20,14 +21,15 @@ from hypothesis import strategies as st
 from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.snapshot import KvLayout, Pieces
 from dora.worker.copying.cuda_blocks import DeviceStore, _Batch
-from dora.worker.copying.streams import DONE, Mark
+from dora.worker.copying.rank_stores import FromOutside
+from dora.worker.copying.streams import DONE, Mark, Streams
 from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import Made, Sizes, made
 from tests.streams import Simulated, Work, _nothing
 
 BLOCKS = 10
 SIZES = Sizes(layers=2, blocks=BLOCKS, heads=2, tokens=2, content=3, dtype=torch.uint8)
-ACTIONS = ("prompt", "reserve", "round", "cancel", "take in", "step", "show", "remove")
+ACTIONS = ("prompt", "reserve", "round", "cancel", "take in", "take in within the step", "step", "show", "remove")
 
 
 class Corrupted(AssertionError):
@@ -52,9 +54,12 @@ class Engine:
     device_class: type[Simulated] = Simulated
     joins_late: bool = False
     joins: bool = True
+    joins_scheduled: bool = True
+    outside: bool = False
     reservation_class: type[Reservation] = Reservation
     live: list[Request] = field(default_factory=list)
     reserved: list[tuple[Reservation, dict[str, np.ndarray]]] = field(default_factory=list)
+    waiting: int = 0  # requests that arrived with their KV, which is written when they are scheduled
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -62,7 +67,8 @@ class Engine:
         self.device = self.device_class(self.random)
         self.made: Made = made("LBHNC", SIZES, "cpu", self.seed)
         groups = dict.fromkeys(self.made.tensors, 0)
-        self.store = self.store_class(self.made.tensors, groups, BLOCKS, stage_bytes=64, streams=self.device)
+        streams = cast(Streams, FromOutside(self.device)) if self.outside else self.device
+        self.store = self.store_class(self.made.tensors, groups, BLOCKS, stage_bytes=64, streams=streams)
         self.layout = KvLayout("fingerprint", "backend", "uint8", SIZES.tokens, self.store.layers)
         self.free = list(range(BLOCKS))
 
@@ -73,6 +79,7 @@ class Engine:
             "round": self.round,
             "cancel": self.cancel,
             "take in": self.take_in,
+            "take in within the step": self.take_in_within_the_step,
             "step": self.step,
             "show": self.show,
             "remove": self.remove,
@@ -120,12 +127,28 @@ class Engine:
             reservation.close()
             self.live.append(Request(list(reservation.own_ids), content))
 
+    def take_in_within_the_step(self) -> None:
+        self.waiting += 1
+        self.step()
+
+    def schedule(self) -> None:
+        """Gives blocks to requests that wait with their KV, or found it in the tier, and writes it."""
+        for _ in range(self.waiting):
+            if block_ids := self.take():
+                content = self.bytes_for(len(block_ids))
+                self.store.write([block_ids], {name: [rows] for name, rows in content.items()})
+                self.live.append(Request(block_ids, content))
+        self.waiting = 0
+
     def remove(self) -> None:
         if self.live:
             self.free += self.live.pop(self.random.randrange(len(self.live))).block_ids
 
     def step(self) -> None:
         if self.joins and not self.joins_late:
+            self.store.join()
+        self.schedule()
+        if self.joins and self.joins_scheduled and not self.joins_late:
             self.store.join()
         wrong: list[str] = []
         done = self.device.kernel(partial(self._forward, list(self.live), wrong))
@@ -165,9 +188,11 @@ def conduct(engine: Engine, actions: list[str]) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(seed=st.integers(0, 2**32), actions=st.lists(st.sampled_from(ACTIONS), max_size=60))
-def test_no_order_of_copies_and_kernels_changes_what_a_request_reads(seed: int, actions: list[str]) -> None:
-    conduct(Engine(seed), actions)
+@given(seed=st.integers(0, 2**32), outside=st.booleans(), actions=st.lists(st.sampled_from(ACTIONS), max_size=60))
+def test_no_order_of_copies_and_kernels_changes_what_a_request_reads(
+    seed: int, outside: bool, actions: list[str]
+) -> None:
+    conduct(Engine(seed, outside=outside), actions)
 
 
 # ---------------------------------------------------------------------------------------- planted faults, each found
@@ -281,6 +306,10 @@ class WritesAfterTheEnd(Reservation):
 
 PLANTED: dict[str, Callable[[int], Engine]] = {
     "join after the forward pass": lambda seed: Engine(seed, joins_late=True),
+    "no join of what the step itself writes": lambda seed: Engine(seed, joins_scheduled=False),
+    "no join of what the step of ranks elsewhere writes": lambda seed: Engine(
+        seed, joins_scheduled=False, outside=True
+    ),
     "no join": lambda seed: Engine(seed, joins=False),
     "events that are none": lambda seed: Engine(seed, device_class=NoMarks),
     "events before their copies": lambda seed: Engine(seed, device_class=MarksTooEarly),

@@ -26,7 +26,7 @@ from dora.ops.verify.tolerances import (
     numerics_of,
     tolerance_of,
 )
-from dora.worker.vllm.device.port import CANARY_BOUNDS, QUANTISED_BOUND
+from dora.weights.canary_bounds import CANARY_BOUNDS, QUANTISED_BOUND
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 from tests.snippets import ROOT

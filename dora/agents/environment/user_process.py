@@ -20,7 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dora.agents.chat.reply import ToolCall
 from dora.agents.environment.calls import Calls, Failed
@@ -237,7 +237,7 @@ async def run(spec: str, settings: EnvironmentConfig, connected: socket.socket, 
     limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
     guard = Guard(limits, settings.timeout_s, calls, marks.ending)
     try:
-        make = load_environment(spec)
+        make = cast(Callable[[], Environment], load_environment(spec))
     except InvalidValue as refused:
         writer.write(frames.encode({"refused": refused.allowed}))
         await writer.drain()

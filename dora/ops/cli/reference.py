@@ -323,7 +323,7 @@ def _settings(model: type[BaseModel], place: str = "", defaults: object = None) 
 def _default(value: object) -> str:
     if value is PydanticUndefined:
         return "must be given"
-    if value is None or value in ("", ()):
+    if value is None or value in ("", (), {}):
         return ""
     return str(value).lower() if isinstance(value, bool) else _digits(value)
 

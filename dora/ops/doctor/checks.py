@@ -22,6 +22,7 @@ def environment(subject: Subject) -> dict[str, Any]:
     from dora.host.placement import gpus, placement_of
     from dora.worker.vllm import environment as vllm_environment
     from dora.worker.vllm.device.choice import device_named
+    from dora.worker.vllm.device.cpu import features
     from dora.worker.vllm.device.port import EngineSettings
 
     device = device_named(subject.device)
@@ -39,6 +40,7 @@ def environment(subject: Subject) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "cuda": torch.version.cuda,
+        "cpu": features(),
         "gpus": [f"{gpu.model} {gpu.uuid}" for gpu in placement.gpus],
         "gpus_of_machine": len(gpus()),
     }

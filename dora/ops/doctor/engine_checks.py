@@ -1,8 +1,9 @@
 """Stages that start an engine in their own process."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dora.ops.doctor.verdict import Failed, Skipped, Subject
 
 if TYPE_CHECKING:
     from dora.kvtransfer.snapshot import KvSnapshot
+    from dora.worker.vllm.device.port import Device
     from dora.worker.vllm.engine import VllmEngine
 
 CONTEXT_TOKENS = 512
@@ -24,6 +26,10 @@ PLAIN = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True)
 PENALTIES = replace(PLAIN, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.1, min_tokens=10)
 LARGE_KV_TOKENS = 1 << 31  # more than any GPU has memory for
 MEMORY_FIELDS = ("workers.kv_tokens", "engine settings")  # the latter if vLLM itself refuses
+
+
+def nothing() -> None:
+    pass
 
 
 def engine(subject: Subject) -> dict[str, Any]:
@@ -88,8 +94,24 @@ def moves(subject: Subject) -> dict[str, Any]:
     return {"moves": check_moves(started), "block_tokens": started.capability.block_tokens}
 
 
-def check_moves(started: "VllmEngine", samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES)) -> int:
-    """Moves requests out and in. Returns how often; raises Failed if one continues otherwise."""
+def late_copies(subject: Subject) -> dict[str, Any]:
+    """Does the same while copies into the KV-cache are late: a request's next token must wait for its KV."""
+    from dora.ops.doctor.late import LateCpu, delay
+
+    is_cpu = subject.device == "cpu"
+    started = _loaded(subject, LateCpu() if is_cpu else None)
+    return {"moves": check_moves(started, before=nothing if is_cpu else partial(delay, started))}
+
+
+def check_moves(
+    started: "VllmEngine",
+    samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES),
+    before: Callable[[], None] = nothing,
+) -> int:
+    """Moves requests out and in. Returns how often; raises Failed if one continues otherwise.
+
+    ``before``: called before each is taken in.
+    """
     block = started.capability.block_tokens
     moved = 0
     for sampling in samplings:
@@ -98,15 +120,16 @@ def check_moves(started: "VllmEngine", samplings: Sequence[SamplingParams] = (PL
             if tokens >= sampling.max_tokens:
                 continue
             started.add(request("moves", sampling))
-            before = stepped(started, "moves", tokens)
+            begun = stepped(started, "moves", tokens)
             started.freeze("moves")
             snapshot = started.export("moves")
             if snapshot is None:
                 raise Failed(f"KV of a request with {tokens} tokens cannot move")
             copied = _copied(snapshot)
             started.remove("moves")
+            before()
             started.take_in(copied)
-            found = joined(before, finished(started, [], "moves")["moves"])
+            found = joined(begun, finished(started, [], "moves")["moves"])
             if found[0] != stayed[0]:
                 raise Failed(f"moved after {tokens} tokens, a request continues with other tokens")
             if found[1] != stayed[1]:
@@ -129,8 +152,12 @@ def memory(subject: Subject) -> dict[str, Any]:
     raise Failed(f"{LARGE_KV_TOKENS:,} tokens of KV were not refused")
 
 
-def engine_of(subject: Subject, kv_tokens: int | None = None, **split: int) -> "VllmEngine":
-    """Starts an engine without weights. ``split``: its ranks, as ``EngineSettings`` has them; they need no proof."""
+def engine_of(
+    subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, **split: int
+) -> "VllmEngine":
+    """Starts an engine without weights. ``device``: the subject's, by default. ``split``: its ranks, as
+    ``EngineSettings`` has them; they need no proof.
+    """
     from dora.worker.vllm.device.cpu import Cpu
     from dora.worker.vllm.device.cuda import Cuda
     from dora.worker.vllm.device.port import EngineSettings
@@ -147,12 +174,12 @@ def engine_of(subject: Subject, kv_tokens: int | None = None, **split: int) -> "
             memory_share=0.4,
             **split,  # type: ignore[arg-type]
         ),
-        device=Cpu() if is_cpu else Cuda(proves_ranks=True),
+        device=device or (Cpu() if is_cpu else Cuda(proves_ranks=True)),
     )
 
 
-def _loaded(subject: Subject) -> "VllmEngine":
-    started = engine_of(subject)
+def _loaded(subject: Subject, device: "Device | None" = None) -> "VllmEngine":
+    started = engine_of(subject, device=device)
     started.load_weights(0, subject.model, None)
     return started
 

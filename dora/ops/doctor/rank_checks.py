@@ -32,7 +32,7 @@ def ranks(subject: Subject) -> dict[str, Any]:
     alone.close()
     found: dict[str, Any] = {"model": str(subject.model)}
     for split in SPLITS:
-        engine = engine_of(subject, KV_TOKENS, **split)
+        engine = engine_of(subject, KV_TOKENS, None, **split)
         engine.load_weights(0, subject.model, canary)
         sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)
         moved = check_moves(engine, [sampling])

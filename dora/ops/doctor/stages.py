@@ -29,6 +29,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     Stage("reload", "weights A, B, A in place: both A alike bit for bit", engine_checks.reload),
     Stage("neighbours", "a request alone, beside others, and after a hold", engine_checks.neighbours),
     Stage("moves", "a request that leaves with its KV and returns", engine_checks.moves),
+    Stage("late copies", "the same while copies into the KV-cache are late", engine_checks.late_copies),
     Stage(
         "ranks",
         "engines of two ranks: load, sample, move a request, all of its shards or none",

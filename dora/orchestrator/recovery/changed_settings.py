@@ -27,6 +27,7 @@ FIXED: Final = (
     "selection",
     "workers.batch_invariant",
     "workers.dtype",
+    "workers.engine_args",
     "workers.quantisation",
     "workers.router_replay",
 )

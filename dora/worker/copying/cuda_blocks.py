@@ -8,7 +8,7 @@ The same code runs on CPU tensors, without a stream: tests need no GPU.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -59,8 +59,9 @@ class DeviceStore:
     """``vllm.blocks.BlockStore`` for tensors on a GPU. Thread-safe.
 
     ``show`` waits for its copies, and its result does not change later. ``write`` returns once the bytes were read:
-    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, so the step
-    sees all writes, and no write reaches a block that meanwhile belongs to another request.
+    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, and again
+    once it has scheduled, so its forward pass sees all writes, and no write reaches a block that meanwhile belongs to
+    another request.
     """
 
     def __init__(
@@ -238,6 +239,11 @@ class DeviceStore:
                 begin = end
             place = rows.staged(self._stage, part.at, part.end - part.first)
             rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place)
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Queues other work on the copy stream. Later copies wait for it."""
+        with self._lock, self._streams.entered():
+            self._streams.run(work)
 
     def join(self) -> None:
         """Makes later work on the caller's stream see all earlier writes."""

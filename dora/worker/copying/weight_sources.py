@@ -12,7 +12,9 @@ from dora.worker.copying.weight_ring import WeightRing
 
 
 def mapped(files: Sequence[str], limit_s: float) -> Tensors:
-    """Yields views of the files' pages: of a CPU."""
+    """Yields views of the files' pages: of a CPU, and of one of several ranks, whose part a layer's loader cuts out
+    before anything is read.
+    """
     deadline = _deadline(files, limit_s)
     for name, tensor in mapped_tensors(files):
         yield name, tensor

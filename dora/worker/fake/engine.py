@@ -23,9 +23,9 @@ from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.models import routing
+from dora.weights.canary_bounds import CanaryBound
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.fake.kv import Live, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
 from dora.worker.fake.model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
 from dora.worker.fake.turns import FakeTurns
@@ -146,10 +146,11 @@ class FakeEngine(BaseEngine[Live]):
             raise Conflict("request_id", request_id, "a request that decodes", why)
         return (live.entry, live.preemptions), (live.kv_tokens - 1) // self._capability.block_tokens
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+    def full_blocks(self, request_id: str, first: int, most: int | None = None) -> FullBlocks:
         segment, end = self.final_blocks(request_id)
         end = max(first, end)
-        return FullBlocks(segment, end, full_blocks_of(self._layout, self._live[request_id], first, end))
+        shown = end if most is None else min(end, first + most)
+        return FullBlocks(segment, end, full_blocks_of(self._layout, self._live[request_id], first, shown))
 
     def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[SegmentId, int]]:
         """Returns nothing: requests share no KV."""

@@ -1,9 +1,10 @@
 """Brings external KV into vLLM by its KV connector, in both of its roles.
 
-Whenever a request gets a slot and blocks, vLLM asks the scheduler's half for its external tokens. It writes them at
-once, since no step is in progress. Until then a snapshot waits here. Blocks that arrived before the snapshot are
-already in the KV-cache. A request with a snapshot takes nothing else; for other requests the shared tier is asked, if
-there is one. The runner's half, one in each rank, only tells the place of its KV: messages to it travel between
+Whenever a request gets a slot and blocks, vLLM asks the scheduler's half for its external tokens. It queues their
+writes, within the step that computes the request's next token, and the scheduler joins them (``join``) before it
+returns, so the step's forward pass sees them. Until then a snapshot waits here. Blocks that arrived before the snapshot
+are already in the KV-cache. A request with a snapshot takes nothing else; for other requests the shared tier is asked,
+if there is one. The runner's half, one in each rank, only tells the place of its KV: messages to it travel between
 processes, pickled by vLLM.
 """
 
@@ -83,6 +84,11 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.store is not None
         self.store.write(block_ids, blocks)
 
+    def join(self) -> None:
+        """Makes the forward pass of the step that is being scheduled see all writes so far."""
+        assert self.store is not None
+        self.store.join()
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _Nothing()
 
@@ -101,10 +107,10 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tensors = dict(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does nothing: the engine's step joins all writes before its forward pass (``VllmEngine.step``)."""
+        """Does nothing: the scheduler has joined all writes (``join``)."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: writes precede the step on its stream."""
+        """Does nothing: writes precede the forward pass on its stream."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing."""

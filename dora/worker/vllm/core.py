@@ -1,6 +1,7 @@
 """Starts vLLM in this process, patched and verified, and identifies the engine."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from dora.data.engine_args import OWNED, check_known, check_owned, identifying
 from dora.engine_patches import mapped_weights, quantised, registry
 from dora.errors import InvalidValue, LimitExceeded
 from dora.kvtransfer.snapshot import KvLayout
@@ -98,7 +100,10 @@ def names_batch_invariance(error: Exception) -> bool:
 
 
 def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineArgs:
-    """Returns vLLM's arguments of an engine."""
+    """Returns vLLM's arguments of an engine. Raises InvalidValue for a user's that is unknown or DORA's own."""
+    known = [each.name for each in dataclasses.fields(EngineArgs)]
+    check_known(settings.engine_args, known)
+    check_owned(settings.engine_args, {**OWNED, **device.fixed_arguments})
     return EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -124,7 +129,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineAr
         hf_overrides=_overrides(settings),
         weight_transfer_config=WeightTransferConfig(backend=mapped_weights.BACKEND),
         disable_log_stats=True,
-        **device.arguments(settings),
+        **{**device.arguments(settings), **settings.engine_args},
     )
 
 
@@ -212,6 +217,8 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
         identity["quantisation"] = settings.quantisation
     if settings.batch_invariant:
         identity["batch_invariant"] = True
+    if chosen := identifying(settings.engine_args):
+        identity["engine_args"] = chosen
     windows = tuple(layer.window_tokens for layer in ranks.layers.values())
     return KvLayout(
         fingerprint=blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32),

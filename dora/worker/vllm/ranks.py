@@ -25,7 +25,7 @@ from dora.worker.reservation import KvStore
 from dora.worker.vllm.blocks import LayerBlocks, mapped, memory_of, rows_of, shard_of
 from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import Device
-from dora.worker.vllm.device.rank import RankKv, RankRouting
+from dora.worker.vllm.device.rank import OUT_OF_MEMORY, RankKv, RankRouting
 from dora.worker.vllm.routing import RoutingRows
 
 log = logging.getLogger("dora.worker")
@@ -90,13 +90,11 @@ class Ranks:
         ``limit_s``, ``changed``, ``token_ids``: see ``Rank.replace_weights``. Raises DeadlineExceeded, and Conflict if
         the device lacks memory for a layer that arrives. Either way the weights then belong to no version.
         """
-        try:
-            refusals = self._core.collective_rpc("replace_weights", args=(files, limit_s, changed, token_ids))
-        except torch.OutOfMemoryError as error:
-            share = self._core.vllm_config.cache_config.gpu_memory_utilization
-            allowed = f"less: a reload holds a model's largest layer twice ({error})"
-            raise Conflict("workers.gpu_memory_utilisation", share, allowed, why="leaves no room to load") from error
-        for refusal in refusals:
+        for refusal in self._core.collective_rpc("replace_weights", args=(files, limit_s, changed, token_ids)):
+            if refusal is not None and refusal[0] == OUT_OF_MEMORY:
+                share = self._core.vllm_config.cache_config.gpu_memory_utilization
+                allowed = f"less: a reload holds a model's largest layer twice (rank {refusal[1]}: {refusal[2]})"
+                raise Conflict("workers.gpu_memory_utilisation", share, allowed, why="leaves no room to load")
             if refusal is not None:
                 raise DeadlineExceeded(*refusal)
 

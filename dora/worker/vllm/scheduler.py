@@ -222,6 +222,7 @@ class HoldingScheduler(Scheduler):
         has_slots = self.max_num_active_reqs > 0
         if has_slots and not (output.total_num_scheduled_tokens or self.running or self.held):
             self._give_up_kv()
+        self.connector.join()
         return output
 
     def _has_blocks(self, request_id: str) -> None:

@@ -103,11 +103,12 @@ class KvViews:
         has_some = not all(group.window_tokens for group in self._groups)
         return self._segment(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
 
-    def full_blocks(self, live: Live, first: int) -> FullBlocks:
+    def full_blocks(self, live: Live, first: int, most: int | None) -> FullBlocks:
         segment, end = self.final_blocks(live)
         end = max(first, end)
+        shown = end if most is None else min(end, first + most)
         ids = zip(self._groups, self._block_ids(live), strict=True)
-        final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
+        final = [() if group.window_tokens else block_ids[first:shown] for group, block_ids in ids]
         return FullBlocks(segment, end, self._store.lend(final))
 
     def siblings(self, live: Live, others: Mapping[str, Live], blocks: int) -> dict[str, tuple[SegmentId, int]]:

@@ -1,13 +1,13 @@
 """The device port's adapter for CPUs."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,22 @@ if TYPE_CHECKING:
     from dora.engine_patches.mapped_weights import Source
     from dora.weights.image import Note
 
+log = logging.getLogger("dora.worker")
+
+FEATURES: Final = ("avx2", "avx512", "avx512_bf16", "amx_tile", "amx_fp16")
 PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the engine's core overrides it
+
+
+def features() -> list[str]:
+    """Returns the instruction sets of this CPU by which vLLM chooses kernels."""
+    import torch
+
+    return [name for name in FEATURES if getattr(torch.cpu, f"_is_{name}_supported")()]
+
+
+def latent_backend(dtype: str) -> str:
+    """Returns vLLM's backend for latent attention. That for AMX, which vLLM prefers where it can, takes bfloat16."""
+    return "AMX_MLA" if dtype == "bfloat16" and "amx_tile" in features() else "CPU_MLA"
 
 
 class Cpu:
@@ -25,6 +40,10 @@ class Cpu:
     kind: Kind = "cpu"
     default_dtype: Dtype = "float32"
     worker_class = "dora.worker.vllm.device.cpu_rank.CpuRank"
+    fixed_arguments: Mapping[str, str] = dict.fromkeys(
+        ("enforce_eager", "enable_chunked_prefill", "max_num_batched_tokens"),
+        "engines on CPUs run eagerly, and compute a prompt in one step",
+    )
     proves_reloads = False  # the patches prove each kind of layer that a reload could leave stale
     environment: Mapping[str, str] = {
         # Compiling small helpers costs seconds a start, and a C++ compiler that may not be there.
@@ -39,6 +58,8 @@ class Cpu:
         if settings.batch_invariant:
             allowed = "false: vLLM has this mode on GPUs; on CPUs logits do not depend on neighbours with one thread"
             raise InvalidValue("workers.batch_invariant", True, allowed)
+        chosen = settings.engine_args.get("attention_backend", latent_backend(settings.dtype))
+        log.info("CPU: %s; latent attention by %s", ", ".join(features()) or "no vector instructions", chosen)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches.cpu import registry
@@ -55,6 +76,7 @@ class Cpu:
             # decodes.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": settings.max_model_len_tokens + settings.slots,
+            "attention_backend": latent_backend(settings.dtype),  # vLLM uses it in layers with latent attention alone
             "block_size": settings.block_tokens,
             "kv_cache_memory_bytes": PROFILE_BYTES,
         }
@@ -64,16 +86,13 @@ class Cpu:
 
         return {OUTPUTS_KEY: list(outputs), PROMPT_KEY: prompt, DRAWS_KEY: draws}
 
-    def weight_source(self, device: "torch.device") -> "Source":
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
         from dora.worker.copying.weight_sources import mapped
 
         return mapped
 
     def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
         return None  # the file's pages are the trainer's own copy
-
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        return bound_of_cpus(dtype, quantisation)
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         raise NotImplementedError("KV on a CPU is mapped memory (KvMemory)")

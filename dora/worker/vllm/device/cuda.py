@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.host.proof import proof_file
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, bound_of_cpus, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +30,7 @@ class Cuda:
     kind: Kind = "cuda"
     default_dtype: Dtype = "bfloat16"
     worker_class = "dora.worker.vllm.device.cuda_rank.CudaRank"
+    fixed_arguments: Mapping[str, str] = {}
     proves_reloads = True
     environment: Mapping[str, str] = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -82,19 +82,16 @@ class Cuda:
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None
 
-    def weight_source(self, device: "torch.device") -> "Source":
-        from dora.worker.copying.weight_sources import pinned
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
+        from dora.worker.copying.weight_sources import mapped, pinned
 
-        return pinned(device)
+        return pinned(device) if ranks == 1 else mapped
 
     def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
         from dora.weights.cuda_image import opened
         from dora.worker.copying.image_source import image_source
 
         return image_source(note, opened, device)
-
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        return bound_of_cpus(dtype, quantisation)  # not measured on a GPU: the CPU's
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         from torch.multiprocessing.reductions import reduce_tensor

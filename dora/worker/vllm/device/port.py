@@ -1,13 +1,11 @@
 """The protocol of a device, and the settings of an engine. Imports neither torch nor vLLM."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
-from dora.worker.engine_checks import CanaryBound
 from dora.worker.reservation import KvStore
 
 if TYPE_CHECKING:
@@ -21,15 +19,6 @@ Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 KINDS: Final[tuple[Kind, ...]] = ("cpu", "cuda")
 
-# Bounds for rounding, measured on CPUs. Against transformers over the canary's 47 tokens the difference is 5e-5 in fp32
-# and 0.23 in bfloat16; raw experts read as packed ones, or the head of an unrelated version, differ by 2 to 4. In
-# bfloat16 a router may validly choose another expert for a token or two, whose logprobs then differ freely (up to
-# 0.72), while nine in ten stay within 0.03. A head that is one small training step behind may hide below this bound, so
-# the patches verify themselves at every start.
-CANARY_BOUNDS: Final = {"float32": CanaryBound(1e-3), "bfloat16": CanaryBound(0.25, Fraction(9, 10))}
-# The trainer's canary is computed from unquantised weights, so the bound allows for quantisation.
-QUANTISED_BOUND: Final = CanaryBound(0.5, Fraction(9, 10))
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -38,7 +27,7 @@ class EngineSettings:
     ``kv_tokens`` 0: as many as fit into the device's free memory. ``block_tokens`` 0: the attention backend's own.
     ``dtype``: float32 or bfloat16; empty: the device's. ``memory_share``: of a GPU's memory, for weights, activations
     and KV together. ``quantisation``: int8, or empty: none. ``batch_invariant``: vLLM's mode, in which a request's
-    logits do not depend on its neighbours.
+    logits do not depend on its neighbours. ``engine_args``: a user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
@@ -51,6 +40,7 @@ class EngineSettings:
     quantisation: str = ""
     memory_share: float = 0.9
     batch_invariant: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -64,6 +54,7 @@ class Device(Protocol):
     default_dtype: Dtype
     environment: Mapping[str, str]  # vLLM's, set unless the operator has set it
     worker_class: str  # the value of vLLM's ``worker_cls``
+    fixed_arguments: Mapping[str, str]  # of vLLM's, that no user may set here, with the reason
     proves_reloads: bool  # the engine verifies a reload itself, at its first load (``VllmEngine.load_weights``)
 
     def check_platform(self, settings: EngineSettings) -> None:
@@ -81,8 +72,9 @@ class Device(Protocol):
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
 
-    def weight_source(self, device: "torch.device") -> "Source":
-        """Returns the way of tensors from safetensors files to the model of a rank, with memory for it.
+    def weight_source(self, device: "torch.device", ranks: int) -> "Source":
+        """Returns the way of tensors from safetensors files to the model of one of an engine's ranks, with memory for
+        it. Of several ranks each reads its own part.
 
         Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
         """
@@ -92,9 +84,6 @@ class Device(Protocol):
 
         Its generator raises ImageRefused too, even in the middle.
         """
-
-    def canary_bound(self, dtype: str, quantisation: str) -> CanaryBound:
-        """Returns by how much a loaded version's logprobs may differ from the published canary."""
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:
         """Returns a small value by which the engine's process can open a KV tensor of this rank's process."""
@@ -112,13 +101,6 @@ class Device(Protocol):
         """Returns the store of the KV-cache. ``rows``: of each layer, the blocks in host memory of each rank that holds
         it. ``tensors``: of each rank, the tensors of its layers. ``groups``: each layer's.
         """
-
-
-def bound_of_cpus(dtype: str, quantisation: str) -> CanaryBound:
-    """Returns the bounds that were measured on CPUs. Raises InvalidValue for a dtype without one."""
-    if dtype not in CANARY_BOUNDS:
-        raise InvalidValue("dtype", dtype, " or ".join(CANARY_BOUNDS))
-    return QUANTISED_BOUND if quantisation else CANARY_BOUNDS[dtype]
 
 
 def check_installed(kind: Kind, installed: str) -> None:

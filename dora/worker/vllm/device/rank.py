@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -31,6 +32,8 @@ from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import Device
 
 log = logging.getLogger("dora.worker")
+
+OUT_OF_MEMORY: Final = "device memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Rank:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self._files = self.device_port.weight_source(self.device)
+        self._files = self.device_port.weight_source(self.device, self.vllm_config.parallel_config.world_size)
 
     def unproven_patch(self) -> str:
         """Returns why this rank must not serve, such as a patch without effect; empty: it may."""
@@ -141,7 +144,7 @@ class Rank:
 
         ``limit_s``: the time for their bytes. ``changed``, ``token_ids``: a kind of tensor to change, see
         ``dora.engine_patches.reload_proof``. Returns the parts of a DeadlineExceeded, which another process cannot
-        raise here; None: the weights are loaded.
+        raise here, or ``OUT_OF_MEMORY`` as its field; None: the weights are loaded.
         """
         found = {"files": list(files), "limit_s": limit_s, "changed": changed, "token_ids": list(token_ids)}
         began_s = time.monotonic()
@@ -171,6 +174,8 @@ class Rank:
             self.update_weights(found)  # type: ignore[attr-defined]
         except DeadlineExceeded as error:
             return error.field, error.value, error.allowed
+        except torch.OutOfMemoryError as error:
+            return OUT_OF_MEMORY, self.rank, str(error)
         self.finish_weight_update()  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):
             registry.after_reload(self.model_runner.get_model(), self.device_port.patches())
