@@ -27,6 +27,7 @@ from dora.orchestrator.rollout import distributions as of
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.system.awake import awake_s
 
 log = logging.getLogger("dora.service")
 
@@ -81,7 +82,7 @@ class ServiceCore:
         assert not self._posting, "an event was posted while another is handled; use soon"
         self._posting, handled = True, False
         try:
-            now_s = time.monotonic()
+            now_s = awake_s()
             self._journal.event(event, now_s)
             self._telemetry.comes(event, self.state, now_s)
             commands = self.machine.handle(event, now_s)

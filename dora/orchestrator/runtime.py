@@ -48,6 +48,7 @@ from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
 from dora.orchestrator.services.status import ServiceStatus
 from dora.rewards import GroupFilter
+from dora.system.awake import READ_WITHIN_S, awake_s
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -185,6 +186,7 @@ class Runtime:
 
     async def ticks(self) -> None:
         """Gives the core its clock ticks, checks the storage, and ends steps that can no longer be filled."""
+        awake_s.within_s = READ_WITHIN_S + 2 * self.config.service.tick_s
         while True:
             due_s = time.monotonic() + self.config.service.tick_s
             await asyncio.sleep(self.config.service.tick_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ from dora.core import events as on
 from dora.errors import DoraError
 from dora.host.launcher import OwnLauncher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
+from dora.system.awake import awake_s
 
 log = logging.getLogger("dora.service")
 
@@ -117,7 +117,7 @@ async def drain(config: Config, runtime: Runtime, failures: Failures) -> None:
     runtime.core.post(on.AdmissionEnded())
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + config.service.drain_timeout_s
-    runtime.draining.ends_s = time.monotonic() + config.service.drain_timeout_s
+    runtime.draining.ends_s = awake_s() + config.service.drain_timeout_s
     while runtime.trainers.is_expected() and loop.time() < ends_s:
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -285,3 +286,23 @@ async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
     check_promises(steps, window=2, groups=GROUPS)
     assert status.counters["workers_lost"] >= 1
     assert status.counters["groups_lost"] == 0
+
+
+async def test_a_service_that_was_stopped_itself_blames_nobody(tiny_dense: Path) -> None:
+    """It heard nothing for longer than its limit for silent workers, as it was not there to hear."""
+    config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)
+    wake = "import os, signal, sys, time; time.sleep(5); os.kill(int(sys.argv[1]), signal.SIGCONT)"
+    async with (
+        running(config, processes=True) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        await until(operator, lambda status: status.counters["groups_admitted"] > 0)
+        waking = await asyncio.create_subprocess_exec(sys.executable, "-c", wake, str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await waking.wait()
+        steps = await training
+        status = await operator.status()
+    check_promises(steps, window=2, groups=GROUPS)
+    assert status.counters["workers_lost"] == 0

@@ -1,7 +1,6 @@
 """The HTTP fronts that serve now, and those that were lost, for Prometheus."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Final
 from dora.errors import InvalidValue
 from dora.rpc.channel import is_loopback, is_wildcard
 from dora.rpc.errors import LimitExceeded
+from dora.system.awake import awake_s
 
 FRONTS_MAX: Final = 256
 LOST_S: Final = 3600.0  # for so long a lost front stays listed, unless it is back
@@ -51,7 +51,7 @@ class Fronts:
     are kept, and the one that was lost first is forgotten first.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = awake_s) -> None:
         self._clock = clock
         self._open: dict[object, Front] = {}
         self._lost: dict[Front, float] = {}  # since when

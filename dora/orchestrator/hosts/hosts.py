@@ -38,6 +38,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.roles import Tokens
+from dora.system.awake import awake_s
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
@@ -290,12 +291,12 @@ class Hosts:
         """Ends hosts that are silent or obey no order, and distributes versions again that did not arrive."""
         self._distributor.remind()
         if self._expected_s is None:
-            self._expected_s = time.monotonic()
-        elif self._expected is not None and time.monotonic() - self._expected_s > limit_s:
+            self._expected_s = awake_s()
+        elif self._expected is not None and awake_s() - self._expected_s > limit_s:
             for name in self._expected.names():
                 self._give_up(name, f"{NOT_BACK} in {limit_s:g} s")
         for host in list(self._hosts.values()):
-            if host.session is not None and time.monotonic() - host.session.heard_s > limit_s:
+            if host.session is not None and awake_s() - host.session.heard_s > limit_s:
                 self.lose(host.session, f"silent for {limit_s:g} s")
         for host in list(self._remote()):
             self._look_for_workers(host)

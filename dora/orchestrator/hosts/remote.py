@@ -10,6 +10,7 @@ from dora.host.command import pool_id_of
 from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens
+from dora.system.awake import awake_s
 
 log = logging.getLogger("dora.service")
 
@@ -31,7 +32,7 @@ class HostSession:
         self.troubles: dict[str, str] = {}
         self.versions: set[int] = set()
         self.goes_on = False  # continues with the processes of its previous epoch
-        self.heard_s = time.monotonic()
+        self.heard_s = awake_s()
         self.seen_at = time.time()
         self.fetched = 0.0, 0  # seconds and bytes of the last version that came; 0: none has
         self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
@@ -41,7 +42,7 @@ class HostSession:
 
     def heard(self) -> None:
         """Notes a message of the agent."""
-        self.heard_s, self.seen_at = time.monotonic(), time.time()
+        self.heard_s, self.seen_at = awake_s(), time.time()
 
     def overdue(self, absent: Iterable[str], limit_s: float) -> tuple[list[str], str]:
         """Returns the workers to be ordered again, which have been ``absent`` for ``limit_s``. If one stays absent as
@@ -49,7 +50,7 @@ class HostSession:
 
         A worker of which the agent reports trouble is not awaited.
         """
-        now_s = time.monotonic()
+        now_s = awake_s()
         awaited = [name for name in absent if name not in self.troubles]
         self.absent_s = {name: self.absent_s.get(name, now_s) for name in awaited}
         self._ordered_again.intersection_update(awaited)

@@ -7,7 +7,6 @@ The service's own host has a relay like any other: other relays fetch from its s
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from dora.relay.link import Link
 from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
+from dora.system.awake import awake_s
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
@@ -55,7 +55,7 @@ class WeightDistributor:
         self._broadcast = broadcast.Broadcast()
         self._relay: Relay | None = None
         self._identity: Identity | None = None  # of the relay
-        self._reminded_s = time.monotonic()
+        self._reminded_s = awake_s()
         self._suspect: set[int] = set()  # versions not found in the service's own store
         self._damaged: set[str] = set()  # names of versions whose files here differ from the publication
         self._checks: dict[str, asyncio.Task[bool]] = {}  # running checks, by name
@@ -150,8 +150,8 @@ class WeightDistributor:
 
     def remind(self) -> None:
         """Retries versions that hosts gave up, and fetches again those that are missing here. Called periodically."""
-        if time.monotonic() - self._reminded_s >= REMIND_S:
-            self._reminded_s = time.monotonic()
+        if awake_s() - self._reminded_s >= REMIND_S:
+            self._reminded_s = awake_s()
             self._look_at_own()
             self._carry_out(self._broadcast.remind())
 

@@ -20,6 +20,7 @@ from dora.orchestrator.rollout.distributions import KINDS
 from dora.orchestrator.rollout.telemetry import RESULTS, Moved, StepRecord
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
+from dora.system.awake import awake_s
 
 PLACES: Final = (RUN_FOLDER, RECORD, STATE, KEPT)
 WORKER_STATES: Final = ("starting", "joining", "loading", "ready", "vacating", "draining", "lost", "drained")
@@ -36,7 +37,7 @@ class ServiceReadings:
         self.state: State = runtime.core.state
         self.window = self.state.window
         self.free = free
-        self.now_s = time.monotonic()
+        self.now_s = awake_s()
         self.at = time.time()
 
     @cached_property

@@ -20,6 +20,7 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
 from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.system.awake import awake_s
 
 log = logging.getLogger("dora.service")
 
@@ -32,7 +33,7 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
     values, groups = found.ledger.values, list(found.groups)
     if not found.is_new:
         groups = _pinned(journal, found, config)
-    journal.note(records.Begun(incarnation, time.time(), time.monotonic(), config))
+    journal.note(records.Begun(incarnation, time.time(), awake_s(), config))
     number, first = values["next_number"], 0
     damaged = set(found.requests.damaged)
     for index, group in enumerate(groups):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from dora.errors import Conflict
+from dora.system.awake import awake_s
 
 CLIENT_ID_MAX: Final = 64  # bytes
 ABSENT_S: Final = 2.0  # a trainer that has held nothing for so long is absent
@@ -46,7 +47,7 @@ class TrainerPresence:
         self.seen()
 
     def seen(self) -> None:
-        self._seen_s = time.monotonic()
+        self._seen_s = awake_s()
 
     @contextmanager
     def staying(self) -> Iterator[asyncio.Event]:
@@ -75,7 +76,7 @@ class TrainerPresence:
         return self._heard_lately()
 
     def _heard_lately(self) -> bool:
-        return time.monotonic() - self._seen_s < ABSENT_S
+        return awake_s() - self._seen_s < ABSENT_S
 
 
 def clock_time(at: float) -> str:

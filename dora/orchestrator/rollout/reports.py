@@ -27,6 +27,7 @@ from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSessio
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.system.awake import awake_s
 from dora.system.log_lines import about
 from dora.weights.canary import check_canary
 from dora.weights.store import WeightStore
@@ -58,7 +59,7 @@ class WorkerReports:
         Raises InvalidValue (ReportError) if anything in the report is wrong. Nothing of it is accepted then. If a token
         is of another version than its request (C1), the core counts the violation and evicts the worker.
         """
-        now, at = time.monotonic(), time.time()
+        now, at = awake_s(), time.time()
         state, capability = self._machine.state, session.capability
         columns = checks.checked_tokens(
             report, capability.kv_tokens, self._vocab_size(session), state.requests.capacity
@@ -105,7 +106,7 @@ class WorkerReports:
     def pool(self, session: PoolSession, report: pb.PoolReport) -> None:
         """Notes a pool's contents, and reports dropped snapshots to the core. Raises InvalidValue."""
         checks.checked_pool_report(report)
-        session.heard_s = time.monotonic()
+        session.heard_s = awake_s()
         self._telemetry.pool_spilled += max(0, report.spilled - session.report.spilled)
         session.report.CopyFrom(report)
         if report.dropped:
@@ -125,7 +126,7 @@ class WorkerReports:
         else:
             command = pending.command
         canary = self._checked(session, outcome, command)
-        session.heard_s = time.monotonic()
+        session.heard_s = awake_s()
         error = outcome.error[:ERROR_CHARACTERS_MAX]
         if not outcome.ok:  # an unknown request has finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
@@ -174,7 +175,7 @@ class WorkerReports:
 
     def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
         """Reports that a request is being copied while it decodes."""
-        session.heard_s = time.monotonic()
+        session.heard_s = awake_s()
         self._core.post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
 
     def _checked(
@@ -209,7 +210,7 @@ class WorkerReports:
     def _note_time(self, session: WorkerSession | PoolSession, pending: Pending, outcome: pb.WorkerOutcome) -> None:
         """Enters the times of loads and copies, and the results of live handoffs."""
         command, handoff = pending.command, pending.handoff
-        took_s = time.monotonic() - pending.sent_s
+        took_s = awake_s() - pending.sent_s
         if isinstance(command, do.LoadVersion) and outcome.ok:
             self._telemetry.observe(of.LOAD, took_s)
             if isinstance(session, WorkerSession):

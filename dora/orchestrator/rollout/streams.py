@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Container
 from typing import Protocol
 
@@ -12,6 +11,7 @@ from dora.errors import DoraError
 from dora.orchestrator.rollout.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
+from dora.system.awake import awake_s
 from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
@@ -34,7 +34,7 @@ class Session:
         self.kv = kv
         self.takes_start_requests = False
         self.held: dict[str, int] = {}  # requests from before its hello, and the tokens that it has of each
-        self.heard_s = time.monotonic()
+        self.heard_s = awake_s()
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
     def send(self, command: pb.WorkerCommand) -> None:
@@ -263,7 +263,7 @@ class Sessions:
         core limits that time itself.
         """
         for session in [*self.workers.values(), *self.pools.values()]:
-            silent_s = time.monotonic() - session.heard_s
+            silent_s = awake_s() - session.heard_s
             if silent_s > limit_s and session.worker_id not in loading:
                 self.replace(session, f"silent for {silent_s:.0f} s")
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.rewards import GroupFilter
+from dora.system.awake import awake_s
 from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
@@ -84,9 +84,9 @@ class Verdicts:
         """Scores a finished response and enters the verdict, unless its environment gave one. Returns it."""
         if entry.reward is not None:
             return entry.reward
-        prompt, began_s = entry.prompt, time.monotonic()
+        prompt, began_s = entry.prompt, awake_s()
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json, entry.request_id)
-        self._telemetry.observe(SCORE, time.monotonic() - began_s)
+        self._telemetry.observe(SCORE, awake_s() - began_s)
         if not reward.valid:
             self._telemetry.rewards_failed += 1
             which = about(request=entry.request_id, version=entry.version)

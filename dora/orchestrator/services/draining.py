@@ -1,6 +1,5 @@
 """The reason for which a service admits no more prompts, the groups that it waits for, and the remedy."""
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.trainers import Trainers
 from dora.rpc import dora_pb2 as pb
+from dora.system.awake import awake_s
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +32,7 @@ class Draining:
         waits_for = self._waits_for()
         ended, more = self._ended()
         if self.ends_s is not None:
-            left_s = max(0.0, self.ends_s - time.monotonic())
+            left_s = max(0.0, self.ends_s - awake_s())
             remedy = f"commit within {left_s:.0f} s (service.drain_timeout_s), or press Ctrl-C again to end at once"
         elif waits_for:
             remedy = f"let a trainer commit what is left; then {more}"

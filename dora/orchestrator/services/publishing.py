@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from dora.orchestrator.rollout.versions import Versions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
+from dora.system.awake import awake_s
 from dora.weights.files import WeightFile
 from dora.weights.host_store import size_here
 from dora.weights.store import WeightStore
@@ -97,7 +97,7 @@ class Publishing:
 
         Raises LimitExceeded if the store stays full.
         """
-        began_s, is_told = time.monotonic(), False
+        began_s, is_told = awake_s(), False
         what = f"weights: version {version}"
         while True:
             try:
@@ -108,7 +108,7 @@ class Publishing:
                 state = self._core.state
                 is_leaving = state.retired < state.window.oldest_kept or bool(self._store.leaving())
                 most_s = ROOM_WAIT_S + is_leaving * self._config.workers.load_timeout_s
-                if time.monotonic() - began_s >= most_s:
+                if awake_s() - began_s >= most_s:
                     raise
                 if not is_told:
                     log.warning("a commit waits at most %g s for room in the store: %s", most_s, error)

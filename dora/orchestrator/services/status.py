@@ -1,6 +1,5 @@
 """The status for operators as wire messages. Changes nothing."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice, takewhile
@@ -23,6 +22,7 @@ from dora.orchestrator.rollout.trainers import Trainers
 from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
 from dora.rpc import dora_pb2 as pb
+from dora.system.awake import awake_s
 
 MOVES_TOLD: Final = 1024  # in one status, the latest
 _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
@@ -64,7 +64,7 @@ class ServiceStatus:
 
     def __post_init__(self) -> None:
         self.tier: KvTier | None = None
-        self.started_s = time.monotonic()
+        self.started_s = awake_s()
 
     def news(self) -> News:
         """Begins a stream of statuses."""
@@ -76,7 +76,7 @@ class ServiceStatus:
         window, hosts = state.window, self._hosts.statuses()
         return pb.Status(
             model=model,
-            uptime_s=time.monotonic() - self.started_s,
+            uptime_s=awake_s() - self.started_s,
             window_versions=window.size,
             groups_per_step=window.groups_per_step,
             filling_step=window.step,
@@ -156,7 +156,7 @@ class ServiceStatus:
             waiting=min(worker.waiting, len(worker.rows)),
             slots=worker.slots,
             kv_use=worker.kv_used / worker.kv_tokens,
-            tokens_per_s=session.rate.per_s(time.monotonic()) if session else 0.0,
+            tokens_per_s=session.rate.per_s(awake_s()) if session else 0.0,
             pid=session.pid if session else 0,
             host=session.host if session else "",
             tensor_parallel=session.capability.tensor_parallel if session else 0,

@@ -35,6 +35,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.packed import packed_batches
+from dora.system.awake import awake_s
 from dora.system.log_lines import about
 from dora.weights.store import WeightStore
 
@@ -179,7 +180,7 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("header", MISSING, "in the first message of an upload")
         header = first.header
         self._check_upload(header.trainer_epoch, header.version)
-        self._telemetry.step_times.uploads(time.monotonic())
+        self._telemetry.step_times.uploads(awake_s())
         async with self._publishing.upload(header) as upload:
             chunk: pb.WeightChunk | None = first
             while chunk is not None:
@@ -210,7 +211,7 @@ class TrainerService(stubs.TrainerServicer):
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
         machine = self._core.machine
         async with self._changing:
-            digest, began_s = _commit_digest(request), time.monotonic()
+            digest, began_s = _commit_digest(request), awake_s()
             if self._last_commit == (request.step, digest):
                 return await self._committed()  # the commit succeeded and its reply was lost
             self._check_epoch(request.trainer_epoch)
@@ -234,21 +235,21 @@ class TrainerService(stubs.TrainerServicer):
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
                 await self._publishing.withdraw(request.version)
                 raise
-            stepped_s = time.monotonic()
+            stepped_s = awake_s()
             taken, at = self._buffer.leased(), time.time()
             self._telemetry.step(request.step, taken, metrics, at, stepped_s, waited_s, began_s)
             measured = (-1.0 if waited_s is None else waited_s, *(_known(metrics, name) for name in WINDOW_METRICS))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             self._hosts.published(request.version)
             if self._core.traces is not None:
-                self._core.traces.published(request.step, request.version, time.monotonic() - began_s)
+                self._core.traces.published(request.step, request.version, awake_s() - began_s)
             self._core.post(committed, lambda: self._committed_record(step, digest))
             self._last_commit = (request.step, digest)
             self._trainers.published(request.version)
         self._trainers.presence.seen()
         reply = await self._committed()
-        self._telemetry.step_times.answered(time.monotonic())
-        self._telemetry.observe(of.PUBLISH, time.monotonic() - began_s)
+        self._telemetry.step_times.answered(awake_s())
+        self._telemetry.observe(of.PUBLISH, awake_s() - began_s)
         done = about(step=request.step, version=request.version)
         log.info("step %d is trained; version %d is published", request.step, request.version, extra=done)
         return reply
