@@ -61,10 +61,10 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "fleet",
-        "-m dora simulate --preset fleet-1024 --policy laxity --steps 48 --warmup 0 --json",
+        "-m dora simulate --preset fleet-1024 --policy laxity --steps 24 --warmup 0 --json",
         "--preset dora-64 --steps 4",
         ("dora/core", "dora/lab/sim", "dora/lab/sim_engine"),
-        (Figure("simulated day of 1,024 workers, speed-up", "sim_speedup", ">= 1000", ",.0f"),),
+        (Figure("simulation of 1,024 workers, speed-up", "sim_speedup", ">= 1000", ",.0f"),),
     ),
     Benchmark(
         "orchestrator",
@@ -83,7 +83,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "metrics",
-        "perf/metrics.py --json",
+        "perf/metrics.py --scrapes 30 --json",
         "--workers 8 --scrapes 5",
         ("dora/metrics", "dora/orchestrator/metrics"),
         (
@@ -166,14 +166,14 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "handoff",
-        "perf/handoff.py --json",
+        "perf/handoff.py --tokens 256 --json",
         "--model tiny --tokens 64",
         (*KV, *ENGINE),
-        (Figure("re-prefill of the shortest context, over a handoff", "rows.0.reprefill_over_handoff"),),
+        (Figure("re-prefill of 256 tokens, time over a handoff", "rows.0.reprefill_over_handoff"),),
     ),
     Benchmark(
         "relays",
-        "-m perf.relays --json",
+        "-m perf.relays --rounds 2 --json",
         "--body-mb 32 --link-mb 256 --rounds 1",
         ("dora/relay", "dora/weights", "dora/kvtransfer"),
         (
@@ -183,7 +183,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "weights",
-        "perf/weights.py --only stall delta load --json",
+        "perf/weights.py --only stall delta load --rounds 5 --json",
         "--model tiny --rounds 2",
         ("dora/client", "dora/weights", *ENGINE),
         (
@@ -201,12 +201,12 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "front-chats",
-        "-m perf.front_chats --json",
+        "-m perf.front_chats --conversations 260 --json",
         "--conversations 13 --turns 3",
         FRONT,
         (
-            Figure("1,001 chats over 13 templates: breaks of a prefix", "prefix_breaks", "<= 0", ".0f"),
-            Figure("1,001 chats: replies with other tokens than the record's", "token_mismatch", "<= 0", ".0f"),
+            Figure("chats of 20 turns over 13 templates: breaks of a prefix", "prefix_breaks", "<= 0", ".0f"),
+            Figure("chats of 20 turns: replies with other tokens than the record's", "token_mismatch", "<= 0", ".0f"),
         ),
     ),
     Benchmark(
@@ -224,14 +224,14 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "profile",
-        "perf/profile_run.py --rounds 1 --steps 4 --json",
-        "--model tiny --steps 1 --warmup 1 --groups 2 --max-tokens 32 --max-model-len 256 --kv-tokens 4096",
+        "perf/profile_run.py --rounds 1 --steps 2 --warmup 1 --groups 8 --json",
+        "--model tiny --prompts tiny --steps 1 --groups 2 --max-tokens 32 --max-model-len 256 --kv-tokens 4096",
         ("dora/lab", "dora/core", *ENGINE),
         (Figure("error of a profile's prediction", "error", "<= 0.15", ".1%"),),
     ),
     Benchmark(
         "mixture",
-        "perf/mixture.py --json",
+        "perf/mixture.py --rounds 2 --json",
         "--experts 8 --per-token 2 --layers 1 --rounds 1",
         ("dora/lab/planning", "dora/worker"),
         (Figure("share of experts that a token reads, as profiled; 0.125 of the model", "expert_fraction", "", ".3f"),),

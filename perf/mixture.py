@@ -35,8 +35,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="dora-mixture-") as folder:
         make(Path(folder), options.experts, options.per_token, options.layers)
         out = Path(folder) / "cost.toml"
-        argv = [sys.executable, "-m", "dora", "profile", "--model", folder, "--clock", options.clock, "--out", str(out)]
-        argv += ["--slots", str(options.slots), "--rounds", str(options.rounds), *(["--json"] if options.json else [])]
+        argv = [sys.executable, "-m", "dora", "profile", "--model", folder, "--clock", options.clock, "--force"]
+        argv += ["--slots", str(options.slots), "--rounds", str(options.rounds), "--out", str(out)]
+        argv += ["--json"] if options.json else []
         done = subprocess.run(argv, stdout=subprocess.PIPE if options.json else None)
         if options.json and out.exists():
             cost = tomllib.loads(out.read_text())["cluster"]["cost"]

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Lt, MaxLen, MinLen
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, Strict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, ValidationError
 
 from dora.data.strict_json import read_json
 from dora.data.types import Canary
@@ -168,7 +168,7 @@ def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None =
 
 _Whole = Annotated[int, Strict(), Ge(0), Lt(_BYTES_MAX)]
 _Text = Annotated[str, Strict()]
-_Hex = Annotated[_Text, AfterValidator(bytes.fromhex)]
+_Hex = Annotated[bytes, BeforeValidator(lambda value: bytes.fromhex(value if isinstance(value, str) else "no text"))]
 
 
 class _File(BaseModel):
@@ -217,7 +217,7 @@ def read_manifest(text: str) -> Manifest:
     tensors = tuple(_placed(each, sizes) for each in read.tensors)
     if read.base:
         parsed_name(read.base)
-    canary = None if read.canary is None else Canary(*map(tuple, read.canary))
+    canary = None if read.canary is None else Canary(tuple(read.canary[0]), tuple(read.canary[1]))
     manifest = Manifest(read.version, files, tensors, canary, read.base)
     if read.digest != manifest.digest:
         raise InvalidValue("manifest: digest", read.digest, f"{manifest.digest}, the digest of its files")
