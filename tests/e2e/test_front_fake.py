@@ -110,7 +110,6 @@ async def test_rewards_of_turns_add_up_and_what_is_too_long_is_cut(tiny_dense: P
         for turn, value in enumerate(rewards):
             await rewarded(url, {"turn": turn, "reward": value})
         await told(url, "s", log=log)
-        await told(url, "s", log=log)  # again, as its answer may be lost
 
     async with (
         running(config_of(tiny_dense)) as handle,
