@@ -10,7 +10,7 @@ class PrefixedOutput(io.TextIOWrapper):
 
     def __init__(self, descriptor: int, name: Callable[[], str]) -> None:
         raw = io.FileIO(descriptor, "wb", closefd=False)
-        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[arg-type]
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         self._name_now = name
         self._open = ""  # whose line has no end yet
 

@@ -120,12 +120,12 @@ def given_tokens(trajectory: Any) -> int:
     return int((trajectory.logprobs == 0).sum())
 
 
-async def test_prompts_whose_environments_exit_crash_and_block_cost_the_others_nothing(
+async def test_prompts_whose_environments_exit_leave_and_crash_cost_the_others_nothing(
     tiny_dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their groups are cancelled with the reason, and replaced. Every session that is delivered has its reward."""
     spec = "tests.unit.environment_classes:Mixed"
-    config = config_of(tiny_dense, environment__spec=spec, environment__timeout_s=6.0)
+    config = config_of(tiny_dense, environment__spec=spec)
     async with (
         driven(config) as handle,
         dora.Trainer(handle.address, token=handle.token) as trainer,

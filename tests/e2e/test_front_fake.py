@@ -20,6 +20,7 @@ from dora.agents.front.child import FrontProcess
 from dora.agents.front.run import FrontOptions, front
 from dora.config import Config
 from dora.data.trajectory import Trajectory
+from dora.data.verdict import LOG_MAX_BYTES
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
@@ -94,6 +95,33 @@ async def test_what_agents_see_is_what_the_trainer_gets(tiny_dense: Path) -> Non
     found = [each for step in steps for group in step for each in group.trajectories]
     assert {each.verifier_log: tokens_of(each) for each in found} == seen
     assert all(each.reward == float(each.verifier_log[1:]) and each.reward_valid for each in found)
+
+
+async def test_rewards_of_turns_add_up_and_what_is_too_long_is_cut(tiny_dense: Path) -> None:
+    """A reward is in the trajectory whatever log and components come with it, which are cut to their limits."""
+    rewards, log = (0.25, 0.5, 1.0), "\ud83d" + "x" * 100_000
+
+    async def rewarded(url: str, body: dict[str, Any]) -> None:
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/sessions/s/reward", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+
+    async def work(url: str) -> None:
+        await converse(url, "s", turns=3)
+        for turn, value in enumerate(rewards):
+            await rewarded(url, {"turn": turn, "reward": value})
+        await told(url, "s", log=log)
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        (step,), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(url))
+    (found,) = (each for group in step for each in group.trajectories)
+    begins = [0, *(event.position_token for event in found.events if event.position_token)]
+    assert found.reward_valid and found.reward == sum(rewards)
+    assert found.turn_rewards == {str(begin): value for begin, value in zip(begins, rewards, strict=True)}
+    assert found.verifier_log == "?" + "x" * (LOG_MAX_BYTES - 1)
 
 
 async def test_an_agent_does_not_wait_behind_the_queue_of_prompts(tiny_dense: Path) -> None:

@@ -175,8 +175,8 @@ class Odd(Five):
 
 
 class Mixed(Faulty):
-    """Of five prompts one exits at once, one crashes later and one blocks later; the others behave."""
+    """Of five prompts one exits at once, one leaves later and one crashes later; the others behave."""
 
     async def reset(self, task: Task) -> Messages:
-        what = ("reset exits", "step leaves", "step blocks", "behaves", "behaves")[crc32(task.prompt_id.encode()) % 5]
+        what = ("reset exits", "step leaves", "task crashes", "behaves", "behaves")[crc32(task.prompt_id.encode()) % 5]
         return await super().reset(replace(task, text=what))

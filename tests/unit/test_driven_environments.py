@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
@@ -292,33 +293,40 @@ def test_a_process_ends_itself_at_its_limits() -> None:
     assert UserLimits.from_argument(limits.as_argument()) == limits
 
 
-async def test_a_message_beyond_the_context_ends_its_session_while_others_go_on() -> None:
-    """Only its beginning is tokenised, beside the event loop: 3 MB took 14 s, in which no other session went on."""
+class Long(Echo):
+    """Its messages grow: the last has 3 MB, or the first if ``at_once``."""
 
-    class Long(Echo):
-        async def step(self, reply: Any) -> Any:
-            return [{"role": "user", "content": "abc " * (750_000 if reply.turn else 20_000)}]
+    at_once = False
 
-    ticks, session, first = 0, FakeSession(), FakeSession()
+    async def reset(self, task: Any) -> Any:
+        return [{"role": "user", "content": "abc " * (750_000 if self.at_once else 1)}]
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
+    async def step(self, reply: Any) -> Any:
+        return [{"role": "user", "content": "abc " * (750_000 if reply.turn else 20_000)}]
 
-    sizes: list[int] = []
-    runs = replace(episodes(Long), context_tokens=100_000)
-    encode = runs.model.tokenizer.encode
-    object.__setattr__(
-        runs.model.tokenizer, "encode", lambda text, **about: (sizes.append(len(text)), encode(text, **about))[1]
-    )
-    ticking = asyncio.create_task(tick())
-    await runs.run(session)
-    ticking.cancel()
-    assert (
-        session.ended is not None and "3,000,000 characters" in session.ended[3] and "100000 tokens" in session.ended[3]
-    )
-    assert session.turn.number == 2 and max(sizes) <= 800_000 and ticks > 10
+
+class LongAtOnce(Long):
+    at_once = True
+
+
+class Measured(Chat):
+    """Notes how much it tokenises at once."""
+
+    longest = 0
+
+    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+        assert len(text) < 10_000 or threading.current_thread() is not threading.main_thread(), "other sessions wait"
+        self.longest = max(self.longest, len(text))
+        return super().encode(text, special_tokens)
+
+
+async def test_of_a_message_beyond_the_context_only_the_beginning_is_tokenised_beside_the_event_loop() -> None:
+    chat, ended, unbegun = Measured(STYLES["qwen2.5"]), FakeSession(), FakeSession()
+    ends = frozenset(chat.ends())
+    model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
+    await replace(episodes(Long), model=model, context_tokens=100_000).run(ended)
+    assert ended.ended is not None and ended.turn.number == 2, "its second answer was given"
+    assert "3,000,000 characters" in ended.ended[3] and "100000 tokens" in ended.ended[3]
+    assert 80_000 <= chat.longest <= 800_000
     with pytest.raises(InvalidValue, match="3,000,000 characters"):
-        await replace(episodes(TooLong), context_tokens=100_000).run(first)
+        await replace(episodes(LongAtOnce), context_tokens=100_000).run(unbegun)

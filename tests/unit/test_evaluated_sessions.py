@@ -150,6 +150,17 @@ def test_one_that_fails_too_often_without_a_token_ends_its_group_with_the_reason
     assert "no room" in ended.reason and bench.given(do.EndEvaluation) == [do.EndEvaluation("e1")]
 
 
+def test_the_fault_of_another_session_is_not_charged_and_that_of_the_prompt_ends_the_group() -> None:
+    bench = attended(replacements=0)
+    bench.ask_sessions()
+    bench.post(on.SessionFailed(SESSION, "another ended its process", "another"))
+    bench.post(on.SessionFailed(f"{SESSION}~1", "another ended its process", "another"))
+    assert bench.idle == [f"{SESSION}~2"]
+    bench.post(on.SessionFailed(f"{SESSION}~2", "it ended two processes", "prompt"))
+    (ended,) = bench.given(do.EndEvaluationGroup)
+    assert "two processes" in ended.reason
+
+
 def test_time_without_a_slot_is_not_the_sessions() -> None:
     bench = attended(idle_timeout_s=0.0, total_timeout_s=50.0)
     bench.ask_sessions(prompt_tokens=5)

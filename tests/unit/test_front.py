@@ -158,7 +158,29 @@ async def test_sessions_are_opened_rewarded_and_closed() -> None:
                 assert await reply.json() == {"session": each["id"], "closed": True}
             async with http.post(f"{base}/sessions/{each['id']}/close", json={}) as reply:
                 assert reply.status == 409
-    assert [session.ended for session in service.sessions] == [(0.0, {}, {0: 0.25}, ""), (1.0, {}, {0: 0.25}, "")]
+    assert [session.ended for session in service.sessions] == [(0.0, {}, {1: 0.25}, ""), (1.0, {}, {1: 0.25}, "")]
+
+
+async def test_what_one_call_accepts_a_later_one_keeps() -> None:
+    """Rewards beyond the bound are refused where they come in; a close without a reward keeps what was given."""
+    async with front() as (base, service, _), aiohttp.ClientSession() as http:
+        async with AsyncOpenAI(base_url=f"{base}/sessions/s/v1", api_key="x") as api:
+            await api.chat.completions.create(model="policy", messages=ASK)
+
+        async def told(route: str, body: dict[str, Any], status: int) -> str:
+            async with http.post(f"{base}/sessions/s/{route}", json=body) as reply:
+                assert reply.status == status, await reply.text()
+                return await reply.text()
+
+        for value in (1e39, -2e6, 10**300):
+            for route, more in (("reward", {}), ("reward", {"turn": 0}), ("close", {})):
+                assert "1,000,000" in await told(route, {"reward": value, **more}, 400)
+        await told("reward", {"reward": 0.5, "turn": 0}, 200)
+        await told("reward", {"reward": 0.25, "log": "x" * 100_000, "components": {"a": 1, "b" * 999: 2}}, 200)
+        async with http.post(f"{base}/sessions/s/reward", data=b'{"reward": 0.25, "log": "a\xff"}') as reply:
+            assert reply.status == 200, "a byte that is no UTF-8 is replaced"
+        await told("close", {"components": {"c": 3}}, 200)
+    assert service.sessions[0].ended == (0.25, {"c": 3}, {1: 0.5}, "a\ufffd")
 
 
 async def test_choices_are_the_sessions_of_a_group() -> None:

@@ -87,7 +87,7 @@ async def test_a_session_ends_with_what_the_harness_returns() -> None:
     await run(session, work)
     assert session.ended is not None and session.turn.number == 2
     reward, components, log = session.ended
-    assert (reward, len(components), log) == (0.5, 64, "3 policy-v4 Yes.")
+    assert (reward, len(components), log) == (0.5, 99, "3 policy-v4 Yes.")
 
 
 @pytest.mark.parametrize("asks", [False, True])

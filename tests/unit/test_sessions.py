@@ -9,7 +9,7 @@ import pytest
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.rules import restoring
+from dora.core.rules import restoring, sessions
 from dora.core.state import IDLE, RUNNING, WAITING
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.lab.sim.invariants import check_empty, check_state
@@ -238,6 +238,42 @@ def test_a_session_without_a_token_that_fails_too_often_takes_its_group_with_it(
     bench.post(on.SessionFailed(S, "no sandbox"))
     (dropped,) = bench.given(do.DropGroup)
     assert "no sandbox" in dropped.reason
+    check_empty_but_commands(bench)
+
+
+def test_the_fault_of_another_session_is_not_charged() -> None:
+    """Whatever number of times; then the session's own failures count as before."""
+    bench, name = SessionBench(("w0",), sessions={"replacements": 1}), S
+    bench.turn()
+    for attempt in range(1, 5):
+        bench.post(on.SessionFailed(name, "another ended its process", "another"))
+        name = f"{S}~{attempt}"
+        assert bench.given(do.ReplaceRequest)[-1].replacement_id == name
+    bench.post(on.SessionFailed(name, "it died"))
+    bench.report(f"{S}~5", 9, end=True)
+    bench.post(on.SessionFailed(f"{S}~5", "another ended its process", "another"))
+    bench.report(f"{S}~6", 9, end=True)
+    assert not bench.given(do.BreakOffSession)
+    bench.post(on.SessionFailed(f"{S}~6", "it died"))
+    assert bench.given(do.BreakOffSession)[-1].request_id == f"{S}~6"
+
+
+def test_replacements_end_where_the_journal_cannot_count_them() -> None:
+    bench, name = SessionBench(("w0",)), S
+    for attempt in range(1, sessions.ATTEMPTS_MAX + 1):
+        bench.post(on.SessionFailed(name, "another ended its process", "another"))
+        name = f"{S}~{attempt}"
+    bench.post(on.SessionFailed(name, "another ended its process", "another"))
+    (dropped,) = bench.given(do.DropGroup)
+    assert "another" in dropped.reason
+
+
+def test_the_fault_of_its_prompt_cancels_a_group_with_the_reason() -> None:
+    bench = SessionBench(("w0",))
+    bench.turn()
+    bench.post(on.SessionFailed(S, "p0 ended two processes", "prompt"))
+    (dropped,) = bench.given(do.DropGroup)
+    assert dropped.reason == f"{S}: p0 ended two processes"
     check_empty_but_commands(bench)
 
 

@@ -13,7 +13,8 @@
 | ``verdicts`` | the ends of equal conversations |
 | ``attending`` | the sessions of one process |
 | ``guard`` | the limits of a process |
-| ``run``, ``child`` | a process, and the one of ``dora serve`` |
+| ``processes``, ``user_process`` | the processes in which a user's classes run |
+| ``run``, ``child`` | the driver of sessions, and the one of ``dora serve`` |
 """
 
 from dora.agents.environment.protocol import End, Environment, Messages, Reply, Task

@@ -168,8 +168,8 @@ class Episodes:
     async def _asked(
         self, tree: SessionTree, chat: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools | None
     ) -> Ask:
-        """Renders the ``new`` last messages of a chat. Long ones are tokenised beside the event loop, a few at a time, and
-        only their beginning if that alone has no room in the context: then raises InvalidValue.
+        """Renders the ``new`` last messages of a chat. Long ones are tokenised beside the event loop, a few at a time,
+        and only their beginning if that alone has no room in the context: then raises InvalidValue.
         """
         texts = [each["content"] for each in new if isinstance(each.get("content"), str)]
         if sum(map(len, texts)) <= LONG_CHARACTERS:

@@ -37,6 +37,7 @@ class Guard:
         self._seen_s = time.monotonic()
 
     def begin(self) -> None:
+        self.tick()
         adopt_orphans()
         self._limits.impose()
         threading.Thread(target=self._watch, name="guard", daemon=True).start()

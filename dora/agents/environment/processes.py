@@ -132,7 +132,8 @@ class UserProcess:
         """Calls an environment. Raises Failed with what it raises, and Ended."""
         if self.is_ending:
             await asyncio.wait({self.over})
-            raise remote.outcome or Ended("the process of its environment has ended", "another")
+            remote.outcome = remote.outcome or Ended("the process of its environment has ended", "another")
+            raise remote.outcome
         self._remotes[remote.number] = remote
         self._calls += 1
         number, answer = self._calls, asyncio.get_running_loop().create_future()
@@ -177,7 +178,6 @@ class UserProcess:
         waiting = asyncio.create_task(self._process.wait())
         await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done() and not self.is_ending:  # it has closed its socket, or written into it
-            self.is_ending = True
             self._kill()
         self.is_ending = True
         code = await waiting
@@ -213,9 +213,8 @@ class UserProcess:
         said = ", ".join(each for each in (self._said or (words[0] if words else ""), at) if each)
         status = f"signal {-code}" if code < 0 else f"exit status {code}"
         marked = self._remotes.get(number)
-        suspects = (
-            [marked] if marked is not None else list({id(each): each for each, _ in self._asked.values()}.values())
-        )
+        asked = {each.number: each for each, _ in self._asked.values()}
+        suspects = [marked] if marked is not None else list(asked.values())
         is_sure = marked is not None or self._is_alone
         for each in suspects:
             fault: Fault = self._processes.suspect(each.task, is_sure=is_sure, is_alone=self._is_alone)
@@ -227,8 +226,8 @@ class UserProcess:
             names = ", ".join(f"{each.task.session_id} of {each.task.prompt_id}" for each in suspects[:8])
             log.warning("the process of the environments has ended (%s) %s; calls under way: %s", status, said, names)
         for remote, answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(remote.outcome or Ended("the process has ended", "another"))
+            if remote.outcome is not None and not answer.done():
+                answer.set_exception(remote.outcome)
 
 
 class Processes:
@@ -281,12 +280,9 @@ class Processes:
 
     def suspect(self, task: Task, *, is_sure: bool, is_alone: bool) -> Fault:
         """Notes that a session may have ended its process. Returns whose fault that is."""
-        if not is_sure:
-            fault: Fault = "another"
-        elif not task.prompt_id:  # it was prepared, and knows no prompt
-            return "session"
-        else:
-            fault = "session"
+        fault: Fault = "session" if is_sure else "another"
+        if not task.prompt_id:  # it was prepared, and knows no prompt
+            return fault
         found = self._suspicions.setdefault(task.prompt_id, [0, 0])
         self._suspicions.move_to_end(task.prompt_id)
         if len(self._suspicions) > PROMPTS_MAX:

@@ -110,7 +110,7 @@ class _Marked:
             try:
                 step, given = self._call.send, (yield waited)
             except BaseException as error:
-                step, given = self._call.throw, error  # type: ignore[assignment]
+                step, given = self._call.throw, error
 
 
 def _task(marks: Marks, loop: asyncio.AbstractEventLoop, call: Any, **about: Any) -> asyncio.Task[Any]:

@@ -74,7 +74,7 @@ async def show_session(request: web.Request) -> web.Response:
 
 async def reward(request: web.Request) -> web.Response:
     """Notes a session's reward, or that of one of its turns. The session goes on."""
-    asked, session = await read_asked(request), await _session(request)
+    asked, session = await read_asked(request, is_verdict=True), await _session(request)
     verdict = _verdict(asked.body, ("reward", "components", "log", "turn"))
     if verdict.value is None:
         raise InvalidValue("reward", MISSING, ALLOWED_REWARD)
@@ -88,7 +88,7 @@ async def reward(request: web.Request) -> web.Response:
 
 async def close(request: web.Request) -> web.Response:
     """Ends a session, with the reward of the body, or else the one that was given before, or the sum of its turns'."""
-    asked, session = await read_asked(request), await _session(request)
+    asked, session = await read_asked(request, is_verdict=True), await _session(request)
     verdict = _verdict(asked.body, ("reward", "components", "log"))
     await asked.door.close(session, verdict if verdict.value is not None else session.verdict.noted(verdict))
     return web.json_response({"session": session.session_id, "closed": True})

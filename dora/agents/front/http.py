@@ -58,14 +58,16 @@ class Asked:
         self.door.replays.delivered(self.name)
 
 
-async def read_asked(request: web.Request) -> Asked:
-    """Reads a request's body. Raises InvalidValue, TooLarge."""
+async def read_asked(request: web.Request, *, is_verdict: bool = False) -> Asked:
+    """Reads a request's body. ``is_verdict``: what is no Unicode in its texts, which are remarks, is replaced. Raises
+    InvalidValue, TooLarge.
+    """
     door, call = request.app[DOOR], request[CALL]
     body = await read_body(request)
     said = request.headers.get("Idempotency-Key", "")
     retries = request.headers.get("x-stainless-retry-count", "0")
     name = name_of(call.holder, request.path, said, body)
-    value = {} if not body else read_json(_text(body), "body", door.limits.body_bytes)
+    value = {} if not body else read_json(_mended(body) if is_verdict else _text(body), "body", door.limits.body_bytes)
     if not isinstance(value, dict):
         raise InvalidValue("body", body[:80], "a JSON object")
     return Asked(door, call, value, name, bool(said) or retries not in ("", "0"))
@@ -106,6 +108,14 @@ async def read_body(request: web.Request) -> bytes:
         raise
     except Exception as error:  # of the content's encoding or its chunks
         raise InvalidValue("body", "(unreadable)", f"as its headers say ({type(error).__name__})") from error
+
+
+def _mended(body: bytes) -> str:
+    text = body.decode(errors="replace")
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
+    except (ValueError, RecursionError):  # refused by whoever reads it
+        return text
 
 
 def _text(body: bytes) -> str:

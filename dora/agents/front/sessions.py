@@ -251,11 +251,11 @@ class AgentSession:
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
         given = self.verdict if verdict is None else verdict
+        ends = [end for _, end in self.tree.branches[0].turns] if self._turn_rewards else []
+        rewards = {self._numbers[0, ends[turn]]: reward for turn, reward in self._turn_rewards.items()}
         was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
         try:
-            await self._handle.end(
-                given.value, components=given.components, turn_rewards=self._turn_rewards, log=given.log
-            )
+            await self._handle.end(given.value, components=given.components, turn_rewards=rewards, log=given.log)
         except DoraError:
             self.is_closed = was_closed
             raise
