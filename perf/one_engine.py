@@ -51,7 +51,10 @@ class Ends:
         kv_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self.target.expect(request_id, 1, MOST_BYTES, self.engine.reserve(request_id, kv_tokens))
         return Copying(
-            self.source, self.peer, request_id, EngineRounds(self.engine, self.peer, request_id, SentPrefixes())
+            self.source,
+            self.peer,
+            request_id,
+            EngineRounds(self.engine, self.peer, request_id, SentPrefixes(), self.source.part_bytes),
         )
 
 

@@ -82,7 +82,7 @@ def session(engine: VllmEngine, between: Callable[[Driver], None]) -> dict[str, 
 
 
 def fork(engine: VllmEngine, between: Callable[[Driver], None]) -> dict[str, Response]:
-    """It begins again with its prompt, of which the last block has other tokens now."""
+    """Its last block has other tokens now. Where a window has left them behind, they are computed again first."""
     driver = Driver(engine)
     driver.add(replace(LONG, keeps=True))
     driver.finish()
@@ -91,6 +91,7 @@ def fork(engine: VllmEngine, between: Callable[[Driver], None]) -> dict[str, Res
     response = driver.responses["r1"] = Response(driver.responses["r1"].token_ids[:2], [])
     response.token_ids += given
     response.logprobs += [0.0] * len(response.token_ids)
+    driver.step(2)
     between(driver)
     found = driver.finish()
     engine.remove("r1")

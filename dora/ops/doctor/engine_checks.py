@@ -144,7 +144,7 @@ def memory(subject: Subject) -> dict[str, Any]:
     if subject.device == "cpu":
         raise Skipped("on a CPU the KV-cache is the host's memory")
     try:
-        engine_of(subject, kv_tokens=LARGE_KV_TOKENS)
+        engine_of(subject, LARGE_KV_TOKENS)
     except InvalidValue as error:
         if error.field not in MEMORY_FIELDS:
             raise Failed(f"the engine was refused for another reason: {error}") from error
@@ -153,7 +153,7 @@ def memory(subject: Subject) -> dict[str, Any]:
 
 
 def engine_of(
-    subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, **split: int
+    subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, /, **split: int
 ) -> "VllmEngine":
     """Starts an engine without weights. ``device``: the subject's, by default. ``split``: its ranks, as
     ``EngineSettings`` has them; they need no proof.
@@ -179,7 +179,7 @@ def engine_of(
 
 
 def _loaded(subject: Subject, device: "Device | None" = None) -> "VllmEngine":
-    started = engine_of(subject, device=device)
+    started = engine_of(subject, None, device)
     started.load_weights(0, subject.model, None)
     return started
 

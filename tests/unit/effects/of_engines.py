@@ -242,6 +242,10 @@ ROWS: Final[dict[str, Row]] = {
     "workers.pipeline_parallel": Seen(2, argument("--pipeline-parallel"), "2"),
     "workers.router_replay": Seen(True, routed, True, FAKE | {"rollout.max_tokens": 5}),
     "workers.threads": Seen(3, threads, "3"),
+    "workers.engine_args": Shown(
+        "tests/unit/test_engine_args.py::test_a_worker_gets_them_and_they_belong_to_its_state",
+        "tests/unit/test_engine_args.py::test_they_reach_vllm",
+    ),
     "workers.environment": Shown(
         "tests/unit/test_child_environment.py::test_workers_get_the_stated_environment_and_what_differs_is_logged_once"
     ),
