@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from dora.models import resolve_model
 from dora.models.tiny import make_tiny
+from tests.durations import Durations
 
 if TYPE_CHECKING:
     from tests.contract.trainer_service import StartService
@@ -32,6 +33,10 @@ settings.load_profile("dora")
 
 
 TIMEOUT_LEAD_S: Final = 20.0  # a coroutine is cancelled so long before its process is interrupted
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
