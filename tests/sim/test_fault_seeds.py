@@ -18,7 +18,7 @@ from dora.lab.sim.faults.sweep import SweepReport, sweep
 from dora.lab.sim.faults.trial import Trial, conduct
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.workload import FILTERED
-from tests.sim.seeds import seeds_of
+from tests.sweeps import seeds_of
 from tests.unit.test_machine import Bench
 
 SEEDS = 25  # for each policy, of which `make test` tries FEW; `dora simulate sweep` tries as many as one likes

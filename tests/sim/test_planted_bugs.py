@@ -10,7 +10,7 @@ from dora.lab.sim.faults.trial import DRAWN, Trial
 from tests.sim import growth_plants as growth
 from tests.sim import plants
 from tests.sim import session_plants as sessions
-from tests.sim.seeds import seeds_of
+from tests.sweeps import seeds_of
 
 SEEDS = 60
 

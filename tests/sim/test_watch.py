@@ -10,8 +10,8 @@ from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.ledger import Failure, failure_of
 from dora.lab.sim.watch import Watch
 from tests.sim import plants
-from tests.sim.seeds import seeds_of
 from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug, marked
+from tests.sweeps import seeds_of
 
 QUIET = 20  # seeds in which a watch has nothing to say
 
