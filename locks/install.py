@@ -134,7 +134,7 @@ def check_disk(device):
 
 
 def run(title, commands, hint):
-    """Runs the commands of one step side by side with their output in the log; on failure shows its end and the hint."""
+    """Runs the commands of one step side by side with output in the log; on failure shows its end and the hint."""
     print("set-up: " + title + " ...", flush=True)
     with open(LOG, "a") as log:
         running = [subprocess.Popen(each, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT) for each in commands]
