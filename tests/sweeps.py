@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def seeds_of(few: int, all_: int, first: int = 0) -> list[Any]:
@@ -20,3 +21,8 @@ def counts_of(few: int, all_: int) -> list[Any]:
 def tenth_of(cases: Iterable[Any]) -> list[Any]:
     """Parameters of a test: every tenth case is in ``make test``."""
     return [pytest.param(case, marks=pytest.mark.full if place % 10 else ()) for place, case in enumerate(cases)]
+
+
+def examples(whole: int) -> int:
+    """How many of a property's examples are tried: as many of ``whole`` as the profile has of 100."""
+    return max(1, whole * settings().max_examples // 100)

@@ -44,7 +44,7 @@ def test_the_page_gets_the_last_run_and_keeps_its_text(tmp_path: Path, monkeypat
     monkeypatch.setattr(durations, "PAGE", page)
     monkeypatch.setattr(durations, "ROOT", tmp_path)
     page.write_text(f"before\n{durations.BEGIN}old\n{durations.END}after\n")
-    with pytest.raises(SystemExit, match="make test"):
+    with pytest.raises(SystemExit):
         durations.main()
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps({"rows": ROWS, "took_s": 90.0, "cores": 2, "at": 0.0}))
