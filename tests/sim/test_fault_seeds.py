@@ -54,9 +54,10 @@ def test_promises_hold_under_faults(policy: str, seeds: range) -> None:
     assert not failures(sweep(seeds, (policy,)))
 
 
-def test_promises_hold_where_crash_follows_crash() -> None:
+@pytest.mark.parametrize("seeds", seeds_of(2, 8))
+def test_promises_hold_where_crash_follows_crash(seeds: range) -> None:
     """Seed 0: a life ended before anything of it was on disk, and the next one gave its groups' ids again."""
-    assert not failures(sweep(range(8), ("dora",), "crash"))
+    assert not failures(sweep(seeds, ("dora",), "crash"))
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if allows_any(policy)])
@@ -66,6 +67,7 @@ def test_promises_hold_under_faults_while_the_window_changes(policy: str, seeds:
     assert not failures(sweep(seeds, (policy,), window="auto"))
 
 
+@pytest.mark.full
 def test_an_adaptive_window_changes_both_ways_in_these_seeds() -> None:
     wider = narrower = 0
     for seed in range(12):
