@@ -10,7 +10,7 @@ V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py \
 # Other projects' clients, each in an environment of its own (locks/install.py): those of `make test`, and all.
 TEST_CLIENTS := openenv tinker trl verifiers
 CLIENTS := $(TEST_CLIENTS) skyrl verl
-PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=60
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60. AGENT=1 alone takes the model tiny.
 DEMO_ARGS := $(if $(or $(MODEL),$(AGENT)),--model $(or $(MODEL),tiny)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
@@ -23,7 +23,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo triton prometheus chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo fetched triton prometheus chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ setup: ## create .venv from the lock (once); DEVICE=cuda: from that for GPUs
 demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEPS=60 AGENT=1 ...
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
-test: check triton prometheus chromium clients-if-had ## lint, types, import rules, stubs, and the tests that CI runs
+test: check fetched ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
 test-all: check prometheus chromium clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
@@ -48,6 +48,10 @@ test-all: check prometheus chromium clients ## every test, with those marked "fu
 test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron $(ARGS)
+
+# What tests need beside .venv, one after the other: apt and pip each lock what they keep.
+fetched: setup
+	@for name in triton prometheus chromium clients-if-had; do $(MAKE) --no-print-directory $$name || exit 1; done
 
 # Where they cannot be had, the tests of rules and dashboards are skipped with the reason.
 prometheus: setup

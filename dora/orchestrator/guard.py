@@ -6,10 +6,9 @@ from dora.config import Config
 from dora.kvtransfer.plane import IN_STREAM
 from dora.rpc.channel import is_wildcard
 from dora.tls import Tls
-from dora.tls.authority import LOOPBACK
 from dora.tls.certificate import holder_of
 from dora.tls.contexts import Contexts
-from dora.tls.files import check_names
+from dora.tls.files import LOOPBACK, check_names
 from dora.tls.http import HttpTls
 
 

@@ -29,12 +29,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dora.errors import InvalidValue
 from dora.tls.certificate import MARK
-from dora.tls.files import CA, CERT, KEY
+from dora.tls.files import CA, CERT, KEY, LOOPBACK
 
 AUTHORITY: Final = "authority"
 AUTHORITY_KEY: Final = "ca.key"
 SERVES: Final = frozenset({"service", "host", "worker", "front"})  # roles whose processes listen
-LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 SKEW: Final = timedelta(minutes=5)  # that a machine's clock may be behind
 NAME_MAX: Final = 64
 

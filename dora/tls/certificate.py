@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
-from cryptography import x509
+if TYPE_CHECKING:  # most processes have no certificate, and start sooner without it
+    from cryptography import x509
 
 MARK: Final = "dora"  # the path segment, or the DNS label, beside which the role is
 NAME_MAX: Final = 128
@@ -38,16 +39,22 @@ def holder_of(pem: bytes, domain: str = "") -> Holder:
     """Returns the holder of the first certificate in ``pem``. ``domain``: the only trust domain, or DNS suffix, whose
     names count; empty: any that the authority vouches for. Raises ValueError for what is no certificate.
     """
+    from cryptography import x509
+
     return _holder(x509.load_pem_x509_certificate(pem), domain)
 
 
 @lru_cache(maxsize=4096)
 def holder_of_der(der: bytes, domain: str = "") -> Holder:
     """The same for the binary form."""
+    from cryptography import x509
+
     return _holder(x509.load_der_x509_certificate(der), domain)
 
 
-def _holder(certificate: x509.Certificate, domain: str) -> Holder:
+def _holder(certificate: "x509.Certificate", domain: str) -> Holder:
+    from cryptography import x509
+
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

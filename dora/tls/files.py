@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Self
-
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from typing import TYPE_CHECKING, Final, Self
 
 from dora.errors import InvalidValue
 from dora.tls.handshake import refusal
+
+if TYPE_CHECKING:  # most processes have no certificate, and start sooner without it
+    from cryptography import x509
 
 CERT, KEY, CA = "cert.pem", "key.pem", "ca.pem"  # in a folder
 FOLDER_VARIABLE: Final = "DORA_TLS"
@@ -25,6 +25,7 @@ VARIABLES: Final = {
 }
 PATHS: Final = ("cert", "key", "ca")
 FILE_MAX_BYTES: Final = 1 << 20
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 Signature = tuple[tuple[int, int, int], ...]
 
@@ -125,6 +126,8 @@ class Tls:
 
 def check_names(tls: Tls, found: Material, host: str) -> None:
     """Raises InvalidValue unless the certificate names this host name or address, which clients will connect to."""
+    from cryptography import x509
+
     certificate = x509.load_pem_x509_certificate(found.cert)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -149,7 +152,9 @@ def _content(field: str, path: str, *, secret: bool = False) -> bytes:
         raise InvalidValue(field, f"{path} ({error.strerror})", "a PEM file that can be read") from error
 
 
-def _certificates(field: str, path: str, pem: bytes) -> list[x509.Certificate]:
+def _certificates(field: str, path: str, pem: bytes) -> "list[x509.Certificate]":
+    from cryptography import x509
+
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
@@ -157,7 +162,7 @@ def _certificates(field: str, path: str, pem: bytes) -> list[x509.Certificate]:
 
 
 def _check_dates(
-    field: str, path: str, certificate: x509.Certificate, now: datetime, *, may_be_old: bool = False
+    field: str, path: str, certificate: "x509.Certificate", now: datetime, *, may_be_old: bool = False
 ) -> None:
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
@@ -168,7 +173,9 @@ def _check_dates(
         raise InvalidValue(field, path, "a certificate that is valid now: make or fetch a new one", why=why)
 
 
-def _check_key(tls: Tls, found: Material, certificate: x509.Certificate) -> None:
+def _check_key(tls: Tls, found: Material, certificate: "x509.Certificate") -> None:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
     try:
         key = load_pem_private_key(found.key, None)
     except (ValueError, TypeError) as error:

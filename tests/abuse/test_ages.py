@@ -27,6 +27,7 @@ from dora.orchestrator.recovery.state_folder import reading_state, state_folder_
 from dora.orchestrator.starting import journal_of
 from tests.contract.trainer_service import make_group
 from tests.refusals import refused
+from tests.sweeps import tenth_of
 
 STEPS = 5
 SEEDS = 24
@@ -154,7 +155,7 @@ async def made(root: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", tenth_of(range(SEEDS)))
 async def test_what_is_not_of_one_time_is_refused_and_can_be_carried_on(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.service import configured, running
-
-FORKS = 48
+from tests.sweeps import counts_of
 
 
 @pytest.mark.parametrize("how", ["_exit", "pool"])
-async def test_a_fork_of_a_process_with_a_client_does_not_crash(how: str, tiny_dense: Path) -> None:
+@pytest.mark.parametrize("forks", counts_of(6, 48))
+async def test_a_fork_of_a_process_with_a_client_does_not_crash(how: str, forks: int, tiny_dense: Path) -> None:
     config = configured(tiny_dense, workers__engine="fake", workers__count=1)
     async with running(config) as handle:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.abuse.test_forks", handle.address, handle.token, how),
+            *(sys.executable, "-m", "tests.abuse.test_forks", handle.address, handle.token, how, str(forks)),
             stdout=asyncio.subprocess.PIPE,
         )
         said, _ = await process.communicate()
-        assert (process.returncode, said.split()) == (0, [b"0"] * FORKS)
+        assert (process.returncode, said.split()) == (0, [b"0"] * forks)
 
 
 def work(_: int) -> int:
@@ -41,7 +41,7 @@ def forked(how: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
 
 
-def main(address: str, token: str, how: str) -> None:
+def main(address: str, token: str, how: str, forks: str) -> None:
     import dora.sync
 
     with dora.sync.Trainer(address, token=token) as trainer:
@@ -49,9 +49,9 @@ def main(address: str, token: str, how: str) -> None:
             pass
         if how == "pool":
             with get_context("fork").Pool(8) as pool:
-                codes = pool.map(work, range(FORKS))
+                codes = pool.map(work, range(int(forks)))
         else:
-            codes = [forked(how) for _ in range(FORKS)]
+            codes = [forked(how) for _ in range(int(forks))]
     print(*codes)
 
 

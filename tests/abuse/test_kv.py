@@ -12,6 +12,7 @@ import pytest
 from dora.models.tiny import make_tiny
 from tests.abuse.kv import changed_heads, heads, lies, peers, segments, stream
 from tests.abuse.kv.room import Room
+from tests.sweeps import counts_of
 
 SEED = 7
 
@@ -33,12 +34,14 @@ def is_fine(room: Room, kinds: int) -> None:
     assert room.controls and room.compared
 
 
-def test_no_changed_head_is_taken_in(model: Path) -> None:
-    is_fine(heads.stormed(model, 1500, SEED), len(changed_heads.CHANGES))
+@pytest.mark.parametrize("count", counts_of(150, 1500))
+def test_no_changed_head_is_taken_in(model: Path, count: int) -> None:
+    is_fine(heads.stormed(model, count, SEED), len(changed_heads.CHANGES))
 
 
-def test_no_peer_that_gets_something_wrong_is_believed(model: Path, tmp_path: Path) -> None:
-    is_fine(peers.stormed(tmp_path, model, 500, SEED), len(lies.LIES))
+@pytest.mark.parametrize("count", counts_of(150, 500))
+def test_no_peer_that_gets_something_wrong_is_believed(model: Path, tmp_path: Path, count: int) -> None:
+    is_fine(peers.stormed(tmp_path, model, count, SEED), len(lies.LIES))
 
 
 @pytest.mark.parametrize("hosts", [("", ""), ("a", "b")])

@@ -22,6 +22,7 @@ from tests import v2_runner
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
 from tests.streams import LateStreams
 
+OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
 KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe")
 
 
@@ -81,10 +82,15 @@ def group_of(item: pytest.Item | None) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the group of each test that runs on a shared engine, and puts groups first, one after the other."""
+    """Marks the group of each test that runs on a shared engine, and puts groups first, one after the other.
+
+    ``make test`` has most of them with a dense model alone.
+    """
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
+            if group == "vllm-moe" and item.path.name not in OF_MIXTURES:
+                item.add_marker(pytest.mark.full)
     items.sort(key=lambda item: (not group_of(item), group_of(item)))
 
 

@@ -38,7 +38,7 @@ from tests.contract.test_worker_handoff import peer_of
 
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
-KINDS = ("fake", "vllm-moe", "vllm-mla")
+KINDS = ("fake", "vllm-moe", pytest.param("vllm-mla", marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module", params=KINDS)

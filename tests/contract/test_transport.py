@@ -28,6 +28,7 @@ from dora.kvtransfer.transports.transport import CHUNK_BYTES
 from dora.kvtransfer.wire import Gone, Kind, Stream
 from tests.contract.planes import ON_DEVICE, SECRET, TRANSPORTS, WAIT_S, End, a_plane, name_of, until
 from tests.refusals import refused
+from tests.sweeps import examples
 
 SIZES = (1, 7, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1)
 
@@ -89,7 +90,7 @@ def refusal(transfer: Transfer) -> str:
 # What arrives.
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=6),
     head=st.binary(min_size=1, max_size=300),

@@ -104,6 +104,7 @@ async def test_a_new_run_begins_with_a_version_of_another(tiny_dense: Path, tmp_
         await second.stop()
 
 
+@pytest.mark.full
 async def test_a_new_run_begins_with_a_named_checkpoint_of_one_that_goes_on(tiny_dense: Path, tmp_path: Path) -> None:
     """The versions have retired meanwhile: the one that the operator named, and the best one by evaluations."""
     row = {"prompt": "LATE", "prompt_id": "p", "verifier": {"characters": "nopqrstuvwxyz"}}

@@ -119,6 +119,7 @@ async def test_the_loop_runs_as_printed(service: ServiceHandle, folder: Path) ->
     assert counters["rewards_failed"] == counters["groups_lost"] == 0
 
 
+@pytest.mark.full
 async def test_the_ranks_run_as_printed(service: ServiceHandle, folder: Path) -> None:
     (line,) = re.findall(r"^torchrun (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     await run(service, folder, "-m", "torch.distributed.run", *shlex.split(line))

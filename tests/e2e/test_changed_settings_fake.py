@@ -80,6 +80,7 @@ async def test_window_batch_and_lengths_change_at_a_start(
     assert kinds.keys() == {(300, 4), (40, 2)}, "those of admission, and those of this start"
 
 
+@pytest.mark.full
 async def test_groups_that_would_be_late_are_named(tiny_dense: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dense, tmp_path, window__size=1, window__groups_per_step=4)
     service = Killed(tmp_path, settings)

@@ -38,7 +38,7 @@ async def step_of(told: Killed, model: Path) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("is_alive", [True, False])
+@pytest.mark.parametrize("is_alive", [True, pytest.param(False, marks=pytest.mark.full)])
 async def test_a_copy_leaves_the_original_and_its_processes_alone(
     is_alive: bool, tiny_dense: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +85,7 @@ async def test_two_services_cannot_have_one_record(tiny_dense: Path, tmp_path: P
         await first.stop()
 
 
+@pytest.mark.full
 async def test_removed_lock_files_let_no_second_service_in(tiny_dense: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dense, tmp_path, record=str(tmp_path / "record"))
     settings |= {"service.run_folder": str(tmp_path / "run")}
@@ -104,6 +105,7 @@ async def test_removed_lock_files_let_no_second_service_in(tiny_dense: Path, tmp
         await first.stop()
 
 
+@pytest.mark.full
 async def test_an_older_state_beside_a_newer_record_trains_no_group_twice(tiny_dense: Path, tmp_path: Path) -> None:
     """It is refused, and carried on deliberately: the record's later steps are set aside."""
     record = tmp_path / "record"

@@ -85,6 +85,7 @@ async def test_a_service_trains_while_its_environment_is_killed(tiny_dense: Path
     assert len(found) == STEPS * GROUPS * GROUP_SIZE and len({each.trajectory_id for each in found}) == len(found)
 
 
+@pytest.mark.full
 async def test_the_sessions_of_a_killed_process_go_on_at_another(
     tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ async def test_a_failing_environment_and_forks(tiny_dense: Path) -> None:
     assert (score.responses, score.verdicts_failed, score.reward_mean) == (3 * GROUP_SIZE, GROUP_SIZE, 2.0)
 
 
+@pytest.mark.full
 async def test_an_evaluation_that_is_left_ends_its_sessions(tiny_dense: Path) -> None:
     begun: asyncio.Queue[Session] = asyncio.Queue()
 
@@ -208,6 +209,7 @@ async def test_the_service_evaluates_with_its_environment_and_is_killed(tiny_den
         assert found["reward_mean"] == 1.0
 
 
+@pytest.mark.full
 async def test_evaluated_sessions_have_the_rows_of_their_experts(tiny_moe: Path) -> None:
     """Each of their turns is prefilled whole, whose rows the service has already."""
     async with (

@@ -163,6 +163,7 @@ async def test_training_goes_on_as_if_there_were_none_and_a_worker_dies(tiny_den
     assert status.counters["groups_lost"] == status.counters["c1_violations"] == 0
 
 
+@pytest.mark.full
 async def test_every_so_many_steps_a_version_is_evaluated_and_stays_until_that_is_done(tiny_dense: Path) -> None:
     """Steps are short, so versions leave the window long before."""
     asked = [prompt(number) for number in range(1, 11)]

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import dora
 from dora.client import Operator
 from dora.client.step import Step
@@ -106,6 +108,7 @@ async def test_a_window_of_one_version_is_refused(tiny_dense: Path, tmp_path: Pa
             await anext(trainer.steps(GROUPS))
 
 
+@pytest.mark.full
 async def test_the_reference_trainer_replays_the_same_groups_after_a_restart(
     start_service: StartService, tmp_path: Path, tiny_dense: Path
 ) -> None:

@@ -222,6 +222,7 @@ async def test_the_agent_of_the_documentation(tiny_dense: Path) -> None:
     assert (trajectory.reward, len(trajectory.events), trajectory.branch_index) == (1.0, 2, 0)
 
 
+@pytest.mark.full
 async def test_a_front_without_a_model_waits_for_its_service(
     tiny_dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

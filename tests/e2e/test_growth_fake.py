@@ -84,6 +84,7 @@ async def parity_of_tokens(session: Session) -> None:
     await session.end(float(sum(session.response) % 2))
 
 
+@pytest.mark.full
 async def test_a_killed_orchestrator_starts_and_skips_the_same_members(tiny_dense: Path, tmp_path: Path) -> None:
     """Half of the prompts are single answers, half sessions. It dies while groups are undecided, grown and settled."""
     service = Killed(tmp_path, settings_of(tiny_dense, tmp_path, **GROWING, rollout__ignore_eos=False))

@@ -6,6 +6,8 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
+
 import dora
 from dora.client import Operator
 from dora.errors import Conflict, NotFound
@@ -131,6 +133,7 @@ async def test_a_host_that_cannot_serve_is_told_why(tiny_dense: Path, tmp_path: 
         assert [each.name for each in (await operator.status()).hosts] == ["local", "h1"]
 
 
+@pytest.mark.full
 async def test_a_host_comes_back_under_a_new_epoch(tiny_dense: Path, tmp_path: Path) -> None:
     """An agent that is stopped for a while is lost; it ends its workers before it joins again, and keeps its folder."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2, **LONG)

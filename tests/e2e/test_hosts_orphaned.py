@@ -127,6 +127,7 @@ async def test_a_host_that_was_lost_does_not_come_back_with_what_it_ran(tiny_den
                         before, pids = host(status, "h1"), await pids_of(operator)
                         agent.send_signal(signal.SIGSTOP)
                         await until(operator, lambda status: host(status, "h1").state == "lost")
+                        await operator.checkpoint()  # otherwise the next life may not know of the loss
                     await service.kill()
                     agent.send_signal(signal.SIGCONT)
                     await service.start()

@@ -63,6 +63,7 @@ def test_a_slow_link_comes_last_and_a_killed_host_is_cut_out(tmp_path: Path, mod
         all_equal(service, 1, 2)
 
 
+@pytest.mark.full
 def test_a_host_that_no_packet_reaches_is_passed_over(tmp_path: Path, model: Path, hosts: Hosts) -> None:
     """The service sees it live, so nobody cuts it out: who is behind it asks the next by itself."""
     with Apart(tmp_path, model, hosts) as service:

@@ -156,6 +156,7 @@ async def test_rows_are_those_of_the_first_sampling_whatever_befalls_a_request(
         assert again.tobytes() == trajectory.routed_experts.tobytes()
 
 
+@pytest.mark.full
 async def test_sessions_keep_their_rows_where_the_orchestrator_is_killed(tiny_moe: Path, tmp_path: Path) -> None:
     """Its workers go on, and report what it had not written, with the rows of that."""
     steps = await through_restarts(

@@ -34,10 +34,10 @@ LONG = {
     "workers__max_model_len_tokens": 2048,
     "workers__kv_tokens": 16384,
 }
-TCP = pytest.param("dora", "tcp", marks=pytest.mark.full)
+TCP, GLOO = (pytest.param("dora", each, marks=pytest.mark.full) for each in ("tcp", "gloo"))
 
 
-@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), ("dora", "gloo"), TCP])
+@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), GLOO, TCP])
 async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transports: str) -> None:
     config = configured(tiny_dense, window__size=2, balance__policy=policy, kv__transports=transports, **LONG)
     async with (

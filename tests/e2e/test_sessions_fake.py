@@ -309,6 +309,7 @@ async def scored_turns(session: Session) -> None:
     await session.end(float(session.turn.number + 1), log=",".join(map(str, session.response)))
 
 
+@pytest.mark.full
 async def test_prompt_logprobs_survive_the_orchestrator(tiny_dense: Path, tmp_path: Path) -> None:
     steps = await through_restarts(tiny_dense, tmp_path, scored_turns, prompts=4, groups=2, steps=1)
     trajectories = [each for step in steps for group in step for each in group.trajectories]

@@ -106,7 +106,7 @@ def whole_run(folder: Path, out: Path, config: LearnerConfig, shape: RoutingShap
 
 
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_two_ranks_make_the_steps_of_one(kind: TinyKind, tmp_path: Path, packing: bool) -> None:
     """The mixture of experts replays routed experts."""
     model_folder = make_tiny(kind, tmp_path / kind)
@@ -202,6 +202,7 @@ async def test_a_run_of_two_ranks_is_gone_on_with_by_one(
         assert (beyond > 0).float().mean() < 1e-3 and beyond.max() < 0.1 * LEARNING_RATE, name
 
 
+@pytest.mark.full
 async def test_a_new_run_goes_on_with_the_moments_of_another(services: tuple[Running, Running], tmp_path: Path) -> None:
     """Its first step is the third one of the other run, whose groups are the same."""
     service, other = services

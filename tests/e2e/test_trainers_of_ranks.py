@@ -40,7 +40,7 @@ async def ran(launcher: list[str], name: str, service: Running) -> str:
 
 @pytest.mark.parametrize(
     ("launcher", "name"),
-    [(TORCHRUN, "fsdp2_loop.py"), (ACCELERATE, "accelerate_loop.py")],
+    [(TORCHRUN, "fsdp2_loop.py"), pytest.param(ACCELERATE, "accelerate_loop.py", marks=pytest.mark.full)],
     ids=["fsdp2", "accelerate"],
 )
 async def test_two_ranks_publish_what_one_process_does(

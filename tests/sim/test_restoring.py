@@ -19,6 +19,7 @@ from dora.lab.sim.invariants import check_state
 from dora.lab.sim.presets import scenario_for
 from dora.lab.sim.world import World
 from tests.refusals import refused
+from tests.sweeps import tenth_of
 
 EVERY = 41  # events between two looks
 KEPT = (
@@ -123,7 +124,7 @@ def test_a_restored_core_stands_where_the_other_stood(policy: str) -> None:
     assert next(looks) > 5 * EVERY
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", tenth_of(range(12)))
 @pytest.mark.parametrize("window", ["drawn", "auto"])
 def test_so_it_does_under_faults(window: str, seed: int) -> None:
     """Handoffs, loads and evaluations under way are void; nothing that was admitted is."""

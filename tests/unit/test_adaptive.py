@@ -16,6 +16,7 @@ from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
 from dora.core.forecast.staleness import price_of, samples_factor
 from dora.errors import InvalidValue
 from tests.refusals import refused
+from tests.sweeps import examples
 from tests.unit.test_machine import Bench
 
 SHARE = st.none() | st.floats(0.0, 1.0)
@@ -55,7 +56,7 @@ def unsteady(shares: Sequence[float], spread: float, seed: int) -> Callable[[int
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 6), st.lists(SIGNALS, max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_it_stays_within_bounds_and_changes_slowly(
     least: int, more: int, look_steps: int, seen: list[StepSignals | None]
 ) -> None:
@@ -184,7 +185,7 @@ def shrinking(wait: float, savings: Sequence[float]) -> list[float]:
 
 
 @given(st.floats(0.1, 0.8), SAVINGS)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_staleness_that_costs_nothing_leaves_the_widest_window_that_saves_time(
     wait: float, savings: list[float]
 ) -> None:
@@ -196,7 +197,7 @@ def test_staleness_that_costs_nothing_leaves_the_widest_window_that_saves_time(
 
 
 @given(st.floats(0.0, 0.95), SAVINGS, st.floats(0.2, 5.0))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_policy_that_moves_fast_has_one_version_at_a_time(wait: float, savings: list[float], movement: float) -> None:
     assert set(moving(lambda step: movement, shrinking(wait, savings))) == {1}
 

@@ -19,6 +19,7 @@ from dora.orchestrator.rollout.responses.branches import leaves, trajectories
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
+from tests.sweeps import examples
 from tests.turn_orders import order
 from tests.unit.test_accepted import reported
 
@@ -224,7 +225,7 @@ def histories(draw: st.DrawFn) -> tuple[bool, list[tuple[int, tuple[str, int, fl
     return draw(st.booleans()), turns
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(histories())
 def test_any_tree_of_turns_is_what_its_caller_noted(history: Any) -> None:
     has_prompt, turns = history

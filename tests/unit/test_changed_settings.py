@@ -22,6 +22,7 @@ from dora.journal.ledger import OPEN, Ledger, LiveGroup, admitted_again
 from dora.orchestrator.recovery.changed_settings import check_changes, pinned
 from dora.orchestrator.recovery.recovery_state import Standing, standing
 from tests.refusals import refused
+from tests.sweeps import examples
 from tests.unit.journal.incarnations import SMALL, Incarnation, Known, opened
 from tests.unit.journal.test_compaction import with_slow_groups
 from tests.unit.test_window import CHOICES, GROUPS, MOST, SIZES, Group, apply
@@ -77,7 +78,7 @@ def live_of(window: Window, is_open: list[Group], taken: int) -> list[LiveGroup]
 
 
 @given(SIZES, GROUPS, CHOICES, SIZES, GROUPS, CHOICES)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_groups_keep_their_deadlines_whatever_window_and_groups_a_start_sets(
     size: int, groups: int, choices: list[tuple[str, int]], size_now: int, groups_now: int, later: list[tuple[str, int]]
 ) -> None:

@@ -23,6 +23,7 @@ from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 from tests.refusals import refused
 from tests.streams import Simulated
+from tests.sweeps import examples
 
 SIZES = st.builds(
     Sizes,
@@ -37,7 +38,7 @@ SIZES = st.builds(
 SOME = Sizes(layers=2, blocks=6, heads=2, tokens=4, content=8, dtype=torch.bfloat16)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), sizes=SIZES, seed=st.integers(0, 1000), stage_bytes=st.integers(1, 400))
 def test_blocks_go_out_and_in_bit_for_bit(kind: str, sizes: Sizes, seed: int, stage_bytes: int) -> None:
     if kind in ("2BNHC", "B2NHC") and sizes.blocks == 2:  # refused: see below
@@ -138,7 +139,7 @@ class Counting(DeviceStore):
         super().write(*arguments)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), sizes=SIZES, stage_bytes=st.integers(1, 400), landing=st.data())
 def test_lent_blocks_are_the_blocks_that_are_shown_and_land_where_they_are_written(
     kind: str, sizes: Sizes, stage_bytes: int, landing: st.DataObject

@@ -25,6 +25,7 @@ from dora.lab.sim.presets import NAMES, composed, scenario_for
 from dora.lab.sim.run import BrokenRun, check_cluster, expected_bound_s, simulate
 from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
+from tests.sweeps import examples
 
 
 def small(*overrides: str, policy: str = "laxity") -> Scenario:
@@ -256,7 +257,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(extremes(), st.sampled_from(list(strategies())))
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""
     try:

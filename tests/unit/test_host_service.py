@@ -50,6 +50,31 @@ async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell
     await orders.aclose()
 
 
+async def test_an_examination_waits_for_the_relay_of_a_host_that_has_just_joined(shell: Shell, tmp_path: Path) -> None:
+    listens = asyncio.Event()
+
+    async def said() -> AsyncIterator[pb.HostMessage]:
+        capacity = pb.HostCapacity(store_free_bytes=1 << 40)
+        yield pb.HostMessage(hello=pb.HostHello(name="h1", dora_version=__version__, capacity=capacity))
+        await listens.wait()
+        yield pb.HostMessage(ready=pb.HostReady(relay_address="127.0.0.1:1"))
+        await asyncio.Event().wait()
+
+    SESSION.set(bytes(32))
+    hosts = shell.runtime.hosts
+    hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
+    hosts.open_relay("127.0.0.1")
+    orders = HostService(shell.runtime).Join(said(), None)
+    assert (await anext(orders)).HasField("welcome")
+    assert [each.host for each in await hosts.relays(0.01)] == ["local"], "its wait is bounded"
+    relays = asyncio.create_task(hosts.relays(60.0))
+    await asyncio.sleep(0)
+    assert not relays.done()
+    listens.set()
+    assert {each.host for each in await relays} == {"local", "h1"}
+    await orders.aclose()
+
+
 async def test_an_agent_that_reports_and_obeys_nothing_is_lost(shell: Shell, tmp_path: Path) -> None:
     async def said() -> AsyncIterator[pb.HostMessage]:
         capacity = pb.HostCapacity(store_free_bytes=1 << 40)

@@ -1,5 +1,6 @@
 """The locks: they meet the extras, and both devices agree. Their vLLM and the patches: test_engine_patches.py."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,14 @@ PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_te
 LOCKED: Final = {"cpu": ("cpu", "data", "dev", "lmcache"), "cuda": ("cuda", "data", "dev")}
 
 
+def lines_of(device: str) -> list[str]:
+    lines = (ROOT / "locks" / f"{device}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def pins(device: str) -> dict[str, str]:
     """The version of each package in a lock."""
-    lines = (ROOT / "locks" / f"{device}.txt").read_text().splitlines()
-    found = [line.replace("===", "==").partition("==") for line in lines if line and not line.startswith("#")]
+    found = [line.replace("===", "==").partition("==") for line in lines_of(device)]
     names = [canonicalize_name(name) for name, _, _ in found]
     assert len(set(names)) == len(names), "each package once"
     return {name: version for name, (_, _, version) in zip(names, found, strict=True)}
@@ -88,6 +93,16 @@ def test_an_unknown_device_is_refused(checkout: Path) -> None:
 def test_a_client_of_another_project_is_pinned_with_all_that_it_needs(name: str, version: str) -> None:
     locked = pins(name)
     assert locked[name] == version and len(locked) > 1 and all(locked.values())
+
+
+@pytest.mark.parametrize("device", LOCKED)
+def test_both_halves_of_a_lock_are_all_of_it(device: str) -> None:
+    script = (
+        "import sys; sys.path.insert(0, 'locks'); import install; print(*install.halves('locks/{}.txt'), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", script.format(device)], cwd=ROOT, capture_output=True, text=True)
+    large, others = map(ast.literal_eval, done.stdout.splitlines())
+    assert len(large) >= 4 and sorted(large + others) == sorted(lines_of(device))
 
 
 @pytest.mark.parametrize("device", LOCKED)

@@ -14,6 +14,7 @@ from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 from dora.kvtransfer.transfer import Sent
 from dora.worker.prefixes import NOTES_MAX, Prefixes, SentPrefixes
+from tests.sweeps import examples
 
 PEER = Peer("w2", 2, "", ("shm",))
 STAY = (1, 0)
@@ -174,4 +175,4 @@ class Target(RuleBasedStateMachine):
 
 
 TestTarget = Target.TestCase
-TestTarget.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTarget.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)

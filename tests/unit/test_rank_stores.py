@@ -23,6 +23,7 @@ from dora.worker.copying.rank_stores import FromOutside, RankStores, store_of_ra
 from dora.worker.copying.streams import Mark
 from tests.refusals import refused
 from tests.streams import Simulated, Work, _nothing
+from tests.sweeps import examples
 
 BLOCKS = 8
 BLOCK_BYTES = 12
@@ -165,7 +166,7 @@ def conduct(engine: Engine, actions: Sequence[str]) -> None:
     engine.show()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     split=st.sampled_from(list(SPLITS)),

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ PINS_WORDING = re.compile(r"\braises\((?:[^()]|\([^()]*\))*\bmatch=")
 KINDS = {"InvalidValue", "Conflict", "NotFound", "LimitExceeded", "Unauthenticated"}
 
 
-def refusals() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def refusals() -> list[tuple[str, str, ast.Call]]:
     """Every call in DORA that makes a refusal: where, which kind, and the call."""
+    return list(_refusals())
+
+
+def _refusals() -> Iterator[tuple[str, str, ast.Call]]:
     for file in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:

@@ -9,6 +9,7 @@ from dora.relay.chain import Chain, Site, planned, ranked
 from dora.relay.link import ASSUMED, PIECE_BYTES_MAX, Link, broadcast_s, chain_s, piece_chunks
 from perf.relays import least_broadcast_s
 from tests.refusals import refused
+from tests.sweeps import examples
 
 PLACES = ("", "east", "west")
 
@@ -137,7 +138,7 @@ def simulated_s(link: Link, hosts: int, pieces: list[int]) -> float:
     return there_s[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(1e6, 1e10), st.floats(1e-6, 1e-1), st.integers(2, 12), st.integers(1, 64), st.integers(1, 1 << 20))
 def test_the_size_of_pieces_is_the_best_of_all(rate: float, start_s: float, hosts: int, chunks: int, rest: int) -> None:
     link, chunk = Link(rate, start_s), 1 << 20

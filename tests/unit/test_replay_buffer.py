@@ -16,6 +16,7 @@ from dora.errors import Conflict, InvalidValue
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 from tests.snippets import snippet
+from tests.sweeps import examples
 
 GROUPS = 4
 SHARES = st.sampled_from([0.1, 0.25, 0.3, 0.5])
@@ -55,7 +56,7 @@ def run(buffer: ReplayBuffer, steps: range, window: int, seed: int) -> list[list
 
 
 @given(**RUN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_replays_are_of_earlier_steps_in_their_bound_and_once(
     share: float, by: ReplayBy, window: int, seed: int
 ) -> None:
@@ -73,7 +74,7 @@ def test_replays_are_of_earlier_steps_in_their_bound_and_once(
 
 
 @given(**RUN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_share_is_never_exceeded_over_the_steps_so_far(share: float, by: ReplayBy, window: int, seed: int) -> None:
     replayed = 0
     for step, replays in enumerate(run(ReplayBuffer(share, by), range(12), window, seed)):
@@ -93,7 +94,7 @@ def test_over_many_steps_the_planned_replays_are_the_share_but_for_one_group(
 
 
 @given(**RUN, end=st.integers(1, 10), begun=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_trainer_that_resumes_with_its_buffer_replays_the_same_groups(
     share: float, by: ReplayBy, window: int, seed: int, end: int, begun: bool
 ) -> None:
@@ -118,7 +119,7 @@ def names(groups: list[TrajectoryGroup] | tuple[TrajectoryGroup, ...]) -> list[s
 
 
 @given(**RUN)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_order_of_arrival_and_a_step_that_begins_again_change_nothing(
     share: float, by: ReplayBy, window: int, seed: int
 ) -> None:

@@ -35,6 +35,7 @@ NO_COST = [
 ]
 TRACE = ("--preset", "small", "--set", "workload.lengths.kind=trace", "--set")
 SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
+SHORT = ("simulate", "--preset", "small", "--steps", "1", "--warmup", "0")
 
 
 def run(*arguments: str) -> Result:
@@ -108,7 +109,7 @@ def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None
     assert list(rows) == list(strategies())
     assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
     assert rows["dora"]["speedup"] > 1.0
-    table = run(*SMALL, "--compare").stdout
+    table = run(*SHORT, "--compare").stdout
     assert all(policy in table for policy in strategies())
 
 
@@ -120,7 +121,7 @@ def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_f
         (("--window", "1"), own | {"streamrl": 1, "laxity": 1, "dora": 1}),
         (("--set", "window.size=4"), own | {"laxity": 4, "dora": 4}),
     ):
-        found = json.loads(run(*SMALL, "--compare", *asked, "--json").stdout)["policies"]
+        found = json.loads(run(*SHORT, "--compare", *asked, "--json").stdout)["policies"]
         rows = {row["report"]["policy"]: row["report"]["window"] for row in found}
         assert rows.items() >= windows.items(), asked
 
@@ -317,13 +318,14 @@ def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() 
 @pytest.mark.parametrize("step_s", ["0", "1e-20"])
 def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_up_with_it(step_s: str) -> None:
     """So little time is lost in rounding beside that since the start."""
-    free = (*SMALL, "--set", f"trainer.step_s={step_s}")
+    step = ("--set", f"trainer.step_s={step_s}")
+    free = (*SMALL, *step)
     answer = json.loads(run(*free, "--json").stdout)
     assert (answer["dp_groups_to_add"], answer["rollout_only_fraction"]) == (None, 1.0)
     table = run(*free)
     assert table.exit_code == ExitCode.OK, table.output
     assert re.search(r"workers to add for it\s+│\s+- │", table.stdout), table.stdout
-    assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(strategies())
+    assert len(json.loads(run(*SHORT, *step, "--compare", "--json").stdout)["policies"]) == len(strategies())
 
 
 def test_progress_moves_within_a_step() -> None:

@@ -10,6 +10,7 @@ from dora.core.groups.window import Window
 from dora.core.policies import POLICIES, nearest_window
 from dora.errors import Conflict, IllegalTransition
 from tests.refusals import refused
+from tests.sweeps import examples
 from tests.unit.test_machine import Bench
 
 
@@ -66,7 +67,7 @@ def test_a_configured_size_stays() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 6), st.integers(0, 30))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_window_of_another_size_is_feasible_or_refused(
     size: int, old: int, new: int, taken: int, opened: int
 ) -> None:

@@ -26,6 +26,7 @@ from dora.worker.copying.streams import DONE, Mark, Streams
 from dora.worker.reservation import Begun, Reservation
 from tests.cuda_layouts import Made, Sizes, made
 from tests.streams import Simulated, Work, _nothing
+from tests.sweeps import examples
 
 BLOCKS = 10
 SIZES = Sizes(layers=2, blocks=BLOCKS, heads=2, tokens=2, content=3, dtype=torch.uint8)
@@ -187,7 +188,7 @@ def conduct(engine: Engine, actions: list[str]) -> None:
     engine.step()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(seed=st.integers(0, 2**32), outside=st.booleans(), actions=st.lists(st.sampled_from(ACTIONS), max_size=60))
 def test_no_order_of_copies_and_kernels_changes_what_a_request_reads(
     seed: int, outside: bool, actions: list[str]

@@ -12,6 +12,7 @@ from dora.lab.sim.faults.trial import Trial
 from dora.lab.sim.faults.trial_processes import TRIALS_A_PROCESS, TrialsEnded, outcomes, processes_for
 from dora.lab.sim.ledger import Failure
 from tests.refusals import refused
+from tests.sweeps import counts_of
 
 TRIALS = [Trial(seed, "dora", "kill") for seed in range(7)]
 
@@ -30,9 +31,10 @@ class EndsAt3(Trial):
         return None
 
 
-def test_two_processes_find_what_one_finds() -> None:
-    found = list(outcomes(TRIALS, jobs=2))
-    assert found == list(outcomes(TRIALS)) == [None] * len(TRIALS)
+@pytest.mark.parametrize("count", counts_of(2, len(TRIALS)))
+def test_two_processes_find_what_one_finds(count: int) -> None:
+    found = list(outcomes(TRIALS[:count], jobs=2))
+    assert found == list(outcomes(TRIALS[:count])) == [None] * count
 
 
 @pytest.mark.parametrize("jobs", [2, 3])
@@ -55,10 +57,10 @@ def test_processes_end_with_those_who_ask_no_more() -> None:
     assert not active_children()
 
 
-def test_a_sweep_reports_the_same_from_any_number_of_processes() -> None:
-    seeds = range(2 * len(TRIALS))
+@pytest.mark.parametrize("count", counts_of(3, 14))
+def test_a_sweep_reports_the_same_from_any_number_of_processes(count: int) -> None:
     policies = tuple(POLICIES)
-    assert sweep(seeds, policies, "kill", jobs=2) == sweep(seeds, policies, "kill")
+    assert sweep(range(count), policies, "kill", jobs=2) == sweep(range(count), policies, "kill")
 
 
 def test_few_trials_are_worth_one_process() -> None:

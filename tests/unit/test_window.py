@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dora.core.groups.window import Window
 from dora.errors import IllegalTransition
 from tests.refusals import refused
+from tests.sweeps import examples
 
 SIZES = st.integers(1, 5)
 GROUPS = st.integers(1, 6)
@@ -75,7 +76,7 @@ def slack_by_definition(window: Window, groups: list[Group]) -> list[int]:
 
 
 @given(SIZES, GROUPS, CHOICES)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     """However the window is resized meanwhile: each group is bound by the one that it was admitted in."""
     window, is_open = Window(size, groups), []
@@ -101,7 +102,7 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
 
 
 @given(SIZES, GROUPS, CHOICES)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step.
 
@@ -183,7 +184,7 @@ def test_groups_per_step_is_set_once() -> None:
 
 
 @given(SIZES, GROUPS, CHOICES, st.integers(1, 4))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_rejection_is_as_if_it_had_not_been(
     size: int, groups: int, choices: list[tuple[str, int]], again: int
 ) -> None:

@@ -55,9 +55,9 @@ def test_lengths_follow_the_clipped_lognormal() -> None:
 
 
 def test_a_million_responses_take_seconds() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(drawn(Workload(), 62_500)) == 62_500
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 # ---------------------------------------------------------------------------------------------------- stream and epochs

@@ -20,8 +20,7 @@ from dora.rpc.channel import is_wildcard
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Tokens
 from dora.tls import Tls
-from dora.tls.authority import LOOPBACK
-from dora.tls.files import check_names
+from dora.tls.files import LOOPBACK, check_names
 from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.front")

@@ -24,6 +24,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.tls import Tls
 
 EXAMINED_S: Final = 60.0  # one that answers later gives no result
+RELAYS_S: Final = 10.0  # for which relays of hosts that have just joined are awaited; of others no link is measured
 APART_MAX: Final = 16
 AT_ONCE: Final = 8  # of more hosts
 MOVED_TOKENS: Final = 1024  # whose KV a probe moves
@@ -62,7 +63,7 @@ class Examinations:
         self._count += 1
         kv_bytes = self._kv_bytes() if probe else 0
         names = sorted(self._hosts.connected(), key=lambda name: (name != LOCAL, name))
-        relays = self._hosts.relays()
+        relays = await self._hosts.relays(RELAYS_S)
         room = asyncio.Semaphore(1 if len(names) <= APART_MAX else AT_ONCE)
 
         async def one(name: str) -> pb.ExaminedHost:

@@ -338,6 +338,7 @@ class Hosts:
     def ready(self, session: HostSession, message: pb.HostReady) -> None:
         """Notes that the host's relay listens. Raises InvalidValue for invalid names."""
         self._distributor.joined(session.name, session.epoch, message.relay_address, message.held, session.zone)
+        session.settled.set()
 
     def arrived(self, session: HostSession, message: pb.VersionArrived) -> None:
         """Raises InvalidValue for an unknown name or measures that are not finite."""
@@ -488,8 +489,13 @@ class Hosts:
         host = self._hosts.get(name)
         return None if host is None else host.session
 
-    def relays(self) -> list[Upstream]:
-        """The relays of all hosts."""
+    async def relays(self, limit_s: float) -> list[Upstream]:
+        """The relays of all hosts. Waits up to ``limit_s`` for those of hosts that have just joined."""
+        settling = [asyncio.create_task(host.session.settled.wait()) for host in self._remote() if host.session]
+        if settling:
+            _, late = await asyncio.wait(settling, timeout=limit_s)
+            for each in late:
+                each.cancel()
         return self._distributor.relays()
 
     def fetched(self, name: str) -> tuple[float, int]:

@@ -32,6 +32,7 @@ class HostSession:
         self.troubles: dict[str, str] = {}
         self.versions: set[int] = set()
         self.goes_on = False  # continues with the processes of its previous epoch
+        self.settled = asyncio.Event()  # its relay listens, or it is given up
         self.heard_s = awake_s()
         self.seen_at = time.time()
         self.fetched = 0.0, 0  # seconds and bytes of the last version that came; 0: none has
@@ -89,6 +90,7 @@ class HostSession:
 
     def give_up(self) -> None:
         """Ends the stream at once and drops queued commands."""
+        self.settled.set()
         while not self._outbox.empty():
             self._outbox.get_nowait()
         if self._examined is not None and not self._examined[1].done():
