@@ -1,7 +1,7 @@
 """Tool calls in a reply's text, by the formats that models write them in.
 
-A call counts only if it is well-formed. Anything else stays text: the policy is trained on its tokens, and a client
-sees what it wrote.
+A call counts only if it is well-formed and every client can read its arguments and send them back. Anything else stays
+text: the policy is trained on its tokens, and a client sees what it wrote.
 """
 
 import json
@@ -9,6 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from dora.data import strict_json
+from dora.data.strict_json import read_json
+
+DEPTH_MAX: Final = strict_json.DEPTH_MAX - 16  # of a call: a request that repeats it has levels around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,17 @@ def _call_of(value: Any, *names: str) -> Call | None:
 
 
 def _json(text: str) -> Any:
+    """Returns a JSON value that a client can send back; None for any other text."""
     try:
-        return json.loads(text)
+        return _portable(json.loads(text))
     except (ValueError, RecursionError):
         return None
+
+
+def _portable(value: Any) -> Any:
+    """Returns a value if a request may hold it. Raises ValueError otherwise: half a surrogate pair, NaN, or depth."""
+    said = json.dumps(value)
+    return read_json(said, "call", len(said), DEPTH_MAX)
 
 
 _TAGGED: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -113,10 +125,10 @@ def _objects(text: str) -> Iterator[Any]:
     while text:
         try:
             value, end = decoder.raw_decode(text)
+            yield _portable(value)
         except (ValueError, RecursionError):
             yield None
             return
-        yield value
         text = text[end:].lstrip()
         if text and not text.startswith(";"):
             yield None

@@ -46,6 +46,7 @@ AGENTS: Final = (
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, body_of=anthropic_body),
     Route("POST", "/v1/completions", completions.completions),
     Route("POST", "/inference/v1/generate", tokens.generate),
+    Route("POST", "/inference/v1/abort_requests", tokens.abort_requests),
 )  # also within a session
 OWN: Final = (
     Route("GET", "/health", control.health),
@@ -55,7 +56,6 @@ OWN: Final = (
     Route("GET", SESSION, control.show_session),
     Route("POST", f"{SESSION}/reward", control.reward, ENDS),
     Route("POST", f"{SESSION}/close", control.close, ENDS),
-    Route("POST", "/inference/v1/abort_requests", tokens.abort_requests),
 )
 ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") for each in AGENTS))
 

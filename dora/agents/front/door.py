@@ -8,14 +8,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
+from dora.agents.chat.rendering import Rendered
 from dora.agents.front.asked import MODEL, Wanted, version_of
 from dora.agents.front.callers import TURNS, Call, Callers, Given
 from dora.agents.front.errors import SessionClosed
 from dora.agents.front.figures import Figures
 from dora.agents.front.model import ServedModel
-from dora.agents.front.replays import Replays
+from dora.agents.front.replays import Replays, Shared
 from dora.agents.front.sessions import AgentSession, Verdict, ended_turn
 from dora.agents.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.agents.front.turns import RunningTurn
@@ -79,6 +81,7 @@ class Door:
         self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._live: tuple[float, Live] | None = None
+        self._asking: Shared[Live] | None = None
 
     # ------------------------------------------------------------------------------------------------------- callers
 
@@ -112,8 +115,21 @@ class Door:
     async def live(self) -> Live:
         now_s = time.monotonic()
         if self._live is None or self._live[0] < now_s - LIVE_S:
-            self._live = now_s, await self._source.live()
+            asking = self._asking = self._asking or Shared(self._source.live())
+            try:
+                self._live = now_s, await asking.result()
+            finally:
+                self._asking = None
+            self.model.renderer.context_tokens = self._live[1].context_tokens
         return self._live[1]
+
+    async def rendered(self, wanted: Wanted) -> Rendered:
+        """Returns a chat as a prompt of its own. Raises InvalidValue."""
+        self._check(wanted)
+        await self.live()
+        return await self.model.beside(
+            partial(self.model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
+        )
 
     async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
         """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
@@ -125,6 +141,8 @@ class Door:
         came = self.figures.until_first_token()
         self._check(wanted)
         await self._check_model(wanted.model)
+        if wanted.messages and call.session_id not in self._sessions:  # a wrong one is refused before it waits
+            wanted = replace(wanted, prompt=await self.rendered(wanted))
         if call.session_id:
             session = await self._session(call, wanted)
             session.used_s = time.monotonic()
@@ -146,13 +164,12 @@ class Door:
     async def _begun(
         self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
     ) -> list[RunningTurn]:
-        before = session.tree.prefix_breaks.copy()
         turns = await session.begin(wanted, name)
         for turn in turns:
             turn.came = came
-        for reason, count in (session.tree.prefix_breaks - before).items():
-            self.prefix_breaks[reason] += count
-            log.warning("%s: a history was given anew: %s", session.session_id, reason)
+            if turn.prefix_break:
+                self.prefix_breaks[turn.prefix_break] += 1
+                log.warning("%s: a history was given anew: %s", session.session_id, turn.prefix_break)
         return turns
 
     def _check(self, wanted: Wanted) -> None:

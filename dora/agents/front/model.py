@@ -1,14 +1,21 @@
 """The served model, as the front knows it: its tokenizer, template and formats."""
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Final, TypeVar
 
 from dora.agents.chat.rendering import ChatRenderer
 from dora.agents.chat.reply import CLOSE, OPEN
 from dora.agents.chat.tool_calls import ToolFormat, format_of
 from dora.models.ends import end_token_ids
 from dora.prompts import ChatTokenizer
+
+RENDERING: Final = 2  # texts that are rendered or tokenised at once; others wait
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,11 @@ class ServedModel:
     ends: frozenset[int]
     tools: ToolFormat
     renderer: ChatRenderer = field(repr=False)
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(RENDERING, "render"), repr=False)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Renders or tokenises beside the event loop. Work whose caller has left is not begun."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     @cached_property
     def shows_special_tokens(self) -> bool:

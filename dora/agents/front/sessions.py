@@ -4,11 +4,12 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
-from dora.agents.chat.tree import Ask, Place, SessionTree
+from dora.agents.chat.tree import BREAKS, Ask, Place, SessionTree
 from dora.agents.front.asked import Wanted, version_of
 from dora.agents.front.errors import SessionClosed
 from dora.agents.front.model import ServedModel
@@ -104,29 +105,26 @@ class AgentSession:
         self._check(wanted)
         restored, self._restored = self._restored, ""
         if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
-            return [self._replayed(wanted, self._handle.last)]
-        asks: list[Ask] = []
-        try:
-            for _ in range(wanted.choices):
-                asks.append(self._ask(wanted))
-        except DoraError:
-            for ask in asks:
-                self.tree.dropped(ask, was_asked=False)
-            raise
+            return [await self._replayed(wanted, self._handle.last)]
+        if wanted.token_ids:
+            asks = [self.tree.ask_tokens(wanted.token_ids) for _ in range(wanted.choices)]
+        else:
+            plan = self.tree.plan(wanted.messages, wanted.tools, wanted.options, wanted.prompt)
+            plan = await self._model.beside(plan.rendered)
+            self._check(wanted)  # the session may have ended meanwhile
+            asks = [self.tree.begin(plan) for _ in range(wanted.choices)]
         return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
 
-    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+    async def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
         """Returns a turn that another front began, and notes in the tree what its client is told."""
-        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        work = partial(self._model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
+        prompt = wanted.prompt or (await self._model.beside(work) if wanted.messages else None)
+        about = (wanted.messages, wanted.tools, wanted.options)
+        ask = self.tree.ask_restored(*about, is_thinking=prompt is not None and prompt.is_thinking)
         turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
         turn.add(last)
         self._answered(wanted, ask, turn)
         return turn
-
-    def _ask(self, wanted: Wanted) -> Ask:
-        if wanted.token_ids:
-            return self.tree.ask_tokens(wanted.token_ids)
-        return self.tree.ask(wanted.messages, wanted.tools, wanted.options)
 
     def _check(self, wanted: Wanted) -> None:
         if self.is_closed:
@@ -151,6 +149,7 @@ class AgentSession:
             self._origins[ask.branch] = ask.origin.branch
         sampling = self._sampling_of(wanted, number)
         turn = self._running(wanted, ask, sampling)
+        turn.prefix_break = ask.reason if ask.begins and ask.reason in BREAKS else ""
         self.turns += 1
         self.begun.set()
         self.idle.clear()

@@ -72,6 +72,7 @@ class RunningTurn:
     prompt_logprobs: Sequence[float] = ()  # of the prompt's tokens but the first, if they were asked for
     reply: Reply | None = None
     error: DoraError | None = None
+    prefix_break: str = ""  # why its history was given anew: a key of BREAKS
     came: Callable[[], None] | None = None  # is called with the first token
     _chunks: list[Chunk] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
