@@ -260,7 +260,8 @@ class Start:
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
         audit = None if state is None else Audit(state.folder)
-        called = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit)
+        of_sessions = b"" if state is None else bytes.fromhex(state.identity.session_secret)
+        called = serving(config, runtime, self.model, snapshots, self.tokens, secret, audit, of_sessions)
         self.address = await stack.enter_async_context(called)
         if state is not None:
             with writable(STATE_SETTING, state.folder):

@@ -1,6 +1,7 @@
 """A front over a service in memory, which refuses what a real one does."""
 
 import asyncio
+import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,10 @@ class FakeSession:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def capability(self) -> bytes:
+        return hmac.digest(b"secret", self.session_id.encode(), "sha256")
 
     @property
     def turn(self) -> int:
@@ -135,6 +140,14 @@ class FakeService:
             if session.is_busy:
                 await session.is_idle.wait()
         return self.groups[group]
+
+    async def find_opened(self, session_id: str) -> FakeSession:
+        (found,) = [each for each in self.sessions if each.session_id == session_id] or [None]
+        if found is None or found.failed:
+            raise NotFound("session_id", session_id, "an open session")
+        if found.is_busy:
+            await found.is_idle.wait()
+        return found
 
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:

@@ -82,7 +82,7 @@ async def read_asked(request: web.Request) -> Asked:
     return asked
 
 
-def caller_of(request: web.Request, method: str = TURNS) -> Call:
+async def caller_of(request: web.Request, method: str = TURNS) -> Call:
     """Returns who calls, by certificate, key, header and path. The path wins: clients such as verifiers send a header
     of their own. ``method``: what the request does.
 
@@ -94,7 +94,7 @@ def caller_of(request: web.Request, method: str = TURNS) -> Call:
     if TINKER in request.path:
         key = key.removeprefix(TINKER_KEY)
     holder = None if door.tls is None else door.tls.holder(request.transport)
-    return door.caller(key, path or header, holder, method)
+    return await door.caller(key, path or header, holder, method)
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -134,9 +134,9 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             if method == READS:
-                check_reader(request)
+                await check_reader(request)
                 return await handler(request)
-            call = request[CALL] = caller_of(request, method)
+            call = request[CALL] = await caller_of(request, method)
             with request.app[DOOR].in_flight(call), _kept(request):
                 return await handler(request)
         except DoraError as error:
@@ -164,14 +164,14 @@ def _kept(request: web.Request) -> Iterator[None]:
             asked.ended(failed=failed)
 
 
-def check_reader(request: web.Request) -> None:
+async def check_reader(request: web.Request) -> None:
     """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
     certificate or token, otherwise the key of agents.
     """
     door = request.app[DOOR]
     key = bearer_of(request.headers.get("Authorization", ""))
     if door.tls is None:
-        door.caller(key, "")
+        await door.caller(key, "")
     else:
         check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
 

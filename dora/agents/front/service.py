@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from dora.agents.front.source import Live, Opening, Sampled
@@ -22,6 +22,7 @@ from dora.tls import Tls
 
 log = logging.getLogger("dora.front")
 
+T = TypeVar("T")
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
 LEAVE_S: Final = 2.0  # how long a front that is stopped waits for the service to note it
@@ -43,6 +44,14 @@ class ServiceSession:
     @property
     def version(self) -> int:
         return self.session.version
+
+    @property
+    def capability(self) -> bytes:
+        return self.session.capability
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        return self.session.sampling
 
     @property
     def token_ids(self) -> list[int]:
@@ -116,6 +125,14 @@ class ServiceSession:
         await self.take_back(self.session.prompt_id, reason)
 
 
+async def _in_time(name: str, finding: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(finding, ADMIT_S)
+    except TimeoutError:
+        allowed = "asked later: its turn is under way, or the window is full"
+        raise LimitExceeded("session", name, allowed) from None
+
+
 def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
     ids, logprobs = turn.token_ids[part].tolist(), turn.logprobs[part].tolist()
     of_prompt = () if turn.prompt_logprobs is None or part.start else tuple(turn.prompt_logprobs.tolist())
@@ -143,13 +160,11 @@ class Service:
 
     async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
         """Returns the sessions of a group that was opened before. It stays open whatever happens to this call."""
-        try:
-            async with asyncio.timeout(ADMIT_S):
-                sessions = await self._sessions.open(Prompt(group, "", ()), size, again=True)
-        except TimeoutError:
-            allowed = "asked later: its turn is under way, or the window is full"
-            raise LimitExceeded("group", group, allowed) from None
+        sessions = await _in_time(group, self._sessions.open(Prompt(group, "", ()), size, again=True))
         return [ServiceSession(session, self._take_back) for session in sessions]
+
+    async def find_opened(self, session_id: str) -> ServiceSession:
+        return ServiceSession(await _in_time(session_id, self._sessions.find(session_id)), self._take_back)
 
     @asynccontextmanager
     async def told_of(self, url: str) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ from dora.agents.chat.text import TextStream
 from dora.agents.chat.tree import BREAKS, Ask, Place, SessionTree
 from dora.agents.front.asked import Wanted, version_of
 from dora.agents.front.errors import SessionClosed
+from dora.agents.front.keys import key_of
 from dora.agents.front.model import ServedModel
 from dora.agents.front.source import Sampled, SessionHandle
 from dora.agents.front.turns import RunningTurn, Texts
@@ -64,15 +65,14 @@ class AgentSession:
         handle: SessionHandle,
         model: ServedModel,
         *,
-        group: str = "",
         defaults: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
         is_driven: bool = False,
     ) -> None:
         self.session_id = session_id
-        self.group = group  # of an opening; empty: its first call has opened it
-        self.key = f"dora-{secrets.token_urlsafe(24)}"
+        self.group = ""  # of an opening; empty: its first call has opened it
+        self.key = key_of(session_id, handle.capability)
         self.version = handle.version
         self.tree = SessionTree(model.renderer)
         self.used_s = now_s

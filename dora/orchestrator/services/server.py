@@ -38,9 +38,10 @@ async def serving(
     tokens: Tokens,
     kv_secret: bytes = b"",
     audit: Audit | None = None,
+    session_secret: bytes = b"",
 ) -> AsyncIterator[str]:
     """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``kv_secret``: of the run,
-    if an earlier incarnation made one. ``audit``: where acts are noted; None: nowhere.
+    if an earlier incarnation made one; ``session_secret``: as of ``Capabilities``. ``audit``: where acts are noted; None: nowhere.
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
@@ -50,7 +51,7 @@ async def serving(
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
-    stubs.add_SessionsServicer_to_server(SessionService(runtime, model), server)
+    stubs.add_SessionsServicer_to_server(SessionService(runtime, model, session_secret), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
     stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens, kv_secret), server)
     stubs.add_HostServicer_to_server(HostService(runtime), server)

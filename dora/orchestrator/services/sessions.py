@@ -1,6 +1,7 @@
 """The gRPC service for environments: ended turns out, next turns, ends and failures in."""
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from dora.orchestrator.rollout.responses.session_paths import places, shift_of
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import opening, turn_request
+from dora.orchestrator.services.capabilities import Capabilities
 from dora.orchestrator.services.turn_request import check_line
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
@@ -34,8 +36,9 @@ COMPONENTS_MAX: Final = 64  # parts of a reward
 class SessionService(stubs.SessionsServicer):
     """Each call checks everything before it changes anything, so a refused one disturbs no session."""
 
-    def __init__(self, runtime: Runtime, model: Path) -> None:
-        """``model``: the model's folder on this host."""
+    def __init__(self, runtime: Runtime, model: Path, secret: bytes = b"") -> None:
+        """``model``: the model's folder on this host. ``secret``: as of ``Capabilities``."""
+        self._capabilities = Capabilities(secret)
         self._runtime = runtime
         self._model = model
 
@@ -62,12 +65,24 @@ class SessionService(stubs.SessionsServicer):
                 await self._runtime.journal.settled()  # a caller acts on no turn that a crash could undo
                 if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
                     continue
-                yield _session_turn(entry)
+                yield self._session_turn(entry)
 
     def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
         """The sessions of an opened group that have ended."""
         groups = (entries for _, entries in self._runtime.buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
-        return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
+        return [self._session_turn(each) for entries in groups for each in entries if each.is_closed]
+
+    async def FindSession(self, request: pb.FindSessionRequest, context: ServicerContext) -> pb.SessionTurn:
+        environments, entry = self._runtime.environments, self._session(request.session_id)
+        if not entry.prompt.environment.startswith(opening.OPENED):
+            raise NotFound("session_id", request.session_id[:80], "that of a session that Open has opened")
+        with environments.reading(entry.request_id, whole_turns=True) as changed:
+            while not entry.is_closed and not environments.is_idle(entry):
+                self._session(request.session_id)
+                changed.clear()
+                await changed.wait()
+        await self._runtime.journal.settled()
+        return self._session_turn(entry)
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
         opening.withdraw(self._runtime, request)
@@ -79,6 +94,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
         entry = self._session(request.session_id)
+        self._capabilities.check(entry.request_id, request.capability)
         turns = len(entry.given)
         if request.turn > turns:
             self._ask(entry, request)
@@ -108,6 +124,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def EndSession(self, request: pb.EndSessionRequest, context: ServicerContext) -> pb.EndSessionReply:
         runtime, entry = self._runtime, self._session(request.session_id)
+        self._capabilities.check(entry.request_id, request.capability)
         reward = _reward(request, len(entry.given))
         if entry.is_closed:
             if reward is not None and entry.reward != reward:
@@ -126,6 +143,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
         runtime, entry = self._runtime, self._session(request.session_id)
+        self._capabilities.check(entry.request_id, request.capability)
         check_line("reason", request.reason, REASON_MAX, least=1)
         runtime.post(on.SessionFailed(entry.request_id, request.reason))
         await runtime.journal.settled()
@@ -142,6 +160,9 @@ class SessionService(stubs.SessionsServicer):
         with self._runtime.fronts.serving(front):
             yield pb.FrontNoted()
             await asyncio.Event().wait()  # until the front leaves
+
+    def _session_turn(self, entry: ResponseState) -> pb.SessionTurn:
+        return _session_turn(entry, self._capabilities.of(entry.request_id))
 
     def _session(self, session_id: str) -> ResponseState:
         entry = self._runtime.buffer.get(session_id)
@@ -191,10 +212,10 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: 
     )
 
 
-def _session_turn(entry: ResponseState) -> pb.SessionTurn:
+def _session_turn(entry: ResponseState, capability: bytes) -> pb.SessionTurn:
     """A session as it stands."""
     turn = len(entry.given)
-    tokens, begin = _tokens(entry, turn), _begin(entry)
+    tokens, begin = _tokens(entry, turn), _begin(entry, capability)
     return pb.SessionTurn(session_id=entry.request_id, turn=turn, tokens=tokens, begin=begin, ended=entry.is_closed)
 
 
@@ -203,7 +224,7 @@ def _earlier(entry: ResponseState, turn: int) -> bytes:
     return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
 
 
-def _begin(entry: ResponseState) -> pb.SessionBegin:
+def _begin(entry: ResponseState, capability: bytes) -> pb.SessionBegin:
     return pb.SessionBegin(
         group_id=entry.group_id,
         prompt_id=entry.prompt.prompt_id,
@@ -215,6 +236,8 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         earlier_token_ids=_earlier(entry, len(entry.given)),
         given_name=entry.given[-1].name if entry.given else "",
         is_evaluation=entry.is_evaluation,
+        capability=capability,
+        sampling_json=json.dumps(dict(entry.prompt.sampling)),
     )
 
 
