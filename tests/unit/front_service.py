@@ -142,7 +142,7 @@ class FakeService:
         return self.groups[group]
 
     async def find_opened(self, session_id: str) -> FakeSession:
-        (found,) = [each for each in self.sessions if each.session_id == session_id] or [None]
+        found = next((each for each in self.sessions if each.session_id == session_id), None)
         if found is None or found.failed:
             raise NotFound("session_id", session_id, "an open session")
         if found.is_busy:

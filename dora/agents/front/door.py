@@ -5,11 +5,11 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dora.agents.chat.rendering import Rendered
 from dora.agents.front.asked import MODEL, Wanted, version_of
@@ -30,6 +30,7 @@ from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.front")
 
+T = TypeVar("T")
 CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
 LIVE_S: Final = 1.0  # how old the list of versions may be
 
@@ -75,6 +76,7 @@ class Door:
         self.figures = Figures()
         self.tokens = tokens
         self._source = source
+        self.takes_any_key = not key and not (tls is not None and tls.mutual)
         self._callers = Callers(key, mutual=tls is not None and tls.mutual)
         self._sessions: dict[str, AgentSession | Shared[AgentSession]] = {}
         self._groups: dict[str, Shared[list[AgentSession]]] = {}  # opened, until all their sessions are closed
@@ -125,7 +127,7 @@ class Door:
     async def live(self) -> Live:
         now_s = time.monotonic()
         if self._live is None or self._live[0] < now_s - LIVE_S:
-            asking = self._asking = self._asking or Shared(self._source.live())
+            asking = self._asking = self._asking or Shared(self.spawn(self._source.live()))
             try:
                 self._live = now_s, await asking.result()
             finally:
@@ -168,7 +170,7 @@ class Door:
             one = replace(wanted, choices=1, sampling=wanted.sampling_of(number), prompt_logprobs=wants_prompt)
             session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
-            self._spawn(self._end_after(session, turns[-1]))
+            self.spawn(self._end_after(session, turns[-1]))
         return turns
 
     async def _begun(
@@ -219,7 +221,7 @@ class Door:
             await known.gone()
         if known is None:
             self._check_room(opening.size)
-            known = self._groups[opening.group] = Shared(self._open(opening))
+            known = self._groups[opening.group] = Shared(self.spawn(self._open(opening)))
         sessions = await known.result()
         if len(sessions) != opening.size:
             raise Conflict("size", opening.size, f"{len(sessions)}, as in the group's first request", why="differs")
@@ -264,7 +266,7 @@ class Door:
         return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
-        """Returns an open session, also one that another front opened. Raises NotFound, Conflict for one that has ended."""
+        """Returns an open session, also of another front. Raises NotFound, SessionClosed."""
         self._check_open(session_id)
         await self._settled(session_id)
         if session_id not in self._sessions:
@@ -308,7 +310,7 @@ class Door:
         if session_id not in self._sessions and not service_id_of(session_id) and not session_id.startswith(KEY):
             call.check_opens()
             self._check_room(1)
-            self._sessions[session_id] = Shared(self._opened(session_id, wanted))
+            self._sessions[session_id] = Shared(self.spawn(self._opened(session_id, wanted)))
         return await self.session(session_id)
 
     async def _settled(self, session_id: str) -> None:
@@ -358,7 +360,7 @@ class Door:
         is_driven: bool = False,
     ) -> AgentSession:
         about: dict[str, Any] = {"defaults": defaults, "is_driven": is_driven}
-        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self.spawn)
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:
@@ -383,7 +385,8 @@ class Door:
         while len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begins work that ends with the front at the latest."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -15,6 +15,7 @@ from dora.agents.front.callers import TURNS, Call
 from dora.agents.front.door import Door
 from dora.agents.front.errors import TooLarge, headers_of, openai_body, status_of
 from dora.agents.front.replays import Kept, Named, Shared
+from dora.agents.front.site import check_host, check_site
 from dora.agents.front.turns import Chunk, RunningTurn
 from dora.data.strict_json import read_json
 from dora.errors import DoraError, InvalidValue, described
@@ -51,7 +52,7 @@ class Asked:
         self.kept = replays.find(self.named, now_s)
         if self.kept is None:
             said = self.body.get("request_id")
-            begun, request_id = Shared(self._begun(wanted)), said if isinstance(said, str) else ""
+            begun, request_id = Shared(self.door.spawn(self._begun(wanted))), said if isinstance(said, str) else ""
             self.kept = Kept(self.named.name, self.named.digest, self.named.owner, request_id, now_s, begun)
             replays.keep(self.kept)
         return await self.kept.begun.result()
@@ -133,6 +134,9 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
+            if request.app[DOOR].takes_any_key:
+                check_host(request)
+            check_site(request)
             if method == READS:
                 await check_reader(request)
                 return await handler(request)

@@ -1,4 +1,4 @@
-"""Ids and keys of sessions. Both follow from the service's state, so every front knows them, and nobody guesses them."""
+"""Ids and keys of sessions: they follow from the service's state, so every front knows them and nobody guesses them."""
 
 import base64
 import hmac

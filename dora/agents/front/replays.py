@@ -2,9 +2,9 @@
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from dora.agents.front.callers import Call
 from dora.agents.front.turns import RunningTurn
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Shared(Generic[T]):
     """Work that several requests wait for. It is cancelled when the last of them has left."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self.task = asyncio.create_task(work)
+    def __init__(self, task: asyncio.Task[T]) -> None:
+        self.task = task
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have left
         self.is_left = False
         self._waiting = 0

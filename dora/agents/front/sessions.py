@@ -170,6 +170,7 @@ class AgentSession:
         if not wanted.token_ids or wanted.is_text:
             parser = ReplyParser(
                 model.tools if wanted.calls else None,
+                wanted.tools,
                 is_thinking=ask.is_thinking,
                 new_id=new_call_id,
                 is_plain=bool(wanted.token_ids),

@@ -136,7 +136,7 @@ class SessionSource(Protocol):
         ...
 
     async def find_opened(self, session_id: str) -> SessionHandle:
-        """Returns a session of a group that any front has opened, at the end of its turn under way. Raises as ``find``."""
+        """Returns a session of a group that any front has opened, at the end of its turn. Raises as ``find``."""
         ...
 
     async def open(self, opening: Opening) -> Sequence[SessionHandle]:

@@ -1,4 +1,4 @@
-"""Capabilities of sessions: a caller of the role session uses those that it was given, and finds no others by their ids."""
+"""Capabilities of sessions: a caller of the role session uses those that it was given, and no others by their ids."""
 
 import hmac
 import secrets

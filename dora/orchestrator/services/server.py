@@ -41,7 +41,8 @@ async def serving(
     session_secret: bytes = b"",
 ) -> AsyncIterator[str]:
     """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``kv_secret``: of the run,
-    if an earlier incarnation made one; ``session_secret``: as of ``Capabilities``. ``audit``: where acts are noted; None: nowhere.
+    if an earlier incarnation made one; ``session_secret``: as of ``Capabilities``. ``audit``: where acts are noted;
+    None: nowhere.
     """
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
