@@ -56,8 +56,9 @@ class Piece:
 
 
 class ReplyParser:
-    """One reply. ``tools`` None: no tool was offered, so no text is a call. ``offered``: the tools. ``is_thinking``: the prompt has opened the
-    reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
+    """One reply. ``tools`` None: no tool was offered, so no text is a call. ``offered``: the tools.
+
+    ``is_thinking``: the prompt has opened the reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
 
     The pieces of :meth:`push` and :meth:`end` together are the texts of the reply. Text that may be a call is kept
     until the end.

@@ -127,12 +127,20 @@ def _value(text: str, types: frozenset[str]) -> Any:
 
 # As JSON and, since templates write those too, as Python has them.
 _WORDS: Final[Mapping[str, tuple[str, Any]]] = {
-    **{"true": ("boolean", True), "false": ("boolean", False), "null": ("null", None)},
-    **{"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)},
+    "true": ("boolean", True),
+    "false": ("boolean", False),
+    "null": ("null", None),
+    "True": ("boolean", True),
+    "False": ("boolean", False),
+    "None": ("null", None),
 }
 _NAMES: Final[Mapping[type, set[str]]] = {
-    **{str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}},
-    **{list: {"array"}, dict: {"object"}},
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
 }  # JSON schema's, by the type of a value
 
 

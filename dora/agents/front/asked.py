@@ -13,6 +13,7 @@ from dora.agents.chat.message import Message, checked_chat, checked_tools
 from dora.agents.chat.rendering import Rendered
 from dora.data.sampling import NOT_OFFERED, PARAMETERS
 from dora.errors import MISSING, InvalidValue, one_of
+from dora.prompts.template import RESERVED
 
 CHOICES_MAX: Final = 128
 MODEL: Final = "policy"
@@ -121,9 +122,9 @@ def chat_wanted(body: Mapping[str, Any]) -> Wanted:
         why = "cannot be enforced without a grammar"
         raise InvalidValue("tool_choice", choice, "auto or none", why)
     options = dict(reader.typed("chat_template_kwargs", dict, {}))
-    for name in ("messages", "tools", "add_generation_prompt", "documents"):
-        if name in options:
-            raise InvalidValue(f"chat_template_kwargs.{name}", options[name], "left out: the request has it")
+    for name in RESERVED & options.keys():
+        why = "is the request's, or a function of the template"
+        raise InvalidValue(f"chat_template_kwargs.{name}", options[name], "left out", why)
     effort = reader.typed("reasoning_effort", str, "")
     if effort:
         options["reasoning_effort"] = effort

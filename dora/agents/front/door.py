@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dora.agents.chat.rendering import Rendered
@@ -25,6 +26,7 @@ from dora.agents.front.turns import RunningTurn
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.rpc.errors import Unauthenticated
 from dora.rpc.roles import Tokens
+from dora.system.crowd import Crowd
 from dora.tls.certificate import Holder
 from dora.tls.http import HttpTls
 
@@ -75,6 +77,7 @@ class Door:
         self.prefix_breaks: Counter[str] = Counter()
         self.figures = Figures()
         self.tokens = tokens
+        self.crowd = Crowd(self.limits.connections)
         self._source = source
         self.takes_any_key = not key and not (tls is not None and tls.mutual)
         self._callers = Callers(key, mutual=tls is not None and tls.mutual)
@@ -195,7 +198,8 @@ class Door:
     async def _check_model(self, model: str) -> None:
         """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
-        if model not in (MODEL, live.model) and version_of(model) is None:
+        is_folder = self.model.folder is not None and Path(model) == self.model.folder
+        if model not in (MODEL, live.model) and version_of(model) is None and not is_folder:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:

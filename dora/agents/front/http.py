@@ -139,8 +139,10 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
             check_site(request)
             if method == READS:
                 await check_reader(request)
+                request.app[DOOR].crowd.prove(request.transport)
                 return await handler(request)
             call = request[CALL] = await caller_of(request, method)
+            request.app[DOOR].crowd.prove(request.transport)
             with request.app[DOOR].in_flight(call), _kept(request):
                 return await handler(request)
         except DoraError as error:

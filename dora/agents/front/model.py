@@ -20,12 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls."""
+    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls. ``folder``: of the model, from
+    which a client on this host reads the tokenizer.
+    """
 
     tokenizer: ChatTokenizer
     ends: frozenset[int]
     tools: ToolFormat
     renderer: ChatRenderer = field(repr=False)
+    folder: Path | None = None
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(RENDERING, "render"), repr=False)
 
     async def beside(self, work: Callable[[], T]) -> T:
@@ -43,4 +46,5 @@ class ServedModel:
 def served_model(folder: Path, cache: Path | None = None, tools: ToolFormat | None = None) -> ServedModel:
     """Reads a model's folder. Raises InvalidValue if it has no tokenizer."""
     tokenizer, ends = ChatTokenizer(folder, cache), frozenset(end_token_ids(folder))
-    return ServedModel(tokenizer, ends, tools or format_of(tokenizer.chat_template), ChatRenderer(tokenizer, ends))
+    renderer = ChatRenderer(tokenizer, ends)
+    return ServedModel(tokenizer, ends, tools or format_of(tokenizer.chat_template), renderer, folder.absolute())

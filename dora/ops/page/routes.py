@@ -99,6 +99,7 @@ def _signed_in(handler: Handler) -> Callable[[web.Request], Awaitable[web.Stream
         try:
             browser = await request.app[BROWSERS].find(request.cookies.get(COOKIE, ""))
             if browser is not None:
+                request.app[DOOR].crowd.prove(request.transport)
                 found = await handler(request, browser)
                 await request.app[BROWSERS].trim()
                 return found
