@@ -125,11 +125,14 @@ class FakeService:
     sessions: list[FakeSession] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
     is_full: bool = False
+    window: asyncio.Event | None = None  # an opening waits for it
+    taken_back: list[str] = field(default_factory=list)
+    context: int = CONTEXT
     gate: asyncio.Event | None = None  # a turn's second piece waits for it
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, CONTEXT, {"temperature": 1.0, "stop": ()})
+        return Live("styled", self.versions[-1], self.versions, self.context, {"temperature": 1.0, "stop": ()})
 
     async def find(self, group: str, size: int) -> list[FakeSession]:
         if group not in self.groups:
@@ -157,6 +160,12 @@ class FakeService:
             raise Conflict("model", f"policy-v{opening.version}", allowed, why="is not live")
         with suppress(NotFound):
             return await self.find(opening.group, opening.size)
+        if self.window is not None:
+            try:
+                await self.window.wait()
+            except asyncio.CancelledError:
+                self.taken_back.append(opening.group)
+                raise
         self.openings.append(opening)
         version = self.versions[-1] if opening.version is None else opening.version
         sessions = [self.made(version, opening.sampling) for _ in range(opening.size)]

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dora.data import strict_json
 from dora.data.strict_json import read_json
+from dora.errors import InvalidValue
 
 DEPTH_MAX: Final = strict_json.DEPTH_MAX - 16  # of a call: a request that repeats it has levels around it
 
@@ -70,12 +71,12 @@ def _json(text: str) -> Any:
     """Returns a JSON value that a client can send back; None for any other text."""
     try:
         return _portable(json.loads(text))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, InvalidValue):
         return None
 
 
 def _portable(value: Any) -> Any:
-    """Returns a value if a request may hold it. Raises ValueError otherwise: half a surrogate pair, NaN, or depth."""
+    """Returns a value if a request may hold it. Raises InvalidValue otherwise: half a surrogate pair, NaN, or depth."""
     said = json.dumps(value)
     return read_json(said, "call", len(said), DEPTH_MAX)
 
@@ -180,7 +181,7 @@ def _objects(text: str) -> Iterator[Any]:
         try:
             value, end = decoder.raw_decode(text)
             yield _portable(value)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, InvalidValue):
             yield None
             return
         text = text[end:].lstrip()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dora.agents.chat.rendering import Rendered
@@ -198,8 +197,7 @@ class Door:
     async def _check_model(self, model: str) -> None:
         """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
-        is_folder = self.model.folder is not None and Path(model) == self.model.folder
-        if model not in (MODEL, live.model) and version_of(model) is None and not is_folder:
+        if model not in (MODEL, live.model, self.model.reference) and version_of(model) is None:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:

@@ -20,9 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls. ``folder``: of the model, from
-    which a client on this host reads the tokenizer.
-    """
+    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls."""
 
     tokenizer: ChatTokenizer
     ends: frozenset[int]
@@ -30,6 +28,14 @@ class ServedModel:
     renderer: ChatRenderer = field(repr=False)
     folder: Path | None = None
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(RENDERING, "render"), repr=False)
+
+    @property
+    def reference(self) -> str:
+        """The folder, from which a client on this host reads the tokenizer; empty: there is none. Tinker's client takes
+        a name of three parts for a variant of the model in the first two.
+        """
+        name = "" if self.folder is None else str(self.folder)
+        return f"/{name}" if name.count("/") == 2 else name
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Renders or tokenises beside the event loop. Work whose caller has left is not begun."""

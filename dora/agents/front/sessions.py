@@ -72,7 +72,6 @@ class AgentSession:
     ) -> None:
         self.session_id = session_id
         self.group = ""  # of an opening; empty: its first call has opened it
-        self.key = key_of(session_id, handle.capability)
         self.version = handle.version
         self.tree = SessionTree(model.renderer)
         self.used_s = now_s
@@ -95,6 +94,10 @@ class AgentSession:
         self._defaults = dict(defaults)
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
+
+    @property
+    def key(self) -> str:
+        return key_of(self.session_id, self._handle.capability)
 
     async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
         """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.

@@ -191,7 +191,7 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 async def capabilities(request: web.Request) -> web.StreamResponse:
     live = await request.app[DOOR].live()
-    model = {"model_name": _base_model(request), "trainable": False, "sampleable": True}
+    model = {"model_name": request.app[DOOR].model.reference or live.model, "trainable": False, "sampleable": True}
     if live.context_tokens:
         model["max_context_length"] = live.context_tokens
     return web.json_response({"supported_models": [model]})
@@ -199,15 +199,6 @@ async def capabilities(request: web.Request) -> web.StreamResponse:
 
 async def show_sampler(request: web.Request) -> web.StreamResponse:
     sampler = request.match_info["sampler"]
-    await request.app[DOOR].live()
-    said = {"sampler_id": sampler, "base_model": _base_model(request), "model_path": sampler_model(sampler)}
-    return web.json_response(said)
-
-
-def _base_model(request: web.Request) -> str:
-    """Returns the model's folder: the client reads its tokenizer there. It takes a name of three parts for another
-    model's variant, so a folder of two has one more slash.
-    """
-    folder = request.app[DOOR].model.folder
-    name = MODEL if folder is None else str(folder)
-    return f"/{name}" if name.count("/") == 2 else name
+    model, live = sampler_model(sampler), await request.app[DOOR].live()
+    base_model = request.app[DOOR].model.reference or live.model
+    return web.json_response({"sampler_id": sampler, "base_model": base_model, "model_path": model})
