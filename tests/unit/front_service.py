@@ -126,6 +126,7 @@ class FakeService:
     openings: list[Opening] = field(default_factory=list)
     is_full: bool = False
     window: asyncio.Event | None = None  # an opening waits for it
+    waiting: list[str] = field(default_factory=list)
     taken_back: list[str] = field(default_factory=list)
     context: int = CONTEXT
     gate: asyncio.Event | None = None  # a turn's second piece waits for it
@@ -161,6 +162,7 @@ class FakeService:
         with suppress(NotFound):
             return await self.find(opening.group, opening.size)
         if self.window is not None:
+            self.waiting.append(opening.group)
             try:
                 await self.window.wait()
             except asyncio.CancelledError:

@@ -97,13 +97,14 @@ async def test_a_client_that_leaves_while_the_window_is_full_leaves_nothing(path
     async with front(window=asyncio.Event()) as (base, service, door), aiohttp.ClientSession() as http:
         body: dict[str, Any] = {"group": "g"} if path == "/sessions" else ASK
         waiting = [asyncio.create_task(http.post(base + path, json=body)) for _ in range(2)]
-        await until(lambda: door._in_flight.total() == 2)
+        openings = 2 if path == "/v1/chat/completions" else 1
+        await until(lambda: door._in_flight.total() == 2 and len(service.waiting) == openings)
         await leave(waiting[0])
         await until(lambda: door._in_flight.total() == 1)
         if path != "/v1/chat/completions":
             assert not service.taken_back, "the other one waits for it"
         await leave(waiting[1])
-        await until(lambda: len(service.taken_back) == (2 if path == "/v1/chat/completions" else 1))
+        await until(lambda: len(service.taken_back) == openings)
         assert not service.openings
         service.window.set()
         async with http.post(base + path, json=body) as reply:

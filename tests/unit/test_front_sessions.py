@@ -2,12 +2,17 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import pytest
 
+from dora.agents.chat.rendering import ChatRenderer
+from dora.agents.chat.tool_calls import format_of
+from dora.agents.front.door import Limits
 from dora.agents.front.keys import key_of, opened_id, service_id_of, session_of
+from dora.agents.front.model import ServedModel
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 from tests.unit.front_service import FakeService, front, fronts
@@ -169,3 +174,46 @@ async def test_malformed_requests_are_refused_without_a_word_in_the_log(caplog: 
             assert said.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), (each[:60], said[:200])
             writer.close()
     assert not service.sessions and not [each for each in caplog.records if each.exc_info or each.levelname == "ERROR"]
+
+
+async def test_connections_that_ask_nothing_make_room() -> None:
+    """Idle ones of strangers, and then a client's, which keeps its place as it has asked something."""
+    async with front(key="k", limits=Limits(connections=8)) as (base, _, _):
+        host, port = base.removeprefix("http://").split(":")
+        async with aiohttp.ClientSession(headers=bearer("k")) as http:
+            async with http.get(f"{base}/health") as reply:
+                assert reply.status == 200
+            for _ in range(3):
+                idle = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+                async with http.get(f"{base}/health") as reply:
+                    assert reply.status == 200
+                async with aiohttp.ClientSession(headers=bearer("k")) as other, other.get(f"{base}/health") as reply:
+                    assert reply.status == 200
+            ended = [asyncio.create_task(reader.read()) for reader, _ in idle]
+            done, pending = await asyncio.wait(ended, timeout=0.5)
+            assert len(done) >= 12 and len(http.connector._conns) == 1  # type: ignore[union-attr]
+            for each in pending:
+                each.cancel()
+            for _, writer in idle:
+                writer.close()
+
+
+async def test_places_are_for_those_who_have_proved_themselves() -> None:
+    async with (
+        front(limits=Limits(connections=2)) as (base, _, _),
+        aiohttp.ClientSession() as one,
+        aiohttp.ClientSession() as two,
+        aiohttp.ClientSession() as three,
+    ):
+        for http, status in ((one, 200), (two, 200), (three, 503), (one, 200), (two, 200)):
+            async with http.get(f"{base}/health") as reply:
+                assert reply.status == status
+
+
+def test_a_tokenizer_is_read_from_the_folder_that_tinkers_client_is_told(tmp_path: Path) -> None:
+    """Its client takes the first two of three parts of a name."""
+    chat = Chat(STYLES["qwen2.5"])
+    for folder in (Path("/models"), Path("/models/mine"), tmp_path):
+        about: Any = (chat, frozenset(chat.ends()), format_of(""), ChatRenderer(chat, chat.ends()), folder)
+        name = ServedModel(*about).reference
+        assert name.count("/") != 2 and Path(name).resolve() == folder.resolve()

@@ -44,9 +44,9 @@ class TooLong(InvalidValue):
     """Text that no context has room for."""
 
     @classmethod
-    def of(cls, characters: int, context_tokens: int) -> "TooLong":
+    def of(cls, length: str, context_tokens: int) -> "TooLong":
         allowed = f"less: the context has workers.max_model_len_tokens {context_tokens}"
-        return cls("messages", f"a prompt of {characters:,} characters", allowed, "is too long")
+        return cls("prompt", length, allowed, "is too long")
 
 
 class Unproven(DoraError):
@@ -98,13 +98,19 @@ class ChatRenderer:
             for at in range(0, len(text), _SLICE):
                 tokens += len(self._tokenizer.encode(text[at : at + _SLICE], special_tokens=False)) - _CUT_TOKENS
                 if tokens > most:
-                    raise TooLong.of(len(text), most)
+                    raise TooLong.of(f"{len(text):,} characters", most)
         return self._tokenizer.encode(text, special_tokens=special_tokens)
 
     def check_length(self, characters: int) -> None:
         """Raises TooLong for a text that has too many characters, whatever they are."""
         if self.context_tokens and characters > self.context_tokens * self._tokenizer.longest_token:
-            raise TooLong.of(characters, self.context_tokens)
+            raise TooLong.of(f"{characters:,} characters", self.context_tokens)
+
+    def check_tokens(self, tokens: int, max_tokens: int) -> None:
+        """Raises TooLong for a prompt that leaves no room for an answer of ``max_tokens`` (0: any)."""
+        if 0 < self.context_tokens < tokens + max(1, max_tokens):
+            answer = f", with max_tokens {max_tokens:,}" if max_tokens else ""
+            raise TooLong.of(f"{tokens:,} tokens{answer}", self.context_tokens)
 
     def _check(
         self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]

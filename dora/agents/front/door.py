@@ -157,6 +157,8 @@ class Door:
         await self._check_model(wanted.model)
         if wanted.messages and call.session_id not in self._sessions:  # a wrong one is refused before it waits
             wanted = replace(wanted, prompt=await self.rendered(wanted))
+        given = wanted.token_ids if wanted.prompt is None else wanted.prompt.token_ids
+        self.model.renderer.check_tokens(len(given), wanted.max_tokens)
         if call.session_id:
             session = await self._session(call, wanted)
             session.used_s = time.monotonic()
