@@ -45,7 +45,7 @@ class Agent:
 
 
 async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
-    async with front(policy=counting()) as (base, service, _):
+    async with front(policy=counting()) as (base, service, door):
         agent = Agent(base)
         seen = [await agent.ask() for _ in range(3)] + [await agent.ask(**RETRY) for _ in range(3)]
         assert len({*seen}) == len(service.sessions) == 6
@@ -54,6 +54,7 @@ async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
         await until(lambda: len(service.sessions) == 8)
         for each in lost:
             await leave(each)
+        await until(lambda: not door._in_flight)
         service.gate.set()
         again = await asyncio.gather(*(agent.ask(**RETRY) for _ in range(2)))
         assert {*again} == {"Sample 6.", "Sample 7."} and len(service.sessions) == 8
@@ -63,12 +64,12 @@ async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
 @pytest.mark.parametrize("path", ["/v1", "/sessions/s/v1"])
 async def test_a_broken_connection_leaves_its_turn_to_the_same_request(path: str) -> None:
     """Also in mid-turn: the next one reads the turn that is under way."""
-    async with front(policy=counting(), gate=asyncio.Event()) as (base, service, _):
+    async with front(policy=counting(), gate=asyncio.Event()) as (base, service, door):
         agent = Agent(base)
         first = asyncio.create_task(agent.ask(path))
         await until(lambda: service.sessions and service.sessions[0].is_busy)
         await leave(first)
-        await until(lambda: not service.sessions[0].is_idle.is_set())
+        await until(lambda: not door._in_flight)
         second = asyncio.create_task(agent.ask(path))
         await asyncio.sleep(0)
         service.gate.set()
@@ -116,8 +117,9 @@ async def test_a_call_that_comes_while_an_opening_is_taken_back_opens_anew() -> 
     async with front(window=asyncio.Event()) as (base, service, door), aiohttp.ClientSession() as http:
         url = f"{base}/sessions/s/v1/chat/completions"
         first = asyncio.create_task(http.post(url, json=ASK))
-        await until(lambda: door._in_flight.total() == 1)
+        await until(lambda: service.waiting)
         await leave(first)
+        await until(lambda: not door._in_flight)
         service.window.set()
         async with http.post(url, json=ASK) as reply:
             assert reply.status == 200

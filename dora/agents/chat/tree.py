@@ -95,6 +95,10 @@ class Plan:
     suffix: Rendered | None = None  # after that answer
     same: tuple[Place, Rendered] | None = None  # the branch whose text the prompt begins with, and what follows it
 
+    @property
+    def is_rendered(self) -> bool:
+        return self.prompt is not None and self.sampled is None and not self.tips
+
     def rendered(self) -> "Plan":
         """Renders the new messages. Changes no session, so another thread may do it. Raises as ``ChatRenderer``."""
         if self.sampled is not None:

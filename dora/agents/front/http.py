@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Final
 
 from aiohttp import web
@@ -53,7 +54,7 @@ class Asked:
         if self.kept is None:
             said = self.body.get("request_id")
             begun, request_id = Shared(self.door.spawn(self._begun(wanted))), said if isinstance(said, str) else ""
-            self.kept = Kept(self.named.name, self.named.digest, self.named.owner, request_id, now_s, begun)
+            self.kept = Kept(self.named, request_id, now_s, begun)
             replays.keep(self.kept)
         return await self.kept.begun.result()
 
@@ -79,7 +80,9 @@ async def read_asked(request: web.Request) -> Asked:
     value = {} if not body else read_json(_text(body), "body", door.limits.body_bytes)
     if not isinstance(value, dict):
         raise InvalidValue("body", body[:80], "a JSON object")
-    asked = request[ASKED] = Asked(door, call, value, Named(call, request.path, body, key, retries not in ("", "0")))
+    asked = request[ASKED] = Asked(
+        door, call, value, Named(call, request.path, sha256(body).hexdigest(), key, retries not in ("", "0"))
+    )
     return asked
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from dora.agents.front.callers import Call
@@ -41,13 +41,28 @@ class Shared(Generic[T]):
         await asyncio.wait({self.task})
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What identifies a request. ``key``: of its client; empty: it gave none. ``is_retry``: its client says so."""
+
+    call: Call
+    route: str
+    digest: str  # of its body
+    key: str = ""
+    is_retry: bool = False
+
+    @property
+    def name(self) -> str:
+        """The same for the request and its retries: by its key, or else by its content."""
+        parts = (self.call.holder, self.call.session_id, self.route, bool(self.key), self.key or self.digest)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 @dataclass(slots=True, eq=False)
 class Kept:
     """A request and its turns. ``readers``: of its reply. ``is_left``: its client has gone without a whole reply."""
 
-    name: str
-    body: bytes = field(repr=False)  # its digest
-    owner: tuple[str, str]  # session and holder
+    asked: Named
     request_id: str  # its client's name for it
     at_s: float
     begun: Shared[list[RunningTurn]]
@@ -66,32 +81,6 @@ class Kept:
     @property
     def is_of_use(self) -> bool:
         return not self._has_failed and not any(turn.error is not None for turn in self.turns)
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """What identifies a request. ``key``: of its client; empty: it gave none. ``is_retry``: its client says so."""
-
-    call: Call
-    route: str
-    body: bytes = field(repr=False)
-    key: str = ""
-    is_retry: bool = False
-
-    @property
-    def name(self) -> str:
-        """Names the request and its retries: by its key, or else by its content."""
-        place = f"{self.call.holder} {self.call.session_id} {self.route} {bool(self.key)}"
-        key = hashlib.sha256(place.encode()).digest()
-        return hashlib.blake2b(self.key.encode() or self.body, digest_size=16, key=key).hexdigest()
-
-    @property
-    def owner(self) -> tuple[str, str]:
-        return self.call.session_id, self.call.holder
-
-    @property
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.body).digest()
 
 
 class Replays:
@@ -114,7 +103,7 @@ class Replays:
         left = [kept for kept in known if kept.is_left]
         found = (left or known if asked.key or (asked.is_retry and asked.call.session_id) else left)[:1]
         for kept in found:
-            if kept.body != asked.digest:
+            if kept.asked.digest != asked.digest:
                 why = "has been used for another request"
                 raise Conflict("Idempotency-Key", asked.key, "another key for each request", why)
             kept.is_left, kept.readers = False, kept.readers + 1
@@ -123,7 +112,7 @@ class Replays:
 
     def keep(self, kept: Kept) -> None:
         self._kept[kept] = None
-        self._named.setdefault(kept.name, []).append(kept)
+        self._named.setdefault(kept.asked.name, []).append(kept)
 
     def ended(self, kept: Kept, *, delivered: bool) -> None:
         """Notes the end of one reading of a reply, and whether its client has got it whole."""
@@ -133,13 +122,15 @@ class Replays:
     def forget(self, kept: Kept) -> None:
         """Forgets a request. Its retries are requests of their own."""
         if self._kept.pop(kept, self) is None:
-            named = self._named[kept.name]
-            named.remove(kept)
-            if not named:
-                del self._named[kept.name]
+            self._named[kept.asked.name].remove(kept)
+            if not self._named[kept.asked.name]:
+                del self._named[kept.asked.name]
 
-    def called(self, owner: tuple[str, str], request_id: str) -> Sequence[RunningTurn]:
-        """Returns the turns of an owner's requests that its client called so."""
-        return [
-            turn for kept in self._kept if (kept.owner, kept.request_id) == (owner, request_id) for turn in kept.turns
+    def called(self, call: Call, request_id: str) -> Sequence[RunningTurn]:
+        """Returns the turns of a caller's requests that its client has named so: of its session, if it has one."""
+        own = [
+            kept
+            for kept in self._kept
+            if (kept.asked.call.session_id, kept.request_id) == (call.session_id, request_id)
         ]
+        return [turn for kept in own if kept.asked.call.holder == call.holder for turn in kept.turns]

@@ -113,8 +113,9 @@ class AgentSession:
             asks = [self.tree.ask_tokens(wanted.token_ids) for _ in range(wanted.choices)]
         else:
             plan = self.tree.plan(wanted.messages, wanted.tools, wanted.options, wanted.prompt)
-            plan = await self._model.beside(plan.rendered)
-            self._check(wanted)  # the session may have ended meanwhile
+            if not plan.is_rendered:  # a session that was just opened begins at once, whoever leaves
+                await self._model.beside(plan.rendered)
+                self._check(wanted)  # the session may have ended meanwhile
             asks = [self.tree.begin(plan) for _ in range(wanted.choices)]
         return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
 

@@ -57,7 +57,7 @@ async def abort_requests(request: web.Request) -> web.Response:
     if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
         raise InvalidValue("request_ids", ids, "a list of texts")
     for each in ids:
-        for turn in asked.door.replays.called(asked.named.owner, each.removeprefix(_PREFIX)):
+        for turn in asked.door.replays.called(asked.call, each.removeprefix(_PREFIX)):
             turn.abort()
     return web.Response()
 
