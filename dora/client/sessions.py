@@ -73,6 +73,8 @@ class Session:
     has_ended: bool = False  # when it was opened again
     given_name: str = ""  # of what gave the tokens of ``turn``
     is_evaluation: bool = False  # of an evaluation: no step trains on it
+    capability: bytes = field(default=b"", repr=False)  # shown with each call
+    sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # that its prompt gives
 
     async def ask(
         self,
@@ -185,6 +187,7 @@ class Session:
             whole=whole,
             sampling_json=json.dumps(dict(sampling)) if sampling else "",
             prompt_logprobs=prompt_logprobs,
+            capability=self.capability,
         )
 
     async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
@@ -219,6 +222,7 @@ class Session:
             log=said,
             is_cached=is_cached,
             is_warm=is_warm,
+            capability=self.capability,
         )
         if reward is not None:
             request.reward = reward
@@ -238,7 +242,9 @@ class Session:
         ``fault``: whose it is. That of ``another`` session, which ended the environment's process, counts for no
         replacement; if it is the ``prompt``, whose sessions all fail, its group is cancelled.
         """
-        request = pb.FailSessionRequest(session_id=self.session_id, reason=reason, fault=fault)
+        request = pb.FailSessionRequest(
+            session_id=self.session_id, reason=reason, fault=fault, capability=self.capability
+        )
         with self._connections.for_a_call() as connection:
             reply = await connection.call(connection.stub(SessionsStub).FailSession, request)
         return reply.replacement_id
@@ -298,6 +304,17 @@ class Sessions(Client):
                     return [found[name] for name in sorted(found, key=_sample_index)]
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
+    async def find(self, session_id: str) -> Session:
+        """Returns a session of a group that was opened, by this client or another, at the end of its turn under way.
+
+        Raises NotFound.
+        """
+        check_text(session_id, "session_id")
+        with self._connections.for_a_call() as connection:
+            request = pb.FindSessionRequest(session_id=session_id)
+            found = await connection.call(connection.stub(SessionsStub).FindSession, request)
+            return _session(found, self._connections)
+
     async def serve_front(
         self, address: str, noted: Callable[[], None], *, secure: bool = False, leaving: bool = False
     ) -> None:
@@ -323,11 +340,13 @@ class Sessions(Client):
         check_text(prompt_id, "prompt_id")
         check_text(reason, "reason")
         request = pb.WithdrawRequest(prompt_id=prompt_id, reason=reason)
-        await self._connection.call(self._connection.stub(SessionsStub).Withdraw, request)
+        with self._connections.for_a_call() as connection:
+            await connection.call(connection.stub(SessionsStub).Withdraw, request)
 
     async def describe(self) -> "Served":
         """Returns what is served. Raises ServiceUnavailable."""
-        reply = await self._connection.call(self._connection.stub(SessionsStub).Describe, pb.DescribeRequest())
+        with self._connections.for_a_call() as connection:
+            reply = await connection.call(connection.stub(SessionsStub).Describe, pb.DescribeRequest())
         sampling = convert.sampling_from_wire(reply.sampling)
         return Served(reply.model, reply.newest_version, tuple(reply.versions), reply.max_model_len_tokens, sampling)
 
@@ -404,4 +423,6 @@ def _session(message: pb.SessionTurn, connections: Connections) -> Session:
         message.ended,
         begin.given_name,
         begin.is_evaluation,
+        begin.capability,
+        json.loads(begin.sampling_json or "{}"),
     )

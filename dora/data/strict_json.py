@@ -5,6 +5,7 @@ Python's reader accepts more than JSON (NaN, numbers of any length), fails on so
 """
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -14,22 +15,23 @@ DEPTH_MAX: Final = 64  # nested objects and lists
 DIGITS_MAX: Final = 308  # of an integer: as many as the largest float has
 
 
-def read_json(text: str, field: str, bytes_most: int) -> Any:
+def read_json(text: str, field: str, bytes_most: int, depth_most: int = DEPTH_MAX) -> Any:
     """The value of one JSON text of at most ``bytes_most`` bytes in UTF-8.
 
-    Raises InvalidValue, naming ``field``, for anything else: a text that is too long, too deep or no JSON, NaN and
-    Infinity, a key that an object has twice, a whole number of more than 308 digits, half a surrogate pair, which no
-    UTF-8 text can hold.
+    Raises InvalidValue, naming ``field``, for anything else: a text that is too long, too deep or no JSON, NaN,
+    Infinity and numbers beyond float64, a key that an object has twice, a whole number of more than 308 digits, half a
+    surrogate pair, which no UTF-8 text can hold.
     """
     if len(text) > bytes_most:
         raise InvalidValue(f"{field}: characters", len(text), f"at most {bytes_most:,}")
     try:
-        value = json.loads(text, parse_int=_whole, parse_constant=_no_number, object_pairs_hook=_once)
+        hooks: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _no_number}
+        value = json.loads(text, **hooks, object_pairs_hook=_once)
     except RecursionError as error:
-        raise InvalidValue(field, text[:80], _DEPTH) from error
+        raise InvalidValue(field, text[:80], _depth(depth_most)) from error
     except ValueError as error:
         raise InvalidValue(field, text[:80], f"JSON ({error})") from error
-    _check(value, field, text)
+    _check(value, field, text, depth_most)
     return value
 
 
@@ -49,13 +51,14 @@ def json_object(file: Path, field: str) -> dict[str, Any]:
     return found
 
 
-_DEPTH: Final = f"JSON of at most {DEPTH_MAX} objects and lists within each other"
+def _depth(most: int) -> str:
+    return f"JSON of at most {most} objects and lists within each other"
 
 
-def _check(value: Any, field: str, text: str) -> None:
+def _check(value: Any, field: str, text: str, depth_most: int) -> None:
     """Checks level by level, so that no depth overflows the check itself."""
     level = [value]
-    for _ in range(DEPTH_MAX + 1):
+    for _ in range(depth_most + 1):
         below: list[Any] = []
         for each in level:
             if isinstance(each, dict):
@@ -69,7 +72,7 @@ def _check(value: Any, field: str, text: str) -> None:
         if not below:
             return
         level = below
-    raise InvalidValue(field, text[:80], _DEPTH)
+    raise InvalidValue(field, text[:80], _depth(depth_most))
 
 
 def check_text(text: str, field: str) -> None:
@@ -87,6 +90,12 @@ def _whole(digits: str) -> int:
     if len(digits) > DIGITS_MAX:
         raise ValueError(f"a whole number has {len(digits):,} digits, and at most {DIGITS_MAX} are read")
     return int(digits)
+
+
+def _finite(number: str) -> float:
+    if not isfinite(found := float(number)):
+        raise ValueError(f"the number {number[:80]} is beyond float64")
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from dora.orchestrator.rollout.responses.turn_order import TurnLimits
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.capabilities import Capabilities
 from dora.orchestrator.services.checkpoints import Checkpoints
 from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.opening import Opening
@@ -16,8 +17,12 @@ from dora.orchestrator.services.worker import WorkerService
 from dora.rpc.roles import Tokens
 
 
-def services_of(of: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b"") -> Services:
-    """``snapshots``: the folder of KV snapshots. ``kv_secret``: of the run, if an earlier incarnation made one."""
+def services_of(
+    of: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b"", session_secret: bytes = b""
+) -> Services:
+    """``snapshots``: the folder of KV snapshots. ``kv_secret``: of the run, if an earlier incarnation made one;
+    ``session_secret``: as of ``Capabilities``.
+    """
     config, core, buffer, journal, life = of.config, of.core, of.buffer, of.journal, of.incarnation
     sessions, hosts, store, telemetry, feed = of.sessions, of.hosts, of.store, of.telemetry, of.feed
     environments, evaluations, trainers = of.environments, of.evaluations, of.trainers
@@ -26,7 +31,18 @@ def services_of(of: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_se
     limits = TurnLimits.of(config, store.reference.vocab_size, buffer.sampling)
     checkpoints = Checkpoints(config, core, feed, journal, store, life)
     to_trainer = (config, core, trainers, buffer, journal, telemetry, hosts, store, publishing, of.draining)
-    to_sessions = (core, buffer, journal, telemetry, environments, evaluations, of.fronts, opening, limits)
+    to_sessions = (
+        core,
+        buffer,
+        journal,
+        telemetry,
+        environments,
+        evaluations,
+        of.fronts,
+        opening,
+        limits,
+        Capabilities(session_secret),
+    )
     to_workers = (config, core, buffer, journal, store, sessions, hosts, of.reports, life)
     return Services(
         TrainerService(*to_trainer, model, life.resumed),

@@ -268,7 +268,8 @@ class Start:
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
         audit = None if state is None else Audit(state.folder)
-        services = services_of(runtime, self.model, snapshots, self.tokens, secret)
+        of_sessions = b"" if state is None else bytes.fromhex(state.identity.session_secret)
+        services = services_of(runtime, self.model, snapshots, self.tokens, secret, of_sessions)
         called = serving(config, services, runtime.incarnation, self.tokens, audit)
         self.address = await stack.enter_async_context(called)
         if state is not None:

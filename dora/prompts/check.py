@@ -5,18 +5,18 @@ from typing import Any
 
 from dora.data.limits import ID_CHARACTERS_MAX, PRIORITY_MAX
 from dora.data.strict_json import check_text, read_json
-from dora.errors import InvalidValue
+from dora.errors import MISSING, InvalidValue
 
 
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
     """Returns a list of at least one message, each an object with a ``role`` and a ``content``.
 
-    The content is a text or a list of parts; with tool calls, it may be null or missing. Further fields are passed to
-    the template. Raises InvalidValue, naming ``field``.
+    The content is a text or a list of text parts; with tool calls, it may be null or missing. Further fields are passed
+    to the template. Raises InvalidValue, naming ``field``.
     """
     if not isinstance(value, list) or not value:
         raise InvalidValue(field, value, "a list of at least one {role, content} object")
-    for message in value:
+    for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidValue(field, message, "an object with role and content, whose role is a text")
         if "content" not in message and "tool_calls" not in message:
@@ -26,7 +26,18 @@ def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
             raise InvalidValue(
                 field, message, "an object whose content is a text, a list of parts, or null for tool calls"
             )
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if not isinstance(part, str) and not is_text(part):
+                kind = part.get("type", MISSING) if isinstance(part, dict) else part
+                raise InvalidValue(
+                    f"{field}[{number}].content[{place}].type", kind, "text: the model takes nothing else"
+                )
     return value
+
+
+def is_text(part: Any) -> bool:
+    """Returns whether a part of a message's content is a text."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def check_name(name: Any, field: str) -> None:

@@ -6,15 +6,20 @@ Source: ``transformers/utils/chat_template_utils.py``, ``_cached_compile_jinja_t
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Template, TemplateError
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# Variables and functions of a template that no option replaces.
+RESERVED: Final = frozenset(
+    (*DEFAULT_NAMESPACE, "raise_exception", "strftime_now", "messages", "tools", "documents", "add_generation_prompt")
+)
 Messages = Sequence[Mapping[str, Any]]
 
 

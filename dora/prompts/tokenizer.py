@@ -33,6 +33,11 @@ class ChatTokenizer:
         """The largest token id in use: some vocabularies have gaps."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def chat_template(self) -> str:
         """The text of the chat template; empty: there is none."""
@@ -40,8 +45,11 @@ class ChatTokenizer:
         return text if isinstance(text, str) else ""
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """Encodes plain text, with the special tokens that this tokenizer adds to a text, or without them."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        """Encodes plain text, with the special tokens that this tokenizer adds to a text, or without them.
+
+        Other threads run meanwhile.
+        """
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def encode_chat(self, messages: Messages) -> tuple[str, tuple[int, ...]]:
         """Returns a chat's text up to the assistant's next answer, and its token ids."""

@@ -38,6 +38,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
         "Prompts/Evaluate": _SUBMITTER,
         "Sessions/Attend": _ENVIRONMENT,
         "Sessions/Open": _ENVIRONMENT,
+        "Sessions/FindSession": _ENVIRONMENT,
         "Sessions/Withdraw": _ENVIRONMENT,
         "Sessions/Describe": _SESSION,
         "Sessions/Turn": _SESSION,

@@ -532,6 +532,12 @@ class OpenRequest(_message.Message):
     version: int
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., again: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
+class FindSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
 class WithdrawRequest(_message.Message):
     __slots__ = ("prompt_id", "reason")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -577,7 +583,7 @@ class SessionTurn(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., tokens: _Optional[_Union[TurnTokens, _Mapping]] = ..., begin: _Optional[_Union[SessionBegin, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class SessionBegin(_message.Message):
-    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name", "is_evaluation")
+    __slots__ = ("group_id", "prompt_id", "task_id", "version", "prompt_token_ids", "prompt_text", "verifier_json", "earlier_token_ids", "given_name", "is_evaluation", "capability", "sampling_json")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
@@ -588,6 +594,8 @@ class SessionBegin(_message.Message):
     EARLIER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_NAME_FIELD_NUMBER: _ClassVar[int]
     IS_EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_id: str
     task_id: str
@@ -598,10 +606,12 @@ class SessionBegin(_message.Message):
     earlier_token_ids: bytes
     given_name: str
     is_evaluation: bool
-    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ..., is_evaluation: _Optional[bool] = ...) -> None: ...
+    capability: bytes
+    sampling_json: str
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., verifier_json: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., given_name: _Optional[str] = ..., is_evaluation: _Optional[bool] = ..., capability: _Optional[bytes] = ..., sampling_json: _Optional[str] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json", "prompt_logprobs")
+    __slots__ = ("session_id", "turn", "given_token_ids", "max_tokens", "name", "after_turn", "first_token", "fork", "whole", "sampling_json", "prompt_logprobs", "capability")
     class Fork(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLACE: _ClassVar[TurnRequest.Fork]
@@ -619,6 +629,7 @@ class TurnRequest(_message.Message):
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     turn: int
     given_token_ids: bytes
@@ -630,7 +641,8 @@ class TurnRequest(_message.Message):
     whole: bool
     sampling_json: str
     prompt_logprobs: bool
-    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., given_token_ids: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., name: _Optional[str] = ..., after_turn: _Optional[int] = ..., first_token: _Optional[int] = ..., fork: _Optional[_Union[TurnRequest.Fork, str]] = ..., whole: _Optional[bool] = ..., sampling_json: _Optional[str] = ..., prompt_logprobs: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class TurnTokens(_message.Message):
     __slots__ = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "earlier_token_ids", "prompt_logprobs")
@@ -651,7 +663,7 @@ class TurnTokens(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ..., earlier_token_ids: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
-    __slots__ = ("session_id", "reward", "components", "log", "turn_rewards", "is_cached", "is_warm")
+    __slots__ = ("session_id", "reward", "components", "log", "turn_rewards", "is_cached", "is_warm", "capability")
     class ComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -673,6 +685,7 @@ class EndSessionRequest(_message.Message):
     TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     IS_CACHED_FIELD_NUMBER: _ClassVar[int]
     IS_WARM_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reward: float
     components: _containers.ScalarMap[str, float]
@@ -680,21 +693,24 @@ class EndSessionRequest(_message.Message):
     turn_rewards: _containers.ScalarMap[int, float]
     is_cached: bool
     is_warm: bool
-    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., is_cached: _Optional[bool] = ..., is_warm: _Optional[bool] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., log: _Optional[str] = ..., turn_rewards: _Optional[_Mapping[int, float]] = ..., is_cached: _Optional[bool] = ..., is_warm: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class EndSessionReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class FailSessionRequest(_message.Message):
-    __slots__ = ("session_id", "reason", "fault")
+    __slots__ = ("session_id", "reason", "fault", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reason: str
     fault: str
-    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ..., fault: _Optional[str] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ..., fault: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class FailSessionReply(_message.Message):
     __slots__ = ("replacement_id",)

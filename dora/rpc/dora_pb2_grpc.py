@@ -709,6 +709,11 @@ class SessionsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
                 _registered_method=True)
+        self.FindSession = channel.unary_unary(
+                '/dora.v1.Sessions/FindSession',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FindSessionRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+                _registered_method=True)
         self.Withdraw = channel.unary_unary(
                 '/dora.v1.Sessions/Withdraw',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.WithdrawRequest.SerializeToString,
@@ -772,6 +777,13 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSession(self, request, context):
+        """Returns a session of a group that Open has opened, at the end of its turn under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Withdraw(self, request, context):
         """Cancels a group that Open has opened, or takes it back from the queue. A group that a step has taken stays.
         """
@@ -830,6 +842,11 @@ def add_SessionsServicer_to_server(servicer, server):
             'Open': grpc.unary_stream_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.OpenRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
+            ),
+            'FindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSession,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FindSessionRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.SessionTurn.SerializeToString,
             ),
             'Withdraw': grpc.unary_unary_rpc_method_handler(
@@ -922,6 +939,33 @@ class Sessions:
             target,
             '/dora.v1.Sessions/Open',
             dora_dot_rpc_dot_dora__pb2.OpenRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Sessions/FindSession',
+            dora_dot_rpc_dot_dora__pb2.FindSessionRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.SessionTurn.FromString,
             options,
             channel_credentials,

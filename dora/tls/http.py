@@ -9,13 +9,14 @@ import ssl
 from collections.abc import Callable
 from typing import Final, cast
 
+from dora.system.crowd import Crowd
 from dora.tls.certificate import Holder, holder_of_der
 from dora.tls.files import Material, Tls
 from dora.tls.handshake import context_of
 from dora.tls.watched import Watched
 
 HANDSHAKE_S: Final = 10.0
-HANDSHAKES_MAX: Final = 256  # at once; a connection beyond them is closed
+HANDSHAKES_MAX: Final = 256  # at once; the oldest of the host that has most makes room for another
 SHUTDOWN_S: Final = 5.0  # that a client has to end TLS
 PROTOCOL: Final = "http/1.1"
 MakeProtocol = Callable[[], asyncio.BaseProtocol]
@@ -33,6 +34,7 @@ class HttpTls:
         self.tls = tls
         self._context = Watched(tls, self._made)
         self._shaking: set[asyncio.Task[None]] = set()
+        self._crowd = Crowd(HANDSHAKES_MAX)
 
     def _made(self, tls: Tls, _: Material) -> ssl.SSLContext:
         context = context_of(tls.ca, tls.cert, tls.key, server=True)
@@ -58,10 +60,8 @@ class HttpTls:
         await asyncio.gather(*self._shaking, return_exceptions=True)
 
     def begin(self, transport: asyncio.Transport, handshake: "_Handshake", make: MakeProtocol) -> None:
-        """Begins a handshake; a connection too many is closed."""
-        if len(self._shaking) >= HANDSHAKES_MAX:
-            transport.abort()
-            return
+        """Begins a handshake."""
+        self._crowd.enter(transport)
         transport.pause_reading()
         task = asyncio.create_task(self._shake(transport, handshake, make))
         self._shaking.add(task)
@@ -79,6 +79,8 @@ class HttpTls:
             )
         except OSError:  # TLS has told the client why, or it has left
             return
+        finally:
+            self._crowd.leave(transport)
         if secured is not None and not handshake.is_lost:
             handshake.hand_over(secured, cast(asyncio.Protocol, make()))
 

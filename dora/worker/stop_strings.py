@@ -11,6 +11,7 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from dora.data.stops import first_stop
 from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
 
@@ -56,7 +57,7 @@ class StopWatch:
             self.completed_by(token_id)
 
     def completed_by(self, token_id: int) -> str:
-        """Returns the first stop string that the next token completes; empty: none.
+        """Returns the stop string that the next token completes, the first of several in the text; empty: none.
 
         None counts before ``min_tokens`` tokens.
         """
@@ -75,9 +76,9 @@ class StopWatch:
         return found if self._tokens >= self._min_tokens else ""
 
     def _found(self, known: str) -> str:
-        """Returns the first stop string that ends within the unsearched characters of ``known``."""
-        text, searched = self._tail + known, len(self._tail) + self._looked_at
-        return next((stop for stop in self._stops if text.find(stop, max(0, searched - len(stop) + 1)) >= 0), "")
+        """Returns the stop string that ends first within the unsearched characters of ``known``."""
+        found = first_stop(self._tail + known, self._stops, len(self._tail) + self._looked_at)
+        return "" if found is None else found[1]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -4,37 +4,42 @@ import asyncio
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dora.client import Operator, Prompts
-from dora.errors import DoraError, InvalidValue
+from dora.client import Operator, Prompts, Sessions, Trainer
+from dora.data.types import Prompt
+from dora.errors import DoraError, InvalidValue, NotFound
 from dora.host.command import worker_environment
 from dora.orchestrator.assembly import services_of
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.access import may_call, name_of
+from dora.rpc.access import ACCESS, PACKAGE, may_call, name_of
 from dora.rpc.channel import open_channel
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import CALLER, Caller, Role, Tokens
 from dora.worker.fake.engine import FakeEngine
-from tests.abuse.callers import METHODS, answer
+from tests.abuse.callers import answer
 from tests.proofs import caller_of
 from tests.refusals import refused, refused_call
 from tests.service import configured, running, until
 from tests.unit.test_runtime import Shell
+
+EVERY = {f"{PACKAGE}{name}": roles[0] for name, roles in ACCESS.items()}
+NO_MESSAGE = b"\x0a\xff\xff\xff\xff\x0f"  # so that a call that is permitted changes nothing
 
 
 async def test_each_role_may_do_its_own_and_the_owner_what_a_client_may(handle: ServiceHandle) -> None:
     secrets = [*handle.tokens.values()]
     assert len(set(secrets)) == len(Role)
     async with open_channel(handle.address) as channel:
-        for method, needed in METHODS.items():
+        for method, needed in EVERY.items():
             for role, token in handle.tokens.items():
-                found = await answer(channel, method, b"", token)
+                found = await answer(channel, method, NO_MESSAGE, token)
                 allowed = may_call(role, name_of(method))
                 assert isinstance(found, PermissionDenied) is not allowed, (method, role, found)
                 if not allowed:
@@ -43,6 +48,37 @@ async def test_each_role_may_do_its_own_and_the_owner_what_a_client_may(handle: 
                 found = await answer(channel, method, b"", nobody)
                 assert isinstance(found, Unauthenticated) and f"{needed} token" in found.allowed, (method, nobody)
                 assert not any(secret in str(found) for secret in secrets)
+
+
+async def test_a_sessions_token_uses_the_sessions_that_it_was_given(tiny_dense: Path) -> None:
+    """Another session looks to it as one that there is not, whatever it asks of it."""
+    config = configured(tiny_dense, workers__engine="fake", prompts="none", reward__function="dora.rewards.tiny:score")
+    async with (
+        running(config) as handle,
+        Trainer(handle.address, token=handle.token) as trainer,
+        Sessions(handle.address, handle.tokens[Role.ENVIRONMENT]) as environment,
+        Sessions(handle.address, handle.tokens[Role.SESSION]) as holder,
+    ):
+        await trainer.attach(groups=1)
+        mine, theirs = await environment.open(Prompt("g", "", ()), size=2)
+        assert mine.capability != theirs.capability and len(mine.capability) == 32
+        given = [replace(each, _connections=holder._connections) for each in (mine, theirs)]
+        for capability in (b"", mine.capability, theirs.capability[:-1]):
+            stranger = replace(given[1], capability=capability)
+            for act in (stranger.begin([5, 6]), stranger.end(1e300), stranger.fail("x")):
+                with refused(NotFound, field="session_id"):
+                    await act
+        for name in ("g0.7", "g9.0"):
+            with refused(NotFound, field="session_id"):
+                await replace(given[0], session_id=name).end(1.0)
+        with pytest.raises(PermissionDenied):
+            await holder.find(mine.session_id)
+        await given[0].begin([5, 6])
+        await given[0].end(1.0)
+        assert (await environment.find(theirs.session_id)).turn.number == 0, "nobody has touched it"
+        assert (await environment.find(mine.session_id)).has_ended
+        with refused(NotFound, field="session_id"):
+            await environment.find("g9.0")
 
 
 async def test_another_scheme_is_no_token(handle: ServiceHandle) -> None:

@@ -69,7 +69,7 @@ async def sample_and_train(model: Path, **settings: Any) -> tuple[list[Sampled],
             asked: dict[str, Any] = {"prompts": PROMPTS, "num_samples": SAMPLES, "params": {"max_tokens": 6}}
             found = [await samples(url, **asked), await samples(url, **asked)]
             assert all(len({each["id"] for group in one["samples"] for each in group}) == 6 for one in found)
-            assert found[0]["models"] == [found[0]["base_model"]] == [model.name]
+            assert found[0]["models"] == [found[0]["base_model"]] == [str(model)]
             return [each for one in found for each in sampled(one)]
 
         working = asyncio.create_task(work())

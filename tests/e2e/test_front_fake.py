@@ -243,8 +243,87 @@ async def test_a_front_without_a_model_waits_for_its_service(
         await service.start()
         async with aiohttp.ClientSession() as http, http.get(f"{await starting}/health") as reply:
             assert reply.status == 200
-        (told,) = [each for each in caplog.records if each.name == "dora.agents.front"]
+        (told,) = [each for each in caplog.records if each.name == "dora.front"]
         assert service.address in told.getMessage()
         await serving.__aexit__(None, None, None)
     finally:
         await service.stop()
+
+
+async def test_a_front_that_dies_leaves_its_opened_sessions_to_the_next(tiny_dense: Path) -> None:
+    """By id and key, also after a restart of the service; an unknown one is refused and opens nothing."""
+
+    async def work(handle: Any, options: FrontOptions) -> None:
+        async with front(options) as url, aiohttp.ClientSession() as http:
+            body = {"group": "g", "size": 2, "sampling": {"max_tokens": 4}}
+            async with http.post(f"{url}/sessions", json=body) as reply:
+                opened = (await reply.json())["sessions"]
+            seen[0] = await converse(url, opened[0]["id"], turns=2)
+        async with front(options) as url, aiohttp.ClientSession() as http:
+            asked = {"token_ids": [*seen[0], 5], "sampling_params": {"max_tokens": 3}}
+            for each, given in zip(opened, (asked, {"token_ids": [5, 6]}), strict=True):
+                own = {"Authorization": f"Bearer {each['key']}"}
+                async with http.post(f"{url}/inference/v1/generate", json=given, headers=own) as reply:
+                    assert reply.status == 200, await reply.text()
+                    tokens = (await reply.json())["choices"][0]["token_ids"]
+                seen[opened.index(each)] = [*given["token_ids"], *tokens]  # type: ignore[misc]
+            for name in ("g0.0", f"{opened[0]['id']}x", "g77.0"):
+                async with http.post(f"{url}/sessions/{name}/inference/v1/generate", json=asked) as reply:
+                    assert reply.status == 404, name
+            for number, each in enumerate(opened):
+                await told(url, each["id"], reward=float(number))
+
+    seen: dict[int, list[int]] = {}
+    async with running(config_of(tiny_dense)) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        options = FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)
+        (step, *_), _ = await asyncio.gather(train(handle, trainer, steps=1, groups=1), work(handle, options))
+    ((first, second),) = [group.trajectories for group in step]
+    assert [tokens_of(first), tokens_of(second)] == [seen[0], seen[1]]
+    assert [first.reward, second.reward] == [0.0, 1.0]
+
+
+async def test_a_burst_below_the_fronts_limit_is_answered(tiny_dense: Path) -> None:
+    """450 calls at once, each a session of its own: no connection's limit is an agent's matter."""
+    calls = 450
+    config = config_of(tiny_dense, sessions__open_max=2 * calls)
+
+    async def burst(url: str) -> list[int]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+
+            async def ask() -> int:
+                body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}}
+                async with http.post(f"{url}/inference/v1/generate", json=body) as reply:
+                    await reply.read()
+                    return reply.status
+
+            return list(await asyncio.gather(*(ask() for _ in range(calls))))
+
+    async with (
+        running(config) as handle,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        await trainer.attach(groups=calls)
+        assert {*await burst(url)} == {200}
+
+
+async def test_a_context_without_room_is_named_as_harnesses_expect(tiny_dense: Path) -> None:
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        aiohttp.ClientSession() as http,
+    ):
+        await trainer.attach(groups=1)
+
+        async def ask(tokens: int, most: int | None) -> tuple[int, dict[str, Any]]:
+            body = {"token_ids": [5] * tokens, "sampling_params": {} if most is None else {"max_tokens": most}}
+            async with http.post(f"{url}/sessions/s{tokens}/inference/v1/generate", json=body) as reply:
+                return reply.status, await reply.json()
+
+        assert (await ask(250, 5))[0] == 200
+        for tokens, most in ((250, 7), (255, 2), (256, None), (257, 1), (5000, None)):
+            status, found = await ask(tokens, most)
+            assert status == 400 and found["error"]["code"] == "context_length_exceeded", found
+            assert "-" not in found["error"]["message"].partition("must be")[2].replace("max-", "")

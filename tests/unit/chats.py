@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -73,6 +74,10 @@ class Chat:
         self.style = style
         self._tokenizer = tokenizer()
 
+    @property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
@@ -104,8 +109,8 @@ class Conversation:
         self.style = STYLES[name]
         self.tree = SessionTree(self.renderer)
         self.random = random.Random(seed)
-        self.tools = TOOLS if self.style.call else None
-        self.parses = format_of(self.style.template) if self.tools else None
+        self.tools = TOOLS if self.style.call and re.search(r"\btools\b", self.style.template) else None
+        self.parses = format_of(self.style.template) if self.style.call else None
         self.messages: list[Message] = []
         self.tokens: list[int] = []  # of the branch, as a service has them
         self.calls = 0

@@ -1,6 +1,7 @@
 """A front over a service in memory, which refuses what a real one does."""
 
 import asyncio
+import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,10 @@ class FakeSession:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def capability(self) -> bytes:
+        return hmac.digest(b"secret", self.session_id.encode(), "sha256")
 
     @property
     def turn(self) -> int:
@@ -120,11 +125,15 @@ class FakeService:
     sessions: list[FakeSession] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
     is_full: bool = False
+    window: asyncio.Event | None = None  # an opening waits for it
+    waiting: list[str] = field(default_factory=list)
+    taken_back: list[str] = field(default_factory=list)
+    context: int = CONTEXT
     gate: asyncio.Event | None = None  # a turn's second piece waits for it
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
     async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, CONTEXT, {"temperature": 1.0, "stop": ()})
+        return Live("styled", self.versions[-1], self.versions, self.context, {"temperature": 1.0, "stop": ()})
 
     async def find(self, group: str, size: int) -> list[FakeSession]:
         if group not in self.groups:
@@ -136,6 +145,14 @@ class FakeService:
                 await session.is_idle.wait()
         return self.groups[group]
 
+    async def find_opened(self, session_id: str) -> FakeSession:
+        found = next((each for each in self.sessions if each.session_id == session_id), None)
+        if found is None or found.failed:
+            raise NotFound("session_id", session_id, "an open session")
+        if found.is_busy:
+            await found.is_idle.wait()
+        return found
+
     async def open(self, opening: Opening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
@@ -144,6 +161,13 @@ class FakeService:
             raise Conflict("model", f"policy-v{opening.version}", allowed, why="is not live")
         with suppress(NotFound):
             return await self.find(opening.group, opening.size)
+        if self.window is not None:
+            self.waiting.append(opening.group)
+            try:
+                await self.window.wait()
+            except asyncio.CancelledError:
+                self.taken_back.append(opening.group)
+                raise
         self.openings.append(opening)
         version = self.versions[-1] if opening.version is None else opening.version
         sessions = [self.made(version, opening.sampling) for _ in range(opening.size)]

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -281,3 +282,47 @@ def test_a_restored_branch_goes_on_where_its_text_does() -> None:
     assert (
         before.chat.decode([*tokens, *again.given], special_tokens=True) == before.renderer.prompt(more, None, {}).text
     )
+
+
+PARAMETERS: Any = {
+    "type": "object",
+    "$defs": {"name": {"type": "string"}},
+    "properties": {
+        "text": {"type": "string"},
+        "maybe": {"type": ["string", "null"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "count": {"type": "integer"},
+        "size": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "items": {"type": "array"},
+        "choice": {"enum": ["1", "2"]},
+        "known": {"$ref": "#/$defs/name"},
+        "loop": {"$ref": "#/properties/loop"},
+        "odd": {"type": {}, "enum": 5, "anyOf": "x"},
+        "any": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        *(
+            ("text", each, each)
+            for each in ("12345", "true", "null", "None", '"quoted"', "[1]", "1e5", '{"a": 1}', "a b")
+        ),
+        *(("maybe", "null", None), ("maybe", "12", "12"), ("either", "12", 12), ("either", "12.5", "12.5")),
+        *(("count", "12", 12), ("size", "12", 12), ("size", "1.5", 1.5), ("count", "many", "many")),
+        *(("flag", "true", True), ("flag", "False", False), ("items", '[1, "a"]', [1, "a"]), ("items", "a", "a")),
+        *(("choice", "1", "1"), ("known", "7", "7"), ("loop", "7", 7), ("odd", "7", 7), ("any", '"x"', "x")),
+        *(("unlisted", "7", 7), ("unlisted", "None", "None"), ("unlisted", "null", None)),
+    ],
+)
+def test_a_parameter_has_the_type_of_its_tools_schema(name: str, written: str, value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    text = f"<tool_call>\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = ReplyParser(FORMATS["hermes"], tools).parse(text).tool_calls
+    assert call.value() == {name: value} and type(call.value()[name]) is type(value)
+    for odd in (None, [], "x", {"properties": 5}, {"properties": {name: 5}}):
+        tools[0]["function"] = {"name": "f", "parameters": odd}
+        assert ReplyParser(FORMATS["hermes"], tools).parse(text).tool_calls

@@ -64,7 +64,7 @@ async def test_an_examination_waits_for_the_relay_of_a_host_that_has_just_joined
     hosts = shell.runtime.hosts
     hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
     hosts.open_relay("127.0.0.1")
-    orders = HostService(shell.runtime).Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
     assert (await anext(orders)).HasField("welcome")
     assert [each.host for each in await hosts.relays(0.01)] == ["local"], "its wait is bounded"
     relays = asyncio.create_task(hosts.relays(60.0))

@@ -64,17 +64,11 @@ def _check_calls(calls: Any, field: str) -> None:
             raise InvalidValue(f"{field}[{number}]", call, 'an object {"function": {"name": ..., "arguments": ...}}')
 
 
-def text_of(content: Any) -> Any:
-    """Returns a content of text parts as one text. Other contents are returned unchanged."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, str) or _is_text(part) for part in content):
+def text_of(content: str | list[Any] | None) -> str:
+    """Returns the content of a message, which was checked, as one text."""
+    if isinstance(content, list):
         return "".join(part if isinstance(part, str) else part["text"] for part in content)
-    return content
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return content or ""
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
@@ -99,7 +93,7 @@ def key_of(message: Message) -> str:
     }
     content = text_of(message.get("content"))
     is_answer = message["role"] == "assistant"
-    parts["content"] = content.strip() if is_answer and isinstance(content, str) else content
+    parts["content"] = content.strip() if is_answer else content
     calls = parts.pop("tool_calls", None)
     if calls:
         parts["tool_calls"] = [[call["function"]["name"], arguments_of(call)] for call in calls]

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol
 
-from dora.agents.chat.message import FORMS, Form, Message, for_template
+from dora.agents.chat.message import FORMS, Form, Message, for_template, text_of
 from dora.errors import DoraError, InvalidValue
 
 _MARK: Final = "dora7mark7of7an7answer"  # a chat that has it itself is not proven
 _TAIL_TOKENS: Final = 8  # sampled tokens before a suffix that may decide how its first characters are tokenised
+_USUAL_CHARACTERS: Final = 4  # of a token: a longer text is tokenised slice by slice first
+_SLICE: Final = 1 << 15  # characters
+_CUT_TOKENS: Final = 16  # that a slice may have too many, as its ends cut tokens
 OPENS_THINKING: Final = "<think>"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -28,11 +31,22 @@ Tools = Sequence[Mapping[str, Any]]
 class Tokenizer(Protocol):
     """What a renderer needs of :class:`dora.prompts.ChatTokenizer`."""
 
+    @property
+    def longest_token(self) -> int: ...
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]: ...
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str: ...
     def render(
         self, messages: Any, *, tools: Any = None, answer: bool = True, options: Mapping[str, Any] | None = None
     ) -> str: ...
+
+
+class TooLong(InvalidValue):
+    """Text that no context has room for."""
+
+    @classmethod
+    def of(cls, length: str, context_tokens: int) -> "TooLong":
+        allowed = f"less: the context has workers.max_model_len_tokens {context_tokens}"
+        return cls("prompt", length, allowed, "is too long")
 
 
 class Unproven(DoraError):
@@ -57,16 +71,77 @@ class Rendered:
 
 
 class ChatRenderer:
-    """The chat template of one model. ``end_token_ids``: the tokens that end a response of the model."""
+    """The chat template of one model. ``end_token_ids``: the tokens that end a response of the model.
+
+    ``context_tokens``: longer texts raise TooLong, after no more work than those that fit; 0: not known.
+    """
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_token_ids)
+        self.context_tokens = 0
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Rendered:
-        """Returns a whole chat up to the next answer. Raises InvalidValue if the template refuses it."""
+        """Returns a whole chat up to the next answer. Raises InvalidValue if the template refuses it or leaves
+        something out.
+        """
+        self._check(messages, messages, tools, options)
         text = self._render(messages, tools, options, answer=True)
-        return Rendered(text, self._tokenizer.encode(text, special_tokens=False))
+        return Rendered(text, self.encode(text))
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+        """Raises TooLong."""
+        most = self.context_tokens
+        if most and len(text) > _USUAL_CHARACTERS * most:
+            self.check_length(len(text))
+            tokens = 0
+            for at in range(0, len(text), _SLICE):
+                tokens += len(self._tokenizer.encode(text[at : at + _SLICE], special_tokens=False)) - _CUT_TOKENS
+                if tokens > most:
+                    raise TooLong.of(f"{len(text):,} characters", most)
+        return self._tokenizer.encode(text, special_tokens=special_tokens)
+
+    def check_length(self, characters: int) -> None:
+        """Raises TooLong for a text that has too many characters, whatever they are."""
+        if self.context_tokens and characters > self.context_tokens * self._tokenizer.longest_token:
+            raise TooLong.of(f"{characters:,} characters", self.context_tokens)
+
+    def check_tokens(self, tokens: int, max_tokens: int) -> None:
+        """Raises TooLong for a prompt that leaves no room for an answer of ``max_tokens`` (0: any)."""
+        if 0 < self.context_tokens < tokens + max(1, max_tokens):
+            answer = f", with max_tokens {max_tokens:,}" if max_tokens else ""
+            raise TooLong.of(f"{tokens:,} tokens{answer}", self.context_tokens)
+
+    def _check(
+        self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]
+    ) -> None:
+        """Raises TooLong; InvalidValue for new messages or tools that the template leaves out: it is rendered with a
+        mark in place of each.
+        """
+        texts = [text_of(each.get("content")) for each in messages]
+        self.check_length(sum(map(len, texts)))
+        first = len(messages) - len(new)
+        marks = {
+            place: f"{_MARK}{place}x"
+            for place, each in enumerate(messages)
+            if place >= first and each["role"] != "assistant" and texts[place].strip()
+        }
+        marked = [{**each, "content": marks.get(place, each.get("content"))} for place, each in enumerate(messages)]
+        named = [
+            {**each, "function": {**each["function"], "name": f"{_MARK}t{n}x"}} for n, each in enumerate(tools or ())
+        ]
+        try:
+            text = self._render(marked, named, options, answer=True)
+        except InvalidValue:
+            return  # it looks at what they say: the chat itself is rendered, or refused
+        for place, mark in marks.items():
+            if mark not in text:
+                why = f"is not shown by the model's chat template (role {messages[place]['role']})"
+                raise InvalidValue(f"messages[{place}]", texts[place][:80], "left out, or of another role", why)
+        for each, given in zip(named, tools or (), strict=True):
+            if each["function"]["name"] not in text:
+                why = "is not shown by the model's chat template"
+                raise InvalidValue("tools", given["function"]["name"], "left out: the policy would not see it", why)
 
     def suffix(
         self,
@@ -80,6 +155,7 @@ class ChatRenderer:
 
         ``sampled``: the tokens of that answer, with the token that ended it. Raises Unproven.
         """
+        self._check([*history, *new], new, tools, options)
         text = self._suffix_text(history, new, tools, options, self._end_text(sampled))
         return Rendered(text, self._suffix_tokens(text, sampled))
 
@@ -154,12 +230,12 @@ class ChatRenderer:
 
     def _suffix_tokens(self, text: str, sampled: Sequence[int]) -> tuple[int, ...]:
         """Tokenises a suffix such that it begins at a token's boundary."""
-        encode, decode = self._tokenizer.encode, self._tokenizer.decode
+        encode, decode = self.encode, self._tokenizer.decode
         tail = decode(sampled[-1:] if self._is_ended(sampled) else sampled[-_TAIL_TOKENS:], special_tokens=True)
-        before, both = encode(tail, special_tokens=False), encode(tail + text, special_tokens=False)
+        before, both = encode(tail), encode(tail + text)
         if both[: len(before)] == before:
             return both[len(before) :]
-        alone = encode(text, special_tokens=False)  # a token would reach over the boundary: it is split there
+        alone = encode(text)  # a token would reach over the boundary: it is split there
         if decode(alone, special_tokens=True) != text and decode(both, special_tokens=True) == tail + text:
             raise Unproven("boundary")
         return alone

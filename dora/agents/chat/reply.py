@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.agents.chat.tool_calls import Call, Found, ToolFormat
+from dora.agents.chat.tool_calls import Call, Found, ToolFormat, Tools
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -56,8 +56,9 @@ class Piece:
 
 
 class ReplyParser:
-    """One reply. ``tools`` None: no tool was offered, so no text is a call. ``is_thinking``: the prompt has opened the
-    reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
+    """One reply. ``tools`` None: no tool was offered, so no text is a call. ``offered``: the tools.
+
+    ``is_thinking``: the prompt has opened the reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
 
     The pieces of :meth:`push` and :meth:`end` together are the texts of the reply. Text that may be a call is kept
     until the end.
@@ -66,12 +67,14 @@ class ReplyParser:
     def __init__(
         self,
         tools: ToolFormat | None = None,
+        offered: Tools = (),
         *,
         is_thinking: bool = False,
         is_plain: bool = False,
         new_id: Callable[[], str] = lambda: "",
     ) -> None:
         self._tools = tools
+        self._offered = offered
         self._is_thinking = is_thinking
         self._is_plain = is_plain
         self._new_id = new_id
@@ -81,7 +84,7 @@ class ReplyParser:
     def parse(self, text: str) -> Reply:
         """Returns a whole reply."""
         reasoning, content = self._split(text)
-        found = Found(content, ()) if self._tools is None else self._tools.find(content)
+        found = Found(content, ()) if self._tools is None else self._tools.find(content, self._offered)
         return Reply(found.content, reasoning, tuple(map(self._named, found.calls)))
 
     def push(self, text: str) -> Piece:

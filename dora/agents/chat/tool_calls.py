@@ -1,14 +1,20 @@
 """Tool calls in a reply's text, by the formats that models write them in.
 
-A call counts only if it is well-formed. Anything else stays text: the policy is trained on its tokens, and a client
-sees what it wrote.
+A call counts only if it is well-formed and every client can read its arguments and send them back. Anything else stays
+text: the policy is trained on its tokens, and a client sees what it wrote.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from dora.data import strict_json
+from dora.data.strict_json import read_json
+from dora.errors import InvalidValue
+
+DEPTH_MAX: Final = strict_json.DEPTH_MAX - 16  # of a call: a request that repeats it has levels around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +33,19 @@ class Found:
     calls: tuple[Call, ...]
 
 
+Tools = Sequence[Mapping[str, Any]]  # as in the OpenAI API
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """One way to write calls. ``marks``: texts of which one begins each call; ``only_first``: only at a reply's start.
 
-    ``find`` returns the calls of a reply's text.
+    ``find`` returns the calls of a reply's text to the tools that were offered.
     """
 
     name: str
     marks: tuple[str, ...]
-    find: Callable[[str], Found]
+    find: Callable[[str, Tools], Found]
     only_first: bool = False
 
 
@@ -59,10 +68,17 @@ def _call_of(value: Any, *names: str) -> Call | None:
 
 
 def _json(text: str) -> Any:
+    """Returns a JSON value that a client can send back; None for any other text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _portable(json.loads(text))
+    except (ValueError, RecursionError, InvalidValue):
         return None
+
+
+def _portable(value: Any) -> Any:
+    """Returns a value if a request may hold it. Raises InvalidValue otherwise: half a surrogate pair, NaN, or depth."""
+    said = json.dumps(value)
+    return read_json(said, "call", len(said), DEPTH_MAX)
 
 
 _TAGGED: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -70,13 +86,13 @@ _FUNCTION: Final = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _hermes(text: str) -> Found:
+def _hermes(text: str, tools: Tools) -> Found:
     """``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
     calls: list[Call] = []
 
     def kept(match: re.Match[str]) -> str:
         body = match[1].strip()
-        call = _call_of(_json(body), "arguments", "parameters") if body.startswith("{") else _function(body)
+        call = _call_of(_json(body), "arguments", "parameters") if body.startswith("{") else _function(body, tools)
         if call is None:
             return match[0]
         calls.append(call)
@@ -86,20 +102,71 @@ def _hermes(text: str) -> Found:
     return Found(content.rstrip() if calls else text, tuple(calls))
 
 
-def _function(body: str) -> Call | None:
+def _function(body: str, tools: Tools) -> Call | None:
     match = _FUNCTION.fullmatch(body)
     if match is None or _PARAMETER.sub("", match[2]).strip():
         return None
-    return Call(match[1], {name: _value(text) for name, text in _PARAMETER.findall(match[2])})
+    offered = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == match[1])
+    schema = next(offered, None)
+    given = schema.get("properties") if isinstance(schema, dict) else None
+    properties = given if isinstance(given, dict) else {}
+    values = _PARAMETER.findall(match[2])
+    return Call(match[1], {name: _value(text, _types(properties.get(name), schema)) for name, text in values})
 
 
-def _value(text: str) -> Any:
-    """Reads a parameter without its type: JSON where it is some, else text."""
+def _value(text: str, types: frozenset[str]) -> Any:
+    """Reads a parameter of these ``types`` (empty: of any): JSON where it is some of them, else text."""
+    kind, word = _WORDS.get(text.strip(), ("", None))
+    if kind in types:
+        return word
     found = _json(text)
-    return text if found is None and text.strip() != "null" else found
+    if found is None and text.strip() != "null":
+        return text
+    own = _NAMES.get(type(found), {"null"})
+    return text if "string" in types and (isinstance(found, str) or not own & types) else found
 
 
-def _llama(text: str) -> Found:
+# As JSON and, since templates write those too, as Python has them.
+_WORDS: Final[Mapping[str, tuple[str, Any]]] = {
+    "true": ("boolean", True),
+    "false": ("boolean", False),
+    "null": ("null", None),
+    "True": ("boolean", True),
+    "False": ("boolean", False),
+    "None": ("null", None),
+}
+_NAMES: Final[Mapping[type, set[str]]] = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+}  # JSON schema's, by the type of a value
+
+
+def _types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+    """Returns the types that a JSON schema allows; none: it does not say. ``root``: where its references begin."""
+    if not isinstance(schema, dict) or depth > DEPTH_MAX:
+        return frozenset()
+    said = [schema.get("type"), *_list(schema.get("type"))]
+    found = {each for each in said if isinstance(each, str)}
+    for value in (*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else ())):
+        found |= _NAMES.get(type(value), {"null"})
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(name))]
+    if isinstance(place := schema.get("$ref"), str):
+        target = root
+        for name in place.removeprefix("#/").split("/"):
+            target = target.get(name) if isinstance(target, dict) else None
+        parts.append(target)
+    return frozenset(found).union(*(_types(part, root, depth + 1) for part in parts))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _llama(text: str, _: Tools) -> Found:
     """A whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls = tuple(_call_of(value, "parameters", "arguments") for value in _objects(body))
@@ -113,10 +180,10 @@ def _objects(text: str) -> Iterator[Any]:
     while text:
         try:
             value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
+            yield _portable(value)
+        except (ValueError, RecursionError, InvalidValue):
             yield None
             return
-        yield value
         text = text[end:].lstrip()
         if text and not text.startswith(";"):
             yield None
@@ -127,7 +194,7 @@ def _objects(text: str) -> Iterator[Any]:
 _NAMED: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 
 
-def _mistral(text: str) -> Found:
+def _mistral(text: str, _: Tools) -> Found:
     """``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
     content, *bodies = text.split("[TOOL_CALLS]")
     calls: list[Call | None] = []

@@ -75,6 +75,48 @@ class Branch:
         return int(differs[0]) if len(differs) else count
 
 
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A chat, and its session as it stood when the chat came."""
+
+    renderer: ChatRenderer
+    messages: Sequence[Message]
+    tools: Tools | None
+    options: Mapping[str, Any]
+    context: str
+    keys: tuple[str, ...]
+    root: _Node
+    parent: _Node  # the last known answer among the messages
+    count: int  # of the messages up to it
+    sampled: list[int] | None  # its tokens; None: there is none
+    tips: Sequence[tuple[Place, list[int], list[int]]]
+    reason: str
+    prompt: Rendered | None = None
+    suffix: Rendered | None = None  # after that answer
+    same: tuple[Place, Rendered] | None = None  # the branch whose text the prompt begins with, and what follows it
+
+    @property
+    def is_rendered(self) -> bool:
+        return self.prompt is not None and self.sampled is None and not self.tips
+
+    def rendered(self) -> "Plan":
+        """Renders the new messages. Changes no session, so another thread may do it. Raises as ``ChatRenderer``."""
+        if self.sampled is not None:
+            history, new = self.messages[: self.count], self.messages[self.count :]
+            try:
+                self.suffix = self.renderer.suffix(history, new, self.tools, self.options, self.sampled)
+                return self
+            except Unproven as unproven:
+                self.reason = unproven.reason
+        self.prompt = self.prompt or self.renderer.prompt(self.messages, self.tools, self.options)
+        for place, token_ids, sampled in self.tips:
+            rest = self.renderer.following(self.prompt, token_ids, sampled)
+            if rest is not None:
+                self.same = place, rest
+                break
+        return self
+
+
 class SessionTree:
     """One session. Each ``ask`` is followed by ``answered`` or ``dropped``; asks may overlap."""
 
@@ -92,21 +134,32 @@ class SessionTree:
 
         Raises InvalidValue if the template refuses the chat; then nothing has changed.
         """
+        return self.begin(self.plan(messages, tools, options).rendered())
+
+    def plan(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        options: Mapping[str, Any] | None = None,
+        prompt: Rendered | None = None,
+    ) -> "Plan":
+        """Finds the answer that a chat continues. ``prompt``: the whole chat, if it was rendered before."""
         options = options or {}
         context, keys = context_key(tools, options), tuple(map(key_of, messages))
         root = self._roots.get(context, _Node())
         parent, count, reason = self._find(root, messages, keys)
-        if parent.place is not None:
-            sampled = self._answer(parent.place)
-            try:
-                rendered = self._renderer.suffix(messages[:count], messages[count:], tools, options, sampled)
-                return self._begin(rendered, parent.place, reason, parent, keys[count:])
-            except Unproven as unproven:
-                reason = unproven.reason
-        rendered = self._renderer.prompt(messages, tools, options)
-        self._roots[context] = root
-        origin, rest = self._same_text(rendered) or self._longest(rendered)[:2]
-        return self._begin(rest, origin, reason, root, keys)
+        sampled = None if parent.place is None else self._answer(parent.place)
+        about = (messages, tools, options, context, keys, root, parent, count, sampled, self._tips())
+        return Plan(self._renderer, *about, reason, prompt)
+
+    def begin(self, plan: "Plan") -> Ask:
+        """Returns the ask of a plan that was rendered. It may have several, each of which begins a branch."""
+        if plan.suffix is not None:
+            return self._begin(plan.suffix, plan.parent.place, plan.reason, plan.parent, plan.keys[plan.count :])
+        assert plan.prompt is not None, "rendered"
+        root = self._roots.setdefault(plan.context, plan.root)
+        origin, rest = plan.same or self._longest(plan.prompt)[:2]
+        return self._begin(rest, origin, plan.reason, root, plan.keys)
 
     def ask_tokens(self, token_ids: Sequence[int]) -> Ask:
         """Finds the branch that a prompt of token ids continues: the one with the longest common beginning."""
@@ -117,11 +170,12 @@ class SessionTree:
         """Notes a branch that was sampled earlier, whose last answer begins at token ``first``."""
         self.branches.append(Branch(list(token_ids), [(first, len(token_ids))]))
 
-    def ask_restored(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Ask:
+    def ask_restored(
+        self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any], *, is_thinking: bool
+    ) -> Ask:
         """Returns the ask of a restored branch's last answer, which is taken off it. ``messages`` are those that the
         answer follows; none for a prompt of token ids.
         """
-        is_thinking = bool(messages) and self._renderer.prompt(messages, tools, options).is_thinking
         root = self._roots.setdefault(context_key(tools, options), _Node()) if messages else None
         (branch,) = self.branches
         first, end = branch.turns.pop()
@@ -189,16 +243,14 @@ class SessionTree:
         first = next(first for first, end in branch.turns if end == place.tokens)
         return branch.token_ids[first : place.tokens]
 
-    def _same_text(self, rendered: Rendered) -> tuple[Place, Rendered] | None:
-        """Returns the branch whose whole text a prompt begins with, and what follows it."""
+    def _tips(self) -> list[tuple[Place, list[int], list[int]]]:
+        """Returns the latest branches that may go on: their ends, tokens, and last answers."""
+        found = []
         for number, branch in reversed(list(enumerate(self.branches))[-_TEXTS_MAX:]):
             place = Place(number, len(branch.token_ids))
             if branch.turns and self._is_tip(place):
-                sampled = self._answer(place)
-                rest = self._renderer.following(rendered, branch.token_ids, sampled)
-                if rest is not None:
-                    return place, rest
-        return None
+                found.append((place, [*branch.token_ids], self._answer(place)))
+        return found
 
     def _longest(self, rendered: Rendered) -> tuple[Place | None, Rendered, bool]:
         """Returns the place from which the most tokens of a prompt can be kept, the tokens that follow it, and whether

@@ -150,7 +150,7 @@ class Episodes:
                 cut = steps.cut(f"no room for another turn: {error}")
                 await kept(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
                 return
-            parsed = self._parsed(turn, has_tools=bool(tools), is_thinking=ask.is_thinking)
+            parsed = self._parsed(turn, tools, is_thinking=ask.is_thinking)
             message = parsed.message()
             tree.answered(ask, turn.token_ids.tolist(), message)
             numbers.append(turn.number)
@@ -183,11 +183,10 @@ class Episodes:
                     raise InvalidValue("given_token_ids", f"a message of {len(text):,} characters", allowed)
             return await asyncio.to_thread(tree.ask, chat, tools)
 
-    def _parsed(self, turn: Turn, *, has_tools: bool, is_thinking: bool) -> ParsedReply:
-        parser = ReplyParser(
-            self.model.tools if has_tools else None, is_thinking=is_thinking, new_id=_CallIds(turn.number)
-        )
-        stream = TextStream(self.model.tokenizer, self.model.shows_special_tokens and has_tools)
+    def _parsed(self, turn: Turn, tools: list[dict[str, Any]], *, is_thinking: bool) -> ParsedReply:
+        offered = self.model.tools if tools else None
+        parser = ReplyParser(offered, tools, is_thinking=is_thinking, new_id=_CallIds(turn.number))
+        stream = TextStream(self.model.tokenizer, self.model.shows_special_tokens and bool(tools))
         stops = (turn.stop,) if turn.stop else ()
         _, reply = Texts(stream, parser, self.model.ends, stops).push(
             Sampled(tuple(turn.token_ids.tolist()), (), turn.finish_reason, turn.stop)

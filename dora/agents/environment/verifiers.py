@@ -127,6 +127,9 @@ class Attended:
     async def find(self, group: str, size: int) -> list[SessionHandle]:
         raise NotFound("session", group, "the id of a session that is under way")
 
+    async def find_opened(self, session_id: str) -> SessionHandle:
+        raise NotFound("session", session_id, "the id of a session that is under way")
+
     async def open(self, opening: Opening) -> list[SessionHandle]:
         raise NotFound("session", opening.group, "the id of a session that is under way")
 

@@ -10,6 +10,7 @@ orchestrator's event loop.
 | ``asked`` | ``Wanted``: a request for turns, checked; each field is offered, or refused by name |
 | ``turns`` | ``RunningTurn``: a turn that goes on although its client has left |
 | ``sessions`` | the sessions of agents: ids, branches, rewards, ends |
+| ``keys``, ``site`` | ids and keys of sessions; requests of web pages |
 | ``replays`` | retries of a request get the turns of its first call |
 | ``door`` | all of it together: whose call it is, limits, and the turns that it gets |
 | ``chat``, ``completions``, ``responses``, ``anthropic``, ``tokens``, ``control`` | the routes |

@@ -1,6 +1,7 @@
 """The aiohttp application of a front."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -8,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dora.agents.front import control
 from dora.agents.front.callers import ENDS, OPENS, TURNS
@@ -17,12 +19,19 @@ from dora.agents.front.http import DOOR, ErrorBody, Handler, refusing
 from dora.agents.front.listening import BACKLOG, url_of
 from dora.agents.front.protocols import anthropic, chat, completions, responses, tokens
 from dora.agents.front.protocols.tinker.routes import add_routes
+from dora.data.strict_json import check_text
 from dora.errors import DoraError, InvalidValue, NotFound
 from dora.rpc.bearer import READS
+from dora.system.crowd import Crowd
 from dora.system.memory import collecting_rarely
+
+log = logging.getLogger("dora.front")
 
 SWEEP_S: Final = 5.0
 HEADER_BYTES_MAX: Final = 16384
+_NO_ROOM: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
 Mount = Callable[[web.Application], None]
 SESSION: Final = "/sessions/{session}"
 
@@ -46,6 +55,7 @@ AGENTS: Final = (
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, body_of=anthropic_body),
     Route("POST", "/v1/completions", completions.completions),
     Route("POST", "/inference/v1/generate", tokens.generate),
+    Route("POST", "/inference/v1/abort_requests", tokens.abort_requests),
 )  # also within a session
 OWN: Final = (
     Route("GET", "/health", control.health),
@@ -55,7 +65,6 @@ OWN: Final = (
     Route("GET", SESSION, control.show_session),
     Route("POST", f"{SESSION}/reward", control.reward, ENDS),
     Route("POST", f"{SESSION}/close", control.close, ENDS),
-    Route("POST", "/inference/v1/abort_requests", tokens.abort_requests),
 )
 ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") for each in AGENTS))
 
@@ -107,7 +116,11 @@ async def _counted(request: web.Request, handler: Any) -> web.StreamResponse:
 async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
     """Gives aiohttp's own refusals the shape that clients read."""
     try:
+        for name, value in request.headers.items():
+            check_text(value, name)
         return await handler(request)
+    except InvalidValue as error:  # bytes that are no text
+        return web.json_response(openai_body(error), status=status_of(error)[0])
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -125,11 +138,14 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 
 @asynccontextmanager
 async def serving(door: Door, listening: socket.socket, mount: Mount | None = None) -> AsyncIterator[str]:
-    """Serves a front at a listening socket, and yields its URL. Connections beyond the limit are closed at once."""
+    """Serves a front at a listening socket, and yields its URL. If there are too many connections, those that have made
+    no request make room for others.
+    """
     runner = web.AppRunner(
         application(door, mount),
         handler_cancellation=True,
         access_log=None,
+        logger=_WithoutClientsFaults(log),
         auto_decompress=False,
         # aiohttp counts from the connection's beginning or the last reply to the end of the next head, however it comes
         keepalive_timeout=door.limits.connection_idle_s,
@@ -139,7 +155,7 @@ async def serving(door: Door, listening: socket.socket, mount: Mount | None = No
     assert server is not None
 
     def connected() -> asyncio.BaseProtocol:
-        return server() if len(server.connections) < door.limits.connections else _Refused()
+        return _Entering(server, door.crowd)
 
     try:
         connect = connected if door.tls is None else door.tls.connecting(connected)
@@ -154,12 +170,33 @@ async def serving(door: Door, listening: socket.socket, mount: Mount | None = No
         await runner.cleanup()
 
 
-class _Refused(asyncio.Protocol):
-    """A connection beyond the limit."""
+class _WithoutClientsFaults(logging.LoggerAdapter[logging.Logger]):
+    """Leaves out malformed requests, which any stranger may send."""
+
+    def log(self, level: int, msg: object, *args: object, **about: Any) -> None:
+        if not isinstance(about.get("exc_info"), HttpProcessingError):
+            super().log(level, msg, *args, **about)
+
+
+class _Entering(asyncio.Protocol):
+    """A new connection. It becomes the server's if there is room."""
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], crowd: Crowd) -> None:
+        self._make = make
+        self._crowd = crowd
+        self._protocol: asyncio.Protocol | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        )
-        transport.close()
+        if not self._crowd.enter(transport):
+            transport.write(_NO_ROOM)
+            transport.close()
+            return
+        self._protocol = self._make()
+        transport.set_protocol(self._protocol)
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """What came with the end of a TLS handshake."""
+        if self._protocol is not None:
+            self._protocol.data_received(data)

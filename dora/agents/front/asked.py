@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dora.agents.chat.message import Message, checked_chat, checked_tools
+from dora.agents.chat.rendering import Rendered
 from dora.data.sampling import NOT_OFFERED, PARAMETERS
 from dora.errors import MISSING, InvalidValue, one_of
+from dora.prompts.template import RESERVED
 
 CHOICES_MAX: Final = 128
 MODEL: Final = "policy"
@@ -93,6 +95,7 @@ class Wanted:
     names_ids: bool = False  # tokens of logprobs are named by their ids
     is_text: bool = False  # the reply's text is wanted; a chat's always is
     prompt_logprobs: bool = False  # the first choice has those of the prompt's tokens
+    prompt: Rendered | None = None  # the chat as a prompt of its own, if it was rendered
 
     def sampling_of(self, choice: int) -> dict[str, Any]:
         """Returns the parameters of one choice. The first has the seed of the body; those of the others follow from it,
@@ -119,9 +122,9 @@ def chat_wanted(body: Mapping[str, Any]) -> Wanted:
         why = "cannot be enforced without a grammar"
         raise InvalidValue("tool_choice", choice, "auto or none", why)
     options = dict(reader.typed("chat_template_kwargs", dict, {}))
-    for name in ("messages", "tools", "add_generation_prompt", "documents"):
-        if name in options:
-            raise InvalidValue(f"chat_template_kwargs.{name}", options[name], "left out: the request has it")
+    for name in RESERVED & options.keys():
+        why = "is the request's, or a function of the template"
+        raise InvalidValue(f"chat_template_kwargs.{name}", options[name], "left out", why)
     effort = reader.typed("reasoning_effort", str, "")
     if effort:
         options["reasoning_effort"] = effort
@@ -209,9 +212,9 @@ def _prompts(value: Any, encode: Callable[[str], Sequence[int]]) -> list[Sequenc
         value = [value]
     if not isinstance(value, list) or not 1 <= len(value) <= CHOICES_MAX:
         raise InvalidValue("prompt", value, f"a text, a list of token ids, or a list of at most {CHOICES_MAX} of these")
+    found = [encode(each) if isinstance(each, str) else each for each in value]
     return [
-        list(encode(each)) if isinstance(each, str) else checked_ids(each, f"prompt[{number}]")
-        for number, each in enumerate(value)
+        checked_ids(list(each) if isinstance(each, tuple) else each, f"prompt[{n}]") for n, each in enumerate(found)
     ]
 
 

@@ -1,14 +1,15 @@
 """Whose call a request is: by its key, its client's certificate, or both, which must then both permit it."""
 
-import hmac
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from dora.agents.front.keys import is_same
 from dora.errors import MISSING
 from dora.prompts.check import check_name
 from dora.rpc.access import certified, check_certificate, may_call, roles_of
 from dora.rpc.errors import PermissionDenied, Unauthenticated
+from dora.rpc.roles import Role
 from dora.tls.certificate import Holder
 
 TURNS: Final = "Sessions/Turn"  # what requests do, as methods of a service: a certificate needs a role for them
@@ -21,15 +22,18 @@ class Call:
     """The caller of a request.
 
     ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
-    ``roles``: of the certificate, if that says which sessions it may open.
+    ``roles``: of the certificate, if that says which sessions it may open. ``is_own``: its key is that of the session.
     """
 
     holder: str
     session_id: str = ""
     roles: frozenset[str] = frozenset()
+    is_own: bool = False
 
     def check_opens(self) -> None:
         """Raises PermissionDenied if the caller may open no session."""
+        if self.is_own:
+            raise PermissionDenied("key", "a session's", "the front's: a session's key is for its own session")
         if self.roles and not any(may_call(role, OPENS) for role in certified(self.roles)):
             allowed = f"for {', '.join(roles_of(OPENS))}, or a call of a session that is open"
             raise PermissionDenied("certificate", f"for {', '.join(sorted(self.roles))}", allowed)
@@ -39,7 +43,7 @@ class Call:
 class Given:
     """The credentials and session of a request.
 
-    ``own``: the session whose key it has. ``method``: what the request does.
+    ``own``: the session whose key it has, which was compared. ``method``: what the request does.
     """
 
     key: str = ""
@@ -58,6 +62,10 @@ class Callers:
         self._key = key.encode()
         self._mutual = mutual
 
+    def is_fronts(self, key: str) -> bool:
+        """Returns whether it is the key of all clients."""
+        return bool(self._key) and is_same(key, self._key.decode())
+
     def call_of(self, given: Given) -> Call:
         """Raises Unauthenticated, PermissionDenied, and InvalidValue for the name of a session."""
         holder, roles = given.holder, frozenset[str]()
@@ -67,7 +75,9 @@ class Callers:
         if given.own:
             if given.session_id not in ("", given.own):
                 raise Unauthenticated("key", "(of another session)", f"the key of session {given.session_id}")
-            return Call(given.own, given.own, roles)
+            if not may_call(Role.SESSION, given.method):
+                raise PermissionDenied("key", "a session's", "the front's: a session's key is for its own session")
+            return Call(given.own, given.own, roles, is_own=True)
         self._check_key(given.key, has_role=bool(certified(roles)))
         if given.session_id:
             check_name(given.session_id, "session")
@@ -79,6 +89,6 @@ class Callers:
             if self._mutual and not has_role:
                 allowed = f"one for {', '.join(roles_of(TURNS))}, or a session's key"
                 raise Unauthenticated("certificate", "(without a role)", allowed)
-        elif not (has_role and not key) and not hmac.compare_digest(key.encode(errors="replace"), self._key):
+        elif not (has_role and not key) and not self.is_fronts(key):
             shown = "(another)" if key else MISSING
             raise Unauthenticated("key", shown, "the front's or a session's, as Authorization: Bearer KEY")

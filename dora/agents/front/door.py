@@ -5,27 +5,33 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
+from dora.agents.chat.rendering import Rendered
 from dora.agents.front.asked import MODEL, Wanted, version_of
 from dora.agents.front.callers import TURNS, Call, Callers, Given
 from dora.agents.front.errors import SessionClosed
 from dora.agents.front.figures import Figures
+from dora.agents.front.keys import KEY, is_same, opened_id, service_id_of, session_of
 from dora.agents.front.model import ServedModel
-from dora.agents.front.replays import Replays
+from dora.agents.front.replays import Replays, Shared
 from dora.agents.front.sessions import AgentSession, Verdict, ended_turn
 from dora.agents.front.source import Live, Opening, SessionHandle, SessionSource
 from dora.agents.front.turns import RunningTurn
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
+from dora.rpc.errors import Unauthenticated
 from dora.rpc.roles import Tokens
+from dora.system.crowd import Crowd
 from dora.tls.certificate import Holder
 from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.front")
 
+T = TypeVar("T")
 CLOSED_MAX: Final = 65536  # ended sessions that late calls are refused for; the oldest is forgotten first
 LIVE_S: Final = 1.0  # how old the list of versions may be
 
@@ -70,25 +76,36 @@ class Door:
         self.prefix_breaks: Counter[str] = Counter()
         self.figures = Figures()
         self.tokens = tokens
+        self.crowd = Crowd(self.limits.connections)
         self._source = source
+        self.takes_any_key = not key and not (tls is not None and tls.mutual)
         self._callers = Callers(key, mutual=tls is not None and tls.mutual)
-        self._sessions: dict[str, AgentSession | asyncio.Task[AgentSession]] = {}
-        self._groups: dict[str, asyncio.Task[list[AgentSession]]] = {}  # opened, until all their sessions are closed
-        self._by_key: dict[str, AgentSession] = {}
+        self._sessions: dict[str, AgentSession | Shared[AgentSession]] = {}
+        self._groups: dict[str, Shared[list[AgentSession]]] = {}  # opened, until all their sessions are closed
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._live: tuple[float, Live] | None = None
+        self._asking: Shared[Live] | None = None
 
     # ------------------------------------------------------------------------------------------------------- callers
 
-    def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
+    async def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
         """Returns who calls. ``session_id``: as header or path say. ``method``: what the request does.
 
         Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
         """
-        session = self._by_key.get(key)
-        return self._callers.call_of(Given(key, session_id, session.session_id if session else "", holder, method))
+        return self._callers.call_of(Given(key, session_id, await self._owner(key), holder, method))
+
+    async def _owner(self, key: str) -> str:
+        """Returns the session whose key it is; empty: it is no session's. Raises Unauthenticated."""
+        if not key.startswith(KEY) or self._callers.is_fronts(key):
+            return ""
+        found = session_of(key)
+        with suppress(NotFound):
+            if found and is_same(key, (await self.session(found)).key):
+                return found
+        raise Unauthenticated("key", "(of no open session)", "that of a session of this service")
 
     @contextmanager
     def in_flight(self, call: Call) -> Iterator[None]:
@@ -112,8 +129,21 @@ class Door:
     async def live(self) -> Live:
         now_s = time.monotonic()
         if self._live is None or self._live[0] < now_s - LIVE_S:
-            self._live = now_s, await self._source.live()
+            asking = self._asking = self._asking or Shared(self.spawn(self._source.live()))
+            try:
+                self._live = now_s, await asking.result()
+            finally:
+                self._asking = None
+            self.model.renderer.context_tokens = self._live[1].context_tokens
         return self._live[1]
+
+    async def rendered(self, wanted: Wanted) -> Rendered:
+        """Returns a chat as a prompt of its own. Raises InvalidValue."""
+        self._check(wanted)
+        await self.live()
+        return await self.model.beside(
+            partial(self.model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
+        )
 
     async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
         """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
@@ -125,6 +155,10 @@ class Door:
         came = self.figures.until_first_token()
         self._check(wanted)
         await self._check_model(wanted.model)
+        if wanted.messages and call.session_id not in self._sessions:  # a wrong one is refused before it waits
+            wanted = replace(wanted, prompt=await self.rendered(wanted))
+        given = wanted.token_ids if wanted.prompt is None else wanted.prompt.token_ids
+        self.model.renderer.check_tokens(len(given), wanted.max_tokens)
         if call.session_id:
             session = await self._session(call, wanted)
             session.used_s = time.monotonic()
@@ -140,19 +174,18 @@ class Door:
             one = replace(wanted, choices=1, sampling=wanted.sampling_of(number), prompt_logprobs=wants_prompt)
             session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
-            self._spawn(self._end_after(session, turns[-1]))
+            self.spawn(self._end_after(session, turns[-1]))
         return turns
 
     async def _begun(
         self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
     ) -> list[RunningTurn]:
-        before = session.tree.prefix_breaks.copy()
         turns = await session.begin(wanted, name)
         for turn in turns:
             turn.came = came
-        for reason, count in (session.tree.prefix_breaks - before).items():
-            self.prefix_breaks[reason] += count
-            log.warning("%s: a history was given anew: %s", session.session_id, reason)
+            if turn.prefix_break:
+                self.prefix_breaks[turn.prefix_break] += 1
+                log.warning("%s: a history was given anew: %s", session.session_id, turn.prefix_break)
         return turns
 
     def _check(self, wanted: Wanted) -> None:
@@ -166,7 +199,7 @@ class Door:
     async def _check_model(self, model: str) -> None:
         """Raises NotFound for the name of another model. The service refuses versions that are not live."""
         live = await self.live()
-        if model not in (MODEL, live.model) and version_of(model) is None:
+        if model not in (MODEL, live.model, self.model.reference) and version_of(model) is None:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
@@ -188,11 +221,12 @@ class Door:
 
         Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable.
         """
-        known = self._groups.get(opening.group)
+        while (known := self._groups.get(opening.group)) is not None and known.is_left:
+            await known.gone()
         if known is None:
             self._check_room(opening.size)
-            known = self._groups[opening.group] = self._spawn(self._open(opening))
-        sessions = await asyncio.shield(known)
+            known = self._groups[opening.group] = Shared(self.spawn(self._open(opening)))
+        sessions = await known.result()
         if len(sessions) != opening.size:
             raise Conflict("size", opening.size, f"{len(sessions)}, as in the group's first request", why="differs")
         return sessions
@@ -204,9 +238,14 @@ class Door:
         except BaseException:
             del self._groups[opening.group]
             raise
-        sessions = [self._made(each.session_id, each, defaults, opening.group) for each in handles]
-        for session in sessions:
-            self._sessions[session.session_id] = self._by_key[session.key] = session
+        sessions = []
+        for each in handles:
+            session_id = opened_id(each.session_id, each.capability)
+            known = self._sessions.get(session_id)
+            if not isinstance(known, AgentSession):  # no call has found it before
+                known = self._sessions[session_id] = self._made(session_id, each, defaults)
+            known.group = opening.group
+            sessions.append(known)
         return sessions
 
     async def withdraw(self, group: str) -> None:
@@ -231,14 +270,13 @@ class Door:
         return version_of(model)
 
     async def session(self, session_id: str) -> AgentSession:
-        """Returns an open session, also one that another front opened by its first call. Raises NotFound, Conflict for
-        one that has ended.
-        """
+        """Returns an open session, also of another front. Raises NotFound, SessionClosed."""
         self._check_open(session_id)
+        await self._settled(session_id)
         if session_id not in self._sessions:
             await self._find(session_id)
         found = self._sessions[session_id]
-        return await asyncio.shield(found) if isinstance(found, asyncio.Task) else found
+        return await found.result() if isinstance(found, Shared) else found
 
     def adopt(self, handle: SessionHandle) -> AgentSession:
         """Lets calls by its id reach a session that an environment drives, which ends it itself."""
@@ -272,11 +310,17 @@ class Door:
         """Returns the session of a call. One that nobody opened is opened by its first call."""
         session_id = call.session_id
         self._check_open(session_id)
-        if session_id not in self._sessions:
+        await self._settled(session_id)
+        if session_id not in self._sessions and not service_id_of(session_id) and not session_id.startswith(KEY):
             call.check_opens()
             self._check_room(1)
-            self._sessions[session_id] = self._spawn(self._opened(session_id, wanted))
+            self._sessions[session_id] = Shared(self.spawn(self._opened(session_id, wanted)))
         return await self.session(session_id)
+
+    async def _settled(self, session_id: str) -> None:
+        """Waits for the end of an opening whose clients have left."""
+        while isinstance(known := self._sessions.get(session_id), Shared) and known.is_left:
+            await known.gone()
 
     async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
         try:
@@ -286,21 +330,25 @@ class Door:
         except BaseException:
             del self._sessions[session_id]
             raise
-        session = self._made(session_id, handle, defaults)
-        self._sessions[session_id] = self._by_key[session.key] = session
+        session = self._sessions[session_id] = self._made(session_id, handle, defaults)
         return session
 
     async def _find(self, session_id: str) -> None:
         """Notes a session that another front opened. Raises NotFound."""
-        defaults = await self._defaults()
+        service_id, unknown = service_id_of(session_id), NotFound("session", session_id, "the id of an open session")
         try:
-            (handle,) = await self._source.find(session_id, 1)
+            if service_id:
+                handle = await self._source.find_opened(service_id)
+            else:
+                (handle,) = await self._source.find(session_id, 1)
         except NotFound:
-            raise NotFound("session", session_id, "the id of an open session") from None
+            raise unknown from None
+        if service_id and not is_same(session_id, opened_id(service_id, handle.capability)):
+            raise unknown
+        defaults = await self._defaults(handle.sampling if service_id else {})
         if session_id not in self._sessions:  # no call has found it meanwhile
             self._check_room(1)
-            session = self._made(session_id, handle, defaults)
-            self._sessions[session_id] = self._by_key[session.key] = session
+            self._sessions[session_id] = self._made(session_id, handle, defaults)
 
     async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
@@ -312,12 +360,11 @@ class Door:
         session_id: str,
         handle: SessionHandle,
         defaults: Mapping[str, Any],
-        group: str = "",
         *,
         is_driven: bool = False,
     ) -> AgentSession:
-        about: dict[str, Any] = {"group": group, "defaults": defaults, "is_driven": is_driven}
-        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self._spawn)
+        about: dict[str, Any] = {"defaults": defaults, "is_driven": is_driven}
+        return AgentSession(session_id, handle, self.model, **about, now_s=time.monotonic(), spawn=self.spawn)
 
     async def _abandon(self, session: AgentSession, reason: str) -> None:
         try:
@@ -335,15 +382,15 @@ class Door:
 
     def _forget(self, session: AgentSession) -> None:
         self._sessions.pop(session.session_id, None)
-        self._by_key.pop(session.key, None)
         self._closed[session.session_id] = None
         opened = self._groups.get(session.group)
-        if opened is not None and all(each.is_closed for each in opened.result()):
+        if opened is not None and all(each.is_closed for each in opened.task.result()):
             del self._groups[session.group]
         while len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begins work that ends with the front at the latest."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

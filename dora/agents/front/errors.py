@@ -58,7 +58,7 @@ def openai_body(error: DoraError) -> dict[str, Any]:
     status, kind = status_of(error)
     field = getattr(error, "field", "") or None
     code = "model_not_found" if field == "model" and status is HTTPStatus.NOT_FOUND else None
-    if field == "given_token_ids" and "max_model_len_tokens" in str(error):
+    if status is HTTPStatus.BAD_REQUEST and "max_model_len_tokens" in str(error):
         code = "context_length_exceeded"  # by which harnesses know that a session has no room, and end their loop
     return {"error": {"message": str(error), "type": kind, "param": field, "code": code or int(status)}}
 

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Final
 
 from aiohttp import web
@@ -14,7 +15,8 @@ from dora.agents.front.asked import Wanted
 from dora.agents.front.callers import TURNS, Call
 from dora.agents.front.door import Door
 from dora.agents.front.errors import TooLarge, headers_of, openai_body, status_of
-from dora.agents.front.replays import name_of
+from dora.agents.front.replays import Kept, Named, Shared
+from dora.agents.front.site import check_host, check_site
 from dora.agents.front.turns import Chunk, RunningTurn
 from dora.data.strict_json import read_json
 from dora.errors import DoraError, InvalidValue, described
@@ -29,33 +31,45 @@ TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
 TINKER_KEY: Final = "tml-"  # begins each key that Tinker's client accepts: the front's key, or a session's, follows
 DONE: Final = b"data: [DONE]\n\n"
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)  # dumps makes one a call
+_LINES: Final = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[DoraError], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """A request that has been read. ``name``: of it and its retries."""
+    """A request that has been read. ``kept``: it, for its retries, once its turns are asked."""
 
     door: Door
     call: Call
     body: Mapping[str, Any]
-    name: str
-    is_retry: bool
+    named: Named
+    kept: Kept | None = None
+    is_delivered: bool = False
 
     async def turns(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
         """Returns the turns of the request, those of its first call if it is a retry."""
-        now_s = asyncio.get_running_loop().time()
-        known = self.door.replays.find(self.name, now_s, is_retry=self.is_retry)
-        if known is not None:
-            return list(known)
-        turns = [turn for each in wanted for turn in await self.door.turns(self.call, each, self.name)]
-        request_id = self.body.get("request_id")
-        self.door.replays.keep(self.name, turns, now_s, request_id if isinstance(request_id, str) else "")
-        return turns
+        replays, now_s = self.door.replays, asyncio.get_running_loop().time()
+        self.kept = replays.find(self.named, now_s)
+        if self.kept is None:
+            said = self.body.get("request_id")
+            begun, request_id = Shared(self.door.spawn(self._begun(wanted))), said if isinstance(said, str) else ""
+            self.kept = Kept(self.named, request_id, now_s, begun)
+            replays.keep(self.kept)
+        return await self.kept.begun.result()
 
-    def delivered(self) -> None:
-        self.door.replays.delivered(self.name)
+    async def _begun(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
+        return [turn for each in wanted for turn in await self.door.turns(self.call, each, self.named.name)]
+
+    def ended(self, *, failed: bool) -> None:
+        """Notes the end of the reply. One that has failed is not kept for retries."""
+        if self.kept is not None:
+            self.door.replays.ended(self.kept, delivered=self.is_delivered)
+            if failed:
+                self.door.replays.forget(self.kept)
+
+
+ASKED: Final = web.RequestKey("asked", Asked)
 
 
 async def read_asked(request: web.Request, *, is_verdict: bool = False) -> Asked:
@@ -64,16 +78,17 @@ async def read_asked(request: web.Request, *, is_verdict: bool = False) -> Asked
     """
     door, call = request.app[DOOR], request[CALL]
     body = await read_body(request)
-    said = request.headers.get("Idempotency-Key", "")
-    retries = request.headers.get("x-stainless-retry-count", "0")
-    name = name_of(call.holder, request.path, said, body)
+    key, retries = request.headers.get("Idempotency-Key", ""), request.headers.get("x-stainless-retry-count", "0")
     value = {} if not body else read_json(_mended(body) if is_verdict else _text(body), "body", door.limits.body_bytes)
     if not isinstance(value, dict):
         raise InvalidValue("body", body[:80], "a JSON object")
-    return Asked(door, call, value, name, bool(said) or retries not in ("", "0"))
+    asked = request[ASKED] = Asked(
+        door, call, value, Named(call, request.path, sha256(body).hexdigest(), key, retries not in ("", "0"))
+    )
+    return asked
 
 
-def caller_of(request: web.Request, method: str = TURNS) -> Call:
+async def caller_of(request: web.Request, method: str = TURNS) -> Call:
     """Returns who calls, by certificate, key, header and path. The path wins: clients such as verifiers send a header
     of their own. ``method``: what the request does.
 
@@ -85,7 +100,7 @@ def caller_of(request: web.Request, method: str = TURNS) -> Call:
     if TINKER in request.path:
         key = key.removeprefix(TINKER_KEY)
     holder = None if door.tls is None else door.tls.holder(request.transport)
-    return door.caller(key, path or header, holder, method)
+    return await door.caller(key, path or header, holder, method)
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -132,11 +147,16 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
+            if request.app[DOOR].takes_any_key:
+                check_host(request)
+            check_site(request)
             if method == READS:
-                check_reader(request)
+                await check_reader(request)
+                request.app[DOOR].crowd.prove(request.transport)
                 return await handler(request)
-            call = request[CALL] = caller_of(request, method)
-            with request.app[DOOR].in_flight(call):
+            call = request[CALL] = await caller_of(request, method)
+            request.app[DOOR].crowd.prove(request.transport)
+            with request.app[DOOR].in_flight(call), _kept(request):
                 return await handler(request)
         except DoraError as error:
             status, kind = status_of(error)
@@ -148,20 +168,37 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
     return handle
 
 
-def check_reader(request: web.Request) -> None:
+@contextmanager
+def _kept(request: web.Request) -> Iterator[None]:
+    """Notes how a request's reply ends, for its retries."""
+    failed = True
+    try:
+        yield
+        failed = False
+    except (asyncio.CancelledError, ConnectionError):  # its client has left
+        failed = False
+        raise
+    finally:
+        if (asked := request.get(ASKED)) is not None:
+            asked.ended(failed=failed)
+
+
+async def check_reader(request: web.Request) -> None:
     """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
     certificate or token, otherwise the key of agents.
     """
     door = request.app[DOOR]
     key = bearer_of(request.headers.get("Authorization", ""))
     if door.tls is None:
-        door.caller(key, "")
+        await door.caller(key, "")
     else:
         check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
 
 
 def encoded(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    """Returns JSON on one line, for clients too that end lines wherever Unicode does."""
+    text = _ENCODER.encode(value)
+    return (text if text.isascii() else text.translate(_LINES)).encode()
 
 
 def event(value: Any, name: str = "") -> bytes:
@@ -177,7 +214,7 @@ async def whole(request: web.Request, asked: Asked, version: int, body: Mapping[
     await response.prepare(request)
     await response.write_eof()
     if request.transport is not None and not request.transport.is_closing():
-        asked.delivered()
+        asked.is_delivered = True
     return response
 
 
@@ -195,7 +232,7 @@ async def streamed(
                 await response.write(first)
                 async for each in events:
                     await response.write(each)
-                asked.delivered()
+                asked.is_delivered = True
             except DoraError as error:
                 await response.write(event(body_of(error)))
             await response.write_eof()

@@ -1,68 +1,136 @@
 """Retries: a request that comes again gets the turns of its first call."""
 
+import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
+from dora.agents.front.callers import Call
 from dora.agents.front.turns import RunningTurn
+from dora.errors import Conflict
 
 KEPT_S: Final = 600.0
 KEPT_MAX: Final = 4096  # requests; the oldest is forgotten first
 
+T = TypeVar("T")
 
-@dataclass(slots=True)
-class _Kept:
-    turns: Sequence[RunningTurn]
+
+class Shared(Generic[T]):
+    """Work that several requests wait for. It is cancelled when the last of them has left."""
+
+    def __init__(self, task: asyncio.Task[T]) -> None:
+        self.task = task
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have left
+        self.is_left = False
+        self._waiting = 0
+
+    async def result(self) -> T:
+        """Waits for the end. Raises what the work raises."""
+        self._waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not self.task.done():
+                self.is_left = True
+                self.task.cancel()
+
+    async def gone(self) -> None:
+        """Waits for the end of work that was cancelled."""
+        await asyncio.wait({self.task})
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What identifies a request. ``key``: of its client; empty: it gave none. ``is_retry``: its client says so."""
+
+    call: Call
+    route: str
+    digest: str  # of its body
+    key: str = ""
+    is_retry: bool = False
+
+    @property
+    def name(self) -> str:
+        """The same for the request and its retries: by its key, or else by its content."""
+        parts = (self.call.holder, self.call.session_id, self.route, bool(self.key), self.key or self.digest)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A request and its turns. ``readers``: of its reply. ``is_left``: its client has gone without a whole reply."""
+
+    asked: Named
+    request_id: str  # its client's name for it
     at_s: float
-    request_id: str = ""  # its client's name for it
-    delivered: bool = False
+    begun: Shared[list[RunningTurn]]
+    readers: int = 1
+    is_left: bool = False
+
+    @property
+    def turns(self) -> Sequence[RunningTurn]:
+        return self.begun.task.result() if self.begun.task.done() and not self._has_failed else ()
+
+    @property
+    def _has_failed(self) -> bool:
+        task = self.begun.task
+        return self.begun.is_left or (task.done() and (task.cancelled() or task.exception() is not None))
+
+    @property
+    def is_of_use(self) -> bool:
+        return not self._has_failed and not any(turn.error is not None for turn in self.turns)
 
 
 class Replays:
-    """The turns of the latest requests, by who asked and what."""
+    """The latest requests, by who asked and what."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._ids: dict[str, str] = {}  # the names of requests by their clients' ids
+        self._kept: dict[Kept, None] = {}  # the oldest first
+        self._named: dict[str, list[Kept]] = {}
 
-    def find(self, name: str, now_s: float, *, is_retry: bool) -> Sequence[RunningTurn] | None:
-        """Returns the turns of the same request. ``is_retry``: its client says that it is one; else it is one only if
-        the first call's reply was not delivered whole.
+    def find(self, asked: Named, now_s: float) -> Kept | None:
+        """Returns the first call of a request, and notes another reader of it; None: there was none.
+
+        A request with a key is the one with that key. Without one, equal requests may be of several agents, so a
+        repetition gets the turns of a call whose client has gone, and no other does. Within a session it may also say
+        that it is a retry. Raises Conflict for a key that another request has.
         """
-        self._forget(now_s)
-        kept = self._kept.get(name)
-        if kept is None or not (is_retry or (not kept.delivered and all(turn.has_ended for turn in kept.turns))):
-            return None
-        return None if any(turn.error is not None for turn in kept.turns) else kept.turns
+        while self._kept and (len(self._kept) > KEPT_MAX or next(iter(self._kept)).at_s < now_s - KEPT_S):
+            self.forget(next(iter(self._kept)))
+        known = [kept for kept in self._named.get(asked.name, ()) if kept.is_of_use]
+        left = [kept for kept in known if kept.is_left]
+        found = (left or known if asked.key or (asked.is_retry and asked.call.session_id) else left)[:1]
+        for kept in found:
+            if kept.asked.digest != asked.digest:
+                why = "has been used for another request"
+                raise Conflict("Idempotency-Key", asked.key, "another key for each request", why)
+            kept.is_left, kept.readers = False, kept.readers + 1
+            return kept
+        return None
 
-    def named(self, request_id: str) -> Sequence[RunningTurn]:
-        """Returns the turns of the request that its client called so; none if there is no such request."""
-        name = self._ids.get(request_id, "")
-        return self._kept[name].turns if name in self._kept else ()
+    def keep(self, kept: Kept) -> None:
+        self._kept[kept] = None
+        self._named.setdefault(kept.asked.name, []).append(kept)
 
-    def keep(self, name: str, turns: Sequence[RunningTurn], now_s: float, request_id: str = "") -> None:
-        self._kept[name] = _Kept(turns, now_s, request_id)
-        if request_id:
-            self._ids[request_id] = name
-        self._kept.move_to_end(name)
-        self._forget(now_s)
+    def ended(self, kept: Kept, *, delivered: bool) -> None:
+        """Notes the end of one reading of a reply, and whether its client has got it whole."""
+        kept.readers -= 1
+        kept.is_left = not (delivered or kept.readers)
 
-    def delivered(self, name: str) -> None:
-        """Notes that a client has got a reply whole."""
-        if name in self._kept:
-            self._kept[name].delivered = True
+    def forget(self, kept: Kept) -> None:
+        """Forgets a request. Its retries are requests of their own."""
+        if self._kept.pop(kept, self) is None:
+            self._named[kept.asked.name].remove(kept)
+            if not self._named[kept.asked.name]:
+                del self._named[kept.asked.name]
 
-    def _forget(self, now_s: float) -> None:
-        while self._kept and (len(self._kept) > KEPT_MAX or next(iter(self._kept.values())).at_s < now_s - KEPT_S):
-            _, kept = self._kept.popitem(last=False)
-            self._ids.pop(kept.request_id, None)
-
-
-def name_of(holder: str, route: str, key: str, body: bytes) -> str:
-    """Names a request: by the key that its client gave, or else by its content."""
-    said = key.encode() if key else body
-    return hashlib.blake2b(
-        said, digest_size=16, key=hashlib.sha256(f"{holder} {route} {bool(key)}".encode()).digest()
-    ).hexdigest()
+    def called(self, call: Call, request_id: str) -> Sequence[RunningTurn]:
+        """Returns the turns of a caller's requests that its client has named so: of its session, if it has one."""
+        own = [
+            kept
+            for kept in self._kept
+            if (kept.asked.call.session_id, kept.request_id) == (call.session_id, request_id)
+        ]
+        return [turn for kept in own if kept.asked.call.holder == call.holder for turn in kept.turns]

@@ -3,12 +3,12 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from dora.agents.front.source import Live, Opening, Sampled
@@ -22,6 +22,9 @@ from dora.tls import Tls
 
 log = logging.getLogger("dora.front")
 
+T = TypeVar("T")
+REFUSED_S: Final = 10.0  # how long a call is repeated that the connection refuses
+_REFUSALS: Final = ("RST_STREAM", "GOAWAY", "Stream removed", "Socket closed", "Connection reset")  # gRPC's words of it
 RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
 LEAVE_S: Final = 2.0  # how long a front that is stopped waits for the service to note it
@@ -43,6 +46,14 @@ class ServiceSession:
     @property
     def version(self) -> int:
         return self.session.version
+
+    @property
+    def capability(self) -> bytes:
+        return self.session.capability
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        return self.session.sampling
 
     @property
     def token_ids(self) -> list[int]:
@@ -109,11 +120,33 @@ class ServiceSession:
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
     ) -> None:
-        await self.session.end(reward, components=components, turn_rewards=turn_rewards, log=log)
+        about: dict[str, Any] = {"components": components, "turn_rewards": turn_rewards, "log": log}
+        await _repeated(lambda: self.session.end(reward, **about))
 
     async def give_up(self, reason: str) -> None:
         """Cancels the group: another session in its place would have nobody who drives it."""
         await self.take_back(self.session.prompt_id, reason)
+
+
+async def _repeated(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Repeats a call that the connection has refused; each may be. The service itself is away only if that lasts."""
+    patience = Patience(REFUSED_S)
+    while True:
+        try:
+            return await call()
+        except ServiceUnavailable as error:
+            if not any(words in str(error) for words in _REFUSALS):
+                raise
+            await patience.wait(error)
+
+
+async def _in_time(name: str, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    try:
+        async with asyncio.timeout(ADMIT_S):
+            return await _repeated(find)
+    except TimeoutError:
+        allowed = "asked later: its turn is under way, or the window is full"
+        raise LimitExceeded("session", name, allowed) from None
 
 
 def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
@@ -132,7 +165,7 @@ class Service:
         self._sessions = Sessions(address, token, tls=tls)
 
     async def live(self) -> Live:
-        served = await self._sessions.describe()
+        served = await _repeated(self._sessions.describe)
         sampling = {name: getattr(served.sampling, name) for name in PARAMETERS if name not in ("seed", "max_tokens")}
         context_tokens = served.max_model_len_tokens
         return Live(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
@@ -143,13 +176,11 @@ class Service:
 
     async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
         """Returns the sessions of a group that was opened before. It stays open whatever happens to this call."""
-        try:
-            async with asyncio.timeout(ADMIT_S):
-                sessions = await self._sessions.open(Prompt(group, "", ()), size, again=True)
-        except TimeoutError:
-            allowed = "asked later: its turn is under way, or the window is full"
-            raise LimitExceeded("group", group, allowed) from None
+        sessions = await _in_time(group, lambda: self._sessions.open(Prompt(group, "", ()), size, again=True))
         return [ServiceSession(session, self._take_back) for session in sessions]
+
+    async def find_opened(self, session_id: str) -> ServiceSession:
+        return ServiceSession(await _in_time(session_id, lambda: self._sessions.find(session_id)), self._take_back)
 
     @asynccontextmanager
     async def told_of(self, url: str) -> AsyncIterator[None]:
@@ -203,7 +234,7 @@ class Service:
         prompt = Prompt(opening.group, opening.task, (), **given)
         while True:
             try:
-                return await self._sessions.open(prompt, opening.size, version=opening.version)
+                return await _repeated(lambda: self._sessions.open(prompt, opening.size, version=opening.version))
             except LimitExceeded as error:
                 if error.field != "version":
                     raise
@@ -222,7 +253,7 @@ class Service:
 
     async def withdraw(self, group: str, reason: str) -> None:
         with suppress(NotFound):
-            await self._sessions.withdraw(group, reason)
+            await _repeated(lambda: self._sessions.withdraw(group, reason))
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,13 +4,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
-from dora.agents.chat.tree import Ask, Place, SessionTree
+from dora.agents.chat.tree import BREAKS, Ask, Place, SessionTree
 from dora.agents.front.asked import Wanted, version_of
 from dora.agents.front.errors import SessionClosed
+from dora.agents.front.keys import key_of
 from dora.agents.front.model import ServedModel
 from dora.agents.front.source import Sampled, SessionHandle
 from dora.agents.front.turns import RunningTurn, Texts
@@ -68,15 +70,13 @@ class AgentSession:
         handle: SessionHandle,
         model: ServedModel,
         *,
-        group: str = "",
         defaults: Mapping[str, Any],
         now_s: float,
         spawn: Callable[[Any], asyncio.Task[None]],
         is_driven: bool = False,
     ) -> None:
         self.session_id = session_id
-        self.group = group  # of an opening; empty: its first call has opened it
-        self.key = f"dora-{secrets.token_urlsafe(24)}"
+        self.group = ""  # of an opening; empty: its first call has opened it
         self.version = handle.version
         self.tree = SessionTree(model.renderer)
         self.used_s = now_s
@@ -100,6 +100,10 @@ class AgentSession:
         self._spawn = spawn
         self._asking = asyncio.Lock()  # a service begins the turns of a session one after another
 
+    @property
+    def key(self) -> str:
+        return key_of(self.session_id, self._handle.capability)
+
     async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
         """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
 
@@ -109,29 +113,27 @@ class AgentSession:
         self._check(wanted)
         restored, self._restored = self._restored, ""
         if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
-            return [self._replayed(wanted, self._handle.last)]
-        asks: list[Ask] = []
-        try:
-            for _ in range(wanted.choices):
-                asks.append(self._ask(wanted))
-        except DoraError:
-            for ask in asks:
-                self.tree.dropped(ask, was_asked=False)
-            raise
+            return [await self._replayed(wanted, self._handle.last)]
+        if wanted.token_ids:
+            asks = [self.tree.ask_tokens(wanted.token_ids) for _ in range(wanted.choices)]
+        else:
+            plan = self.tree.plan(wanted.messages, wanted.tools, wanted.options, wanted.prompt)
+            if not plan.is_rendered:  # a session that was just opened begins at once, whoever leaves
+                await self._model.beside(plan.rendered)
+                self._check(wanted)  # the session may have ended meanwhile
+            asks = [self.tree.begin(plan) for _ in range(wanted.choices)]
         return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
 
-    def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+    async def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
         """Returns a turn that another front began, and notes in the tree what its client is told."""
-        ask = self.tree.ask_restored(wanted.messages, wanted.tools, wanted.options)
+        work = partial(self._model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
+        prompt = wanted.prompt or (await self._model.beside(work) if wanted.messages else None)
+        about = (wanted.messages, wanted.tools, wanted.options)
+        ask = self.tree.ask_restored(*about, is_thinking=prompt is not None and prompt.is_thinking)
         turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
         turn.add(last)
         self._answered(wanted, ask, turn)
         return turn
-
-    def _ask(self, wanted: Wanted) -> Ask:
-        if wanted.token_ids:
-            return self.tree.ask_tokens(wanted.token_ids)
-        return self.tree.ask(wanted.messages, wanted.tools, wanted.options)
 
     def _check(self, wanted: Wanted) -> None:
         if self.is_closed:
@@ -156,6 +158,7 @@ class AgentSession:
             self._origins[ask.branch] = ask.origin.branch
         sampling = self._sampling_of(wanted, number)
         turn = self._running(wanted, ask, sampling)
+        turn.prefix_break = ask.reason if ask.begins and ask.reason in BREAKS else ""
         self.turns += 1
         self.begun.set()
         self.idle.clear()
@@ -176,6 +179,7 @@ class AgentSession:
         if not wanted.token_ids or wanted.is_text:
             parser = ReplyParser(
                 model.tools if wanted.calls else None,
+                wanted.tools,
                 is_thinking=ask.is_thinking,
                 new_id=new_call_id,
                 is_plain=bool(wanted.token_ids),

@@ -55,6 +55,16 @@ class SessionHandle(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def capability(self) -> bytes:
+        """A secret of the service and its fronts, the same for all of them: a session's key follows from it."""
+        ...
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """The parameters of its opening."""
+        ...
+
+    @property
     def token_ids(self) -> Sequence[int]:
         """The tokens of the present branch up to the end of the last turn: of a session that another front began."""
         ...
@@ -123,6 +133,10 @@ class SessionSource(Protocol):
         Raises NotFound if none was opened or a step has trained on it, Conflict for another size, LimitExceeded if a
         turn takes long or the window is full for long, ServiceUnavailable.
         """
+        ...
+
+    async def find_opened(self, session_id: str) -> SessionHandle:
+        """Returns a session of a group that any front has opened, at the end of its turn. Raises as ``find``."""
         ...
 
     async def open(self, opening: Opening) -> Sequence[SessionHandle]:

@@ -9,6 +9,7 @@ from typing import Final, Literal
 from dora.agents.chat.reply import Piece, Reply, ReplyParser
 from dora.agents.chat.text import TextStream
 from dora.agents.front.source import Sampled
+from dora.data.stops import first_stop
 from dora.data.types import FinishReason
 from dora.errors import DoraError
 
@@ -33,6 +34,7 @@ class Texts:
         self._stream = stream
         self._parser = parser
         self._ends = ends
+        self._stops = stops
         self._held = max(map(len, stops), default=1) - 1  # characters that may be the beginning of a stop string
         self._text = ""  # decoded, and held back
 
@@ -42,13 +44,15 @@ class Texts:
         is_last = sampled.finish_reason is not None
         if is_last and not sampled.stop and token_ids and token_ids[-1] in self._ends:
             token_ids = token_ids[:-1]
-        self._text += self._stream.push(token_ids)
+        before = self._stream.push(token_ids[:-1])
+        searched = len(self._text) + len(before)  # a stop string ends within the text of the last token
+        self._text += before + self._stream.push(token_ids[-1:])
         if not is_last:
             ready, self._text = self._cut(len(self._text) - self._held)
             return self._parser.push(ready), None
         self._text += self._stream.end()
-        at = self._text.rfind(sampled.stop) if sampled.stop else -1
-        ready, _ = self._cut(len(self._text) if at < 0 else at)
+        found = first_stop(self._text, self._stops, searched) if sampled.stop else None
+        ready, _ = self._cut(len(self._text) if found is None else found[0])
         first = self._parser.push(ready)
         last, reply = self._parser.end()
         return Piece(first.content + last.content, first.reasoning + last.reasoning), reply
@@ -72,6 +76,7 @@ class RunningTurn:
     prompt_logprobs: Sequence[float] = ()  # of the prompt's tokens but the first, if they were asked for
     reply: Reply | None = None
     error: DoraError | None = None
+    prefix_break: str = ""  # why its history was given anew: a key of BREAKS
     came: Callable[[], None] | None = None  # is called with the first token
     _chunks: list[Chunk] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

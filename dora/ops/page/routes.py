@@ -15,6 +15,7 @@ from aiohttp import web
 from dora.agents.front.app import Mount
 from dora.agents.front.errors import TooLarge, status_of
 from dora.agents.front.http import DOOR
+from dora.agents.front.site import check_site
 from dora.client import Operator
 from dora.client.connection import COUNT_MAX
 from dora.data.strict_json import read_json
@@ -98,6 +99,7 @@ def _signed_in(handler: Handler) -> Callable[[web.Request], Awaitable[web.Stream
         try:
             browser = await request.app[BROWSERS].find(request.cookies.get(COOKIE, ""))
             if browser is not None:
+                request.app[DOOR].crowd.prove(request.transport)
                 found = await handler(request, browser)
                 await request.app[BROWSERS].trim()
                 return found
@@ -133,7 +135,7 @@ async def _to_page(request: web.Request) -> web.Response:
 async def _sign_in(request: web.Request) -> web.Response:
     """Takes a token once, by a form."""
     try:
-        _check_site(request)
+        check_site(request, form=True)
         form = parse_qs((await _body(request)).decode("ascii", "replace"), max_num_fields=8)
         cookie = await request.app[BROWSERS].sign_in(form.get("token", [""])[0].strip())
     except DoraError as error:
@@ -145,6 +147,7 @@ async def _sign_in(request: web.Request) -> web.Response:
 
 
 async def _sign_out(request: web.Request, browser: Browser) -> web.Response:
+    check_site(request, form=True)
     form = parse_qs((await _body(request)).decode("ascii", "replace"), max_num_fields=8)
     _check_csrf(form.get("csrf", [""])[0], browser)
     request.app[BROWSERS].forget(request.cookies[COOKIE])
@@ -227,7 +230,7 @@ async def _shown(operator: Operator, trajectory_id: str) -> ShownTrajectory | No
 
 async def _act(request: web.Request, browser: Browser) -> web.Response:
     _check_csrf(request.headers.get(CSRF, ""), browser)
-    _check_site(request)
+    check_site(request)
     body = await _body(request)
     try:
         asked = read_json(body.decode(), "body", BODY_MAX)
@@ -285,13 +288,6 @@ def _number(request: web.Request, name: str) -> int:
 def _check_csrf(given: str, browser: Browser) -> None:
     if not is_same(given, browser.csrf):
         raise PermissionDenied("request", "(from elsewhere)", f"one of the page itself, with its {CSRF}")
-
-
-def _check_site(request: web.Request) -> None:
-    """Browsers say where a request comes from, over connections that they trust."""
-    site = request.headers.get("Sec-Fetch-Site", "same-origin")
-    if site not in ("same-origin", "none"):
-        raise PermissionDenied("request", f"({site})", "one of the page itself")
 
 
 def _wants_html(request: web.Request) -> bool:

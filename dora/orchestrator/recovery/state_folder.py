@@ -43,6 +43,7 @@ class Identity:
     address: str = ""
     token: str = field(default="", repr=False)
     kv_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    session_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     run: str = field(default_factory=lambda: secrets.token_hex(16))  # of this run; its record has the same
     place: str = ""  # of the state folder: a copy is at another one
     record: str = ""  # the folder of the last incarnation's record
@@ -52,13 +53,14 @@ class Identity:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a file that no service wrote."""
-        named = (self.address, self.token, self.kv_secret, self.run, self.place)
+        named = (self.address, self.token, self.kv_secret, self.session_secret, self.run, self.place)
         texts = (*named, self.record, self.begun_from, self.source)
         if not (all(isinstance(text, str) for text in texts) and isinstance(self.content, dict)):
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
             raise ValueError("a digest is no text")
         bytes.fromhex(self.kv_secret)
+        bytes.fromhex(self.session_secret)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """The gRPC service for environments: ended turns out, next turns, ends and failures in."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from dora.orchestrator.rollout.responses.session_paths import places, shift_of
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder, check_line
 from dora.orchestrator.rollout.telemetry import Telemetry
-from dora.orchestrator.services.opening import Opening
+from dora.orchestrator.services.capabilities import Capabilities
+from dora.orchestrator.services.opening import OPENED, Opening
 from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
@@ -46,6 +48,7 @@ class SessionService(stubs.SessionsServicer):
     _fronts: Fronts
     _opening: Opening
     _limits: TurnLimits
+    _capabilities: Capabilities
 
     async def Attend(self, request: pb.AttendRequest, context: ServicerContext) -> AsyncIterator[pb.SessionTurn]:
         check_name(request.environment, "environment")
@@ -70,12 +73,24 @@ class SessionService(stubs.SessionsServicer):
                 await self._journal.settled()  # a caller acts on no turn that a crash could undo
                 if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
                     continue
-                yield _session_turn(entry)
+                yield self._session_turn(entry)
 
     def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
         """The sessions of an opened group that have ended."""
         groups = (entries for _, entries in self._buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
-        return [_session_turn(each) for entries in groups for each in entries if each.is_closed]
+        return [self._session_turn(each) for entries in groups for each in entries if each.is_closed]
+
+    async def FindSession(self, request: pb.FindSessionRequest, context: ServicerContext) -> pb.SessionTurn:
+        entry = self._session(request.session_id)
+        if not entry.prompt.environment.startswith(OPENED):
+            raise NotFound("session_id", request.session_id[:80], "that of a session that Open has opened")
+        with self._environments.reading(entry.request_id, whole_turns=True) as changed:
+            while not entry.is_closed and not self._environments.is_idle(entry):
+                self._session(request.session_id)
+                changed.clear()
+                await changed.wait()
+        await self._journal.settled()
+        return self._session_turn(entry)
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
         self._opening.withdraw(request)
@@ -87,6 +102,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
         entry, journal, buffer = self._session(request.session_id), self._journal, self._buffer
+        self._capabilities.check(entry.request_id, request.capability)
         if request.turn > len(entry.given):
             order = TurnOrder.parse(request, entry, self._limits)
             self._core.post(order.event, lambda: journal.session(entry, buffer.give(order, time.time())))
@@ -116,6 +132,7 @@ class SessionService(stubs.SessionsServicer):
 
     async def EndSession(self, request: pb.EndSessionRequest, context: ServicerContext) -> pb.EndSessionReply:
         entry = self._session(request.session_id)
+        self._capabilities.check(entry.request_id, request.capability)
         reward = _reward(request, len(entry.given))
         if entry.is_closed:
             if reward is not None and entry.reward != reward:
@@ -133,10 +150,13 @@ class SessionService(stubs.SessionsServicer):
 
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
         entry = self._session(request.session_id)
+        self._capabilities.check(entry.request_id, request.capability)
         check_line("reason", request.reason, REASON_MAX, least=1)
         fault = next((each for each in get_args(on.Fault) if each == (request.fault or "session")), None)
         if fault is None:
             raise InvalidValue("fault", request.fault[:80], ", ".join(get_args(on.Fault)))
+        if fault != "session" and self._capabilities.needed():
+            raise InvalidValue("fault", fault, "session: a caller of the role session answers for its own alone")
         self._core.post(on.SessionFailed(entry.request_id, request.reason, fault))
         await self._journal.settled()
         members = (self._evaluations if entry.is_evaluation else self._buffer).members(entry.group_id)
@@ -152,6 +172,9 @@ class SessionService(stubs.SessionsServicer):
         with self._fronts.serving(front):
             yield pb.FrontNoted()
             await asyncio.Event().wait()  # until the front leaves
+
+    def _session_turn(self, entry: ResponseState) -> pb.SessionTurn:
+        return _session_turn(entry, self._capabilities.of(entry.request_id))
 
     def _session(self, session_id: str) -> ResponseState:
         entry = self._buffer.get(session_id)
@@ -178,10 +201,10 @@ def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: 
     )
 
 
-def _session_turn(entry: ResponseState) -> pb.SessionTurn:
+def _session_turn(entry: ResponseState, capability: bytes) -> pb.SessionTurn:
     """A session as it stands."""
     turn = len(entry.given)
-    tokens, begin = _tokens(entry, turn), _begin(entry)
+    tokens, begin = _tokens(entry, turn), _begin(entry, capability)
     return pb.SessionTurn(session_id=entry.request_id, turn=turn, tokens=tokens, begin=begin, ended=entry.is_closed)
 
 
@@ -190,7 +213,7 @@ def _earlier(entry: ResponseState, turn: int) -> bytes:
     return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
 
 
-def _begin(entry: ResponseState) -> pb.SessionBegin:
+def _begin(entry: ResponseState, capability: bytes) -> pb.SessionBegin:
     return pb.SessionBegin(
         group_id=entry.group_id,
         prompt_id=entry.prompt.prompt_id,
@@ -202,6 +225,8 @@ def _begin(entry: ResponseState) -> pb.SessionBegin:
         earlier_token_ids=_earlier(entry, len(entry.given)),
         given_name=entry.given[-1].name if entry.given else "",
         is_evaluation=entry.is_evaluation,
+        capability=capability,
+        sampling_json=json.dumps(dict(entry.prompt.sampling)),
     )
 
 

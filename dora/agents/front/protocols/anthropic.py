@@ -53,8 +53,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """Counts the tokens of a chat as a prompt of its own."""
     asked = await read_asked(request)
     wanted = chat_wanted(chat_of(asked.body))
-    rendered = asked.door.model.renderer.prompt(wanted.messages, wanted.tools, wanted.options)
-    return web.json_response({"input_tokens": len(rendered.token_ids)})
+    return web.json_response({"input_tokens": len((await asked.door.rendered(wanted)).token_ids)})
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """OpenAI's ``/v1/completions``. Source: the OpenAI API reference; vLLM's ``entrypoints/openai/completion``."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -24,7 +26,9 @@ from dora.agents.front.turns import RunningTurn
 async def completions(request: web.Request) -> web.StreamResponse:
     asked = await read_asked(request)
     model = asked.door.model
-    prompts = completion_wanted(asked.body, model.tokenizer.encode)
+    await asked.door.live()
+    encode = partial(model.renderer.encode, special_tokens=True)
+    prompts = await model.beside(partial(completion_wanted, asked.body, encode))
     wanted = prompts[0]
     turns = await asked.turns(prompts)
     if wanted.stream:
@@ -60,11 +64,12 @@ def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn, 
 
 
 def _logprobs(
-    model: ServedModel, wanted: Wanted, token_ids: Sequence[int], logprobs: Sequence[float]
+    model: ServedModel, wanted: Wanted, token_ids: Sequence[int], logprobs: Sequence[float], first: int = 0
 ) -> dict[str, Any]:
+    """``first``: characters of the tokens before these."""
     texts = [token_text(model, wanted, each) for each in token_ids]
     values = list(map(finite, logprobs))
-    offsets = [0]
+    offsets = [first]
     for text in texts[:-1]:
         offsets.append(offsets[-1] + len(text))
     top = [{text: value} for text, value in zip(texts, values, strict=True)]
@@ -74,12 +79,13 @@ def _logprobs(
 async def _events(
     model: ServedModel, wanted: Wanted, turns: Sequence[RunningTurn], prompts: int
 ) -> AsyncIterator[bytes]:
-    shared, begun = head("text_completion", "cmpl", turns), set[int]()
+    shared, begun, characters = head("text_completion", "cmpl", turns), set[int](), Counter[int]()
     async for number, chunk in merged(turns):
         turn = turns[number]
         choice: dict[str, Any] = {"index": number, "text": chunk.piece.content, "logprobs": None, "finish_reason": None}
         if wanted.logprobs:
-            choice["logprobs"] = _logprobs(model, wanted, chunk.token_ids, chunk.logprobs)
+            said = _logprobs(model, wanted, chunk.token_ids, chunk.logprobs, characters[number])
+            choice["logprobs"], characters[number] = said, characters[number] + sum(map(len, said["tokens"]))
         if wanted.returns_ids:
             choice["token_ids"] = chunk.token_ids
             if number not in begun:

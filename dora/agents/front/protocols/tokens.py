@@ -51,13 +51,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """Ends requests for their clients with what they have. A session of one turn is given up."""
+    """Ends the caller's own requests with what they have. A session of one turn is given up."""
     asked = await read_asked(request)
     ids = asked.body.get("request_ids")
     if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
         raise InvalidValue("request_ids", ids, "a list of texts")
     for each in ids:
-        for turn in asked.door.replays.named(each.removeprefix(_PREFIX)):
+        for turn in asked.door.replays.called(asked.call, each.removeprefix(_PREFIX)):
             turn.abort()
     return web.Response()
 

@@ -115,15 +115,20 @@ def _given(
     room = limits.context_tokens - prompt - before - 1  # one is sampled at least
     count = len(request.given_token_ids) // convert.TOKEN_ID_BYTES
     if not 1 <= count <= room:  # before anything is decoded
-        has = f"the session has {prompt + before} of workers.max_model_len_tokens {limits.context_tokens}"
-        raise InvalidValue("given_token_ids", f"{count} tokens" if count else MISSING, f"1 to {room} tokens: {has}")
+        allowed = f"1 to {room} tokens" if room > 0 else "none: the session has no room for another turn"
+        allowed += f"; it has {prompt + before} of workers.max_model_len_tokens {limits.context_tokens}"
+        raise InvalidValue("given_token_ids", f"{count} tokens" if count else MISSING, allowed)
     given = convert.token_ids_from_wire(request.given_token_ids, "given_token_ids")
     if limits.vocab_size and not 0 <= min(given) <= max(given) < limits.vocab_size:
         raise InvalidValue("given_token_ids", [min(given), max(given)], f"ids from 0 to {limits.vocab_size - 1}")
     most = room - count + 1
     max_tokens = request.max_tokens or min(most, entry.sampling.max_tokens)
     if max_tokens > most:
-        raise InvalidValue("max_tokens", max_tokens, f"at most {most}, which the context has room for")
+        raise InvalidValue(
+            "max_tokens",
+            max_tokens,
+            f"at most {most}, for which workers.max_model_len_tokens {limits.context_tokens} has room",
+        )
     most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, entry.routing)
     if request.prompt_logprobs:  # a session's turn comes with its prompt, too
         most_bytes += LOGPROB_BYTES * (prompt + before + count)

@@ -191,7 +191,7 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 async def capabilities(request: web.Request) -> web.StreamResponse:
     live = await request.app[DOOR].live()
-    model = {"model_name": live.model, "trainable": False, "sampleable": True}
+    model = {"model_name": request.app[DOOR].model.reference or live.model, "trainable": False, "sampleable": True}
     if live.context_tokens:
         model["max_context_length"] = live.context_tokens
     return web.json_response({"supported_models": [model]})
@@ -200,4 +200,5 @@ async def capabilities(request: web.Request) -> web.StreamResponse:
 async def show_sampler(request: web.Request) -> web.StreamResponse:
     sampler = request.match_info["sampler"]
     model, live = sampler_model(sampler), await request.app[DOOR].live()
-    return web.json_response({"sampler_id": sampler, "base_model": live.model, "model_path": model})
+    base_model = request.app[DOOR].model.reference or live.model
+    return web.json_response({"sampler_id": sampler, "base_model": base_model, "model_path": model})
