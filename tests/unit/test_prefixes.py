@@ -30,11 +30,21 @@ def a_round(is_ahead: bool = True) -> "Future[Sent]":
 
 def test_a_round_is_named_once_it_has_arrived() -> None:
     sent, done = SentPrefixes(), Future[Sent]()
-    sent.note(PEER, done, {"r2": (STAY, 7)})
+    sent.note(PEER, done, done, {"r2": (STAY, 7)})
     assert sent.find(PEER, "r2", STAY) is None
     done.set_result(a_round().result())
     assert sent.find(PEER, "r2", STAY) == Prefix("K", 7)
     assert sent.find(PEER, "r3", STAY) == NO_PREFIX
+
+
+def test_a_round_in_parts_is_named_by_its_first_one_once_the_noted_blocks_have_arrived() -> None:
+    sent, first, later = SentPrefixes(), a_round(), Future[Sent]()
+    sent.note(PEER, first, first, {"r2": (STAY, 3)})
+    assert sent.find(PEER, "r2", STAY) == Prefix("K", 3)
+    sent.note(PEER, first, later, {"r2": (STAY, 7)})
+    assert sent.find(PEER, "r2", STAY) is None
+    later.set_result(Sent("L", "shm", 1, 0.1, is_ahead=True))
+    assert sent.find(PEER, "r2", STAY) == Prefix("K", 7)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +54,8 @@ def test_a_round_is_named_once_it_has_arrived() -> None:
 )
 def test_what_may_be_other_blocks_is_never_named(peer: Peer, segment: tuple[int, int]) -> None:
     sent = SentPrefixes()
-    sent.note(PEER, a_round(), {"r2": (STAY, 7)})
+    whole = a_round()
+    sent.note(PEER, whole, whole, {"r2": (STAY, 7)})
     assert sent.find(peer, "r2", segment) == NO_PREFIX
 
 
@@ -52,13 +63,14 @@ def test_a_round_that_failed_or_is_kept_in_memory_is_never_named() -> None:
     sent, failed = SentPrefixes(), Future[Sent]()
     failed.set_exception(RuntimeError("gone"))
     for done in (failed, a_round(is_ahead=False)):
-        sent.note(PEER, done, {"r2": (STAY, 7)})
+        sent.note(PEER, done, done, {"r2": (STAY, 7)})
         assert sent.find(PEER, "r2", STAY) == NO_PREFIX
 
 
 def test_notes_have_an_end() -> None:
     sent = SentPrefixes()
-    sent.note(PEER, a_round(), {f"r{index}": (STAY, 1) for index in range(NOTES_MAX + 1)})
+    whole = a_round()
+    sent.note(PEER, whole, whole, {f"r{index}": (STAY, 1) for index in range(NOTES_MAX + 1)})
     assert sent.find(PEER, "r0", STAY) == NO_PREFIX
     assert sent.find(PEER, f"r{NOTES_MAX}", STAY) == Prefix("K", 1)
 
