@@ -323,6 +323,7 @@ def test_a_parameter_has_the_type_of_its_tools_schema(name: str, written: str, v
     text = f"<tool_call>\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>\n</tool_call>"
     (call,) = ReplyParser(FORMATS["hermes"], tools).parse(text).tool_calls
     assert call.value() == {name: value} and type(call.value()[name]) is type(value)
-    for odd in (None, [], "x", {"properties": 5}, {"properties": {name: 5}}):
+    odds: tuple[Any, ...] = (None, [], "x", {"properties": 5}, {"properties": {name: 5}})
+    for odd in odds:
         tools[0]["function"] = {"name": "f", "parameters": odd}
         assert ReplyParser(FORMATS["hermes"], tools).parse(text).tool_calls
